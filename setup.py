@@ -1,7 +1,7 @@
 """Builds the wheel; everything about the project stands in pyproject.toml.
 
 A wheel carries the launch scripts and example configurations, so that it works from any directory
-(megatron_async/shipped.py).
+(megatron_async/files/package_files.py).
 """
 
 import shutil

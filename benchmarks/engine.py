@@ -31,7 +31,7 @@ from megatron_async.engines.interface import GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.engines.sglang.server import CPU_ATTENTION_BACKEND
-from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress
 from megatron_async.weight_sync.publisher import make_sender

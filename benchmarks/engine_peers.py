@@ -38,7 +38,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.models.tiny_model import build_tiny_model
 
 _PROMPT_OF_DECODE = 8
 _LONGEST = 32768

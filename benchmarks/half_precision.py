@@ -225,9 +225,7 @@ def main() -> None:
         chosen = [pair.split("-") for pair in options.precisions]
         for dtype in sorted({engine for engine, _ in chosen}):
             settings = configure("e", precision(dtype, "float32"), options.model, root, options)
-            process = SGLangProcess(
-                options.model, settings.engines, root / f"{dtype}.log", in_place=True
-            )
+            process = SGLangProcess(options.model, settings.engines, root / f"{dtype}.log")
             process.start()
             try:
                 samples = asyncio.run(sampled(settings, process.url, models, options.prompts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_async.tasks.rewards import Sample
+from megatron_async.scoring.rewards import Sample
 
 
 def trivial(sample: Sample) -> float:

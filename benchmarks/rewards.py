@@ -1,6 +1,6 @@
 """How many scores a second the pool of scorers gives, blocking and asynchronous.
 
-    python benchmarks/rewards.py [--ray] [--scores 20000] [--waiting 500]
+    python benchmarks/rewards.py [--placed] [--scores 20000] [--waiting 500]
 
 Responses of about 60 characters come all at once, as at the end of a batch; the time runs from the
 first request to the last score, tokens to text included, after one score that starts the process.
@@ -20,9 +20,10 @@ import numpy as np
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.scorer_pool import ScorerPool
-from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool
+from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.places.local import local_place
+from megatron_async.scoring.pool import ScorerPool
+from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool
 from megatron_async.trajectory.types import Prompt
 
 _WORKERS = 2
@@ -36,7 +37,7 @@ class Taken(NamedTuple):
     computed: float
 
 
-def time_of(reward: str, count: int, ray: bool) -> Taken:
+def time_of(reward: str, count: int, placed: bool) -> Taken:
     """The time of `count` scores at once, by a pool of two scorer processes."""
     settings = ScorerSettings(
         task=TaskConfig(verifier_workers=_WORKERS),
@@ -54,9 +55,13 @@ def time_of(reward: str, count: int, ray: bool) -> Taken:
         assert all(score == (1.0, {}) for score in scores)
         return taken
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, local_place(Path(folder)) as place:
         write_character_tokenizer(Path(folder))
-        pool = (RayVerifierPool if ray else LocalVerifierPool)(settings, folder)
+        pool = (
+            PlacedScorerPool(settings, folder, place)
+            if placed
+            else LocalScorerPool(settings, folder)
+        )
         try:
             return asyncio.run(measure(pool))
         finally:
@@ -66,20 +71,18 @@ def time_of(reward: str, count: int, ray: bool) -> Taken:
 def main() -> None:
     """Prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ray", action="store_true", help="scorers in Ray actors, as in a run")
+    parser.add_argument(
+        "--placed", action="store_true", help="by workers in processes, as on a cluster"
+    )
     parser.add_argument("--scores", type=int, default=20_000)
     parser.add_argument("--waiting", type=int, default=500)
     options = parser.parse_args()
-    if options.ray:
-        import ray
-
-        ray.init(num_cpus=_WORKERS, include_dashboard=False, logging_level="ERROR")
-    blocking = time_of("trivial", options.scores, options.ray)
-    asynchronous = time_of("waiting", options.waiting, options.ray)
+    blocking = time_of("trivial", options.scores, options.placed)
+    asynchronous = time_of("waiting", options.waiting, options.placed)
     print(
         json.dumps(
             {
-                "pool": "ray" if options.ray else "local",
+                "pool": "placed" if options.placed else "local",
                 "scores": options.scores,
                 "seconds": round(blocking.seconds, 2),
                 "scores_per_second": round(options.scores / blocking.seconds),

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from megatron_async.config import build_config
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.tasks import build_task
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 
 def write_rows(path: Path, count: int) -> None:

@@ -55,8 +55,8 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
 from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

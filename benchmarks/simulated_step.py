@@ -34,11 +34,11 @@ from megatron_async.config.load import merge
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
 from megatron_async.simulate.statistics import Summary
 from megatron_async.store.reader import StoreReader
-from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 
@@ -84,11 +84,11 @@ def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
 def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
     """Metrics by step, and the lengths of finished responses."""
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.scorers, config.model.path)
+    pool = LocalScorerPool(config.scorers, config.model.path)
     try:
-        train_locally(config, directory, [url], verifier)
+        train_locally(config, directory, [url], pool)
     finally:
-        verifier.close()
+        pool.close()
     reader = StoreReader(directory.store_file)
     try:
         lengths = [s.tokens for s in reader.summaries() if s.finish_reason is not None and s.tokens]
@@ -137,7 +137,6 @@ def main() -> None:
             options.model,
             config.engines,
             root / "engine.log",
-            in_place=config.schedule.in_place,
         )
         process.start()
         try:

@@ -304,7 +304,7 @@ def main() -> None:
         # Tokens are reported soon, so that an update meets the place that is meant for it.
         fine = {"engines": {"stream_interval": 4}}
         engines = configure("engine", fine, options.model, root, options).engines
-        process = SGLangProcess(options.model, engines, root / "engine.log", in_place=True)
+        process = SGLangProcess(options.model, engines, root / "engine.log")
         process.start()
         try:
             parts.append(drift_table(measure_drift(options, root, process.url)))

@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.command import command_line
 from benchmarks.papers.report import table
-from megatron_async.file_system import file_system_of
+from megatron_async.files.mounts import file_system_of
 from megatron_async.store import schema as schema
 from megatron_async.store.recovery import copy_database
 

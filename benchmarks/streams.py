@@ -1,11 +1,11 @@
 """What thousands of streams cost the rollout manager; the engines only count (stub_engine.py).
 
-    python -m benchmarks.streams [--streams 4096] [--engines 4] [--actors 4] [--stubs 1]
+    python -m benchmarks.streams [--streams 4096] [--engines 4] [--hosts 4] [--stubs 1]
         [--rate 40] [--interval 64] [--seconds 10] [--direct] [--out benchmarks/results/streams.md]
 
-The rollout manager, its store and its recorded events are the real ones, in this process; each Ray
-actor reads the streams of its share of the engines, as the actor of an engine does; the engines are
-spread over `--stubs` processes. With `--direct` the manager reads the streams itself.
+The rollout manager, its store and its recorded events are the real ones, in this process; each of
+`--hosts` processes reads the streams of its share of the engines, as the host of an engine does;
+the engines are spread over `--stubs` processes. With `--direct` the manager itself reads them.
 
 - submit: from the publication of weights until every request has brought its first token.
 - steady: `--seconds` of nothing but tokens. CPU time is of whole processes, all threads, and is
@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import datetime
 import os
-import pickle
 import platform
 import resource
 import shutil
@@ -41,7 +40,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import ray
 import uvloop
 
 from benchmarks.command import command_line
@@ -49,16 +47,18 @@ from benchmarks.papers.report import table
 from benchmarks.stub_engine import VOCABULARY, logprob
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.actor import ActorCalls
+from megatron_async.engines.host import HostCalls
 from megatron_async.engines.interface import EngineClient
-from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
+from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.garbage import search_rarely
-from megatron_async.launcher.rollout_side import make_ray_token
+from megatron_async.engines.token_report import TokenReport
+from megatron_async.places.local import local_place
+from megatron_async.places.place import Placed
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.base import Score
-from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
 _LIMIT_SECONDS = 300.0
@@ -67,10 +67,10 @@ _SETTLE_SECONDS = 3.0  # every stream has brought its second report, and they ar
 
 
 class Counting:
-    """A task whose prompts end in numbers that no two of 131,072 share; also its verifier."""
+    """A task whose prompts end in numbers that no two of 131,072 share; also its scorer."""
 
     stop_token_ids = ()
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
@@ -118,61 +118,55 @@ def stub_engines(engines: int, processes: int, interval: int, rate: float) -> It
 
 
 class Relays:
-    """What the actors of some engines do, in one process."""
+    """What the hosts of some engines do, in one process."""
 
     def __init__(self) -> None:
         self._relays: dict[str, StreamRelay] = {}
-        search_rarely()  # as an engine's actor does
+        search_rarely()  # as an engine's host does
 
     async def serve(self, engine_id: str, url: str, settings: EngineConfig, chunk: int) -> None:
         self._relays[engine_id] = StreamRelay(SGLangClient(engine_id, url, settings), chunk)
 
-    async def update(self, of: str, pickled: bytes) -> None:
-        self._relays[of].update(*pickle.loads(pickled))
+    async def update(self, of: str, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+        self._relays[of].update(started, cancelled)
 
     async def abort(self, of: str, requests: Mapping[str, int]) -> None:
         await self._relays[of].abort(requests)
 
-    async def report(self, of: str, acknowledged: Sequence[int]) -> bytes:
-        return pickle.dumps(await self._relays[of].report(acknowledged))
+    async def report(self, of: str, acknowledged: Sequence[int]) -> TokenReport:
+        return await self._relays[of].report(acknowledged)
 
     async def cpu_seconds(self) -> float:
         return time.process_time()
 
 
 @dataclass(frozen=True)
-class _Method:
-    method: Any
+class _Part:
+    """One engine's relay in a host that has several."""
+
+    host: Placed
     engine_id: str
 
-    def remote(self, *arguments: Any) -> Any:
-        return self.method.remote(self.engine_id, *arguments)
-
-
-class _Part:
-    """One engine's relay in an actor that has several."""
-
-    def __init__(self, actor: Any, engine_id: str) -> None:
-        self.update = _Method(actor.update, engine_id)
-        self.abort = _Method(actor.abort, engine_id)
-        self.report = _Method(actor.report, engine_id)
+    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+        return await self.host.call(method, self.engine_id, *arguments, limit=limit)
 
 
 class Launcher:
-    """Engines that are there already, read by `actors` in turn, or (without any) from here."""
+    """Engines that are there already, read by `hosts` in turn, or (without any) from here."""
 
-    def __init__(self, config: RunConfig, urls: Sequence[str], actors: Sequence[Any]) -> None:
-        self._config, self._urls, self._actors = config, urls, actors
+    def __init__(self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed]) -> None:
+        self._config, self._urls, self._hosts = config, urls, hosts
         self._pace = Pace()
 
     async def launch(self, index: int) -> EngineClient:
         engine_id, url, engines = f"engine{index}", self._urls[index], self._config.engines
         server = await SGLangClient.connect(engine_id, url, engines)
-        if not self._actors:
+        if not self._hosts:
             return server
-        actor = self._actors[index % len(self._actors)]
-        await actor.serve.remote(engine_id, url, engines, self._config.store.chunk_tokens)
-        calls = ActorCalls(_Part(actor, engine_id), engine_id, _LIMIT_SECONDS)
+        host, chunk = self._hosts[index % len(self._hosts)], self._config.store.chunk_tokens
+        await host.call("serve", engine_id, url, engines, chunk, limit=_LIMIT_SECONDS)
+        part: Any = _Part(host, engine_id)
+        calls = HostCalls(part, engine_id, _LIMIT_SECONDS)
         return RelayedEngine(server, calls, self._pace)
 
     async def alive(self, index: int) -> bool:
@@ -192,7 +186,7 @@ class Phase:
     name: str
     wall: float = 0.0
     manager: float = 0.0
-    actors: float = 0.0
+    hosts: float = 0.0
     engines: float = 0.0
     tokens: int = 0
     loop_wall: float = 0.0
@@ -214,17 +208,17 @@ class Run:
     """One manager over stub engines."""
 
     def __init__(
-        self, config: RunConfig, urls: Sequence[str], actors: Sequence[Any], folder: Path
+        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed], folder: Path
     ) -> None:
         task: Any = Counting()
-        self._config, self._urls, self._actors = config, urls, actors
+        self._config, self._urls, self._hosts = config, urls, hosts
         self._store_file = folder / "store.sqlite"
         self.figures = Figures()
         self.manager = RolloutManager(
             config,
             task=task,
-            verifier=task,
-            launcher=Launcher(config, urls, actors),
+            scorers=task,
+            launcher=Launcher(config, urls, hosts),
             store_file=self._store_file,
             events_directory=folder / "events",
         )
@@ -233,7 +227,7 @@ class Run:
     async def phase(self, name: str) -> Any:
         """Measures what is done within."""
         phase = self.figures.phases[name] = Phase(name)
-        actors, engines = await self._actor_seconds(), (await self._engines())[1]
+        hosts, engines = await self._host_seconds(), (await self._engines())[1]
         tokens = self.tokens
         ticker = asyncio.create_task(_tick(phase))
         wall, manager = time.perf_counter(), time.process_time()
@@ -242,12 +236,13 @@ class Run:
         phase.manager = time.process_time() - manager
         ticker.cancel()
         phase.tokens = self.tokens - tokens
-        phase.actors = await self._actor_seconds() - actors
+        phase.hosts = await self._host_seconds() - hosts
         phase.engines = (await self._engines())[1] - engines
         print(phase, file=sys.stderr)
 
-    async def _actor_seconds(self) -> float:
-        return sum([float(await actor.cpu_seconds.remote()) for actor in self._actors])
+    async def _host_seconds(self) -> float:
+        asked = [host.call("cpu_seconds", limit=_LIMIT_SECONDS) for host in self._hosts]
+        return float(sum(await asyncio.gather(*asked)))
 
     @property
     def tokens(self) -> int:
@@ -328,7 +323,7 @@ async def _tick(phase: Phase) -> None:
 async def measure(run: Run, streams: int, seconds: float) -> Figures:
     """Submit, run, abort all, submit again, end."""
     await run.manager.start()
-    search_rarely()  # as the manager's actor does
+    search_rarely()  # as the manager's host does
     await run.manager.attach(ResumePoint(0))
     ids = await run.stop_generation(0)
     async with run.phase("first submit"):
@@ -352,7 +347,7 @@ def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
     """`wanted`: tokens a second of the full rate."""
     rows = []
     for phase in figures.phases.values():
-        times = [phase.manager, phase.manager + phase.actors, phase.engines]
+        times = [phase.manager, phase.manager + phase.hosts, phase.engines]
         shares = [f"{seconds:.2f} s" for seconds in times]
         if phase.name == "steady":
             full = wanted / max(phase.tokens, 1)
@@ -375,7 +370,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--streams", type=int, default=4096, help="N', requests in flight")
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--actors", type=int, default=4, help="processes that read streams")
+    parser.add_argument("--hosts", type=int, default=4, help="processes that read streams")
     parser.add_argument("--stubs", type=int, default=1, help="processes of the engines")
     parser.add_argument("--rate", type=float, default=40, help="tokens a second of a stream")
     parser.add_argument("--interval", type=int, default=64, help="engines.stream_interval")
@@ -386,37 +381,27 @@ def main() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     folder = Path(tempfile.mkdtemp(prefix="streams-"))
-    actors: list[Any] = []
-    if not arguments.direct:
-        make_ray_token(folder / "ray-token")
-        # By default Ray's workers give way to every other process; in a run they do not either.
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            log_to_driver=False,
-            _system_config={"worker_niceness": 0},
-        )
-        actors = [ray.remote(num_cpus=0)(Relays).remote() for _ in range(arguments.actors)]
-        ray.get([actor.cpu_seconds.remote() for actor in actors])
     config = settings(arguments.streams, arguments.engines, arguments.interval)
     try:
-        with stub_engines(
-            arguments.engines, arguments.stubs, arguments.interval, arguments.rate
-        ) as urls:
-            run = Run(config, urls, actors, folder)
+        with (
+            local_place(folder) as place,
+            stub_engines(
+                arguments.engines, arguments.stubs, arguments.interval, arguments.rate
+            ) as urls,
+        ):
+            names = [] if arguments.direct else [f"host{i}" for i in range(arguments.hosts)]
+            hosts = [place.start(Relays, name=name) for name in names]
+            run = Run(config, urls, hosts, folder)
             figures = uvloop.run(measure(run, arguments.streams, arguments.seconds))
     finally:
         shutil.rmtree(folder)
-        if not arguments.direct:
-            ray.shutdown()
     wanted = arguments.streams * arguments.rate
     header = (
         "part",
         "took",
         "tokens/s",
         "manager CPU",
-        "with actors",
+        "with hosts",
         "stub CPU",
         "loop",
         "loop, CPU",

@@ -32,8 +32,8 @@ from benchmarks.versus_trl import ROOT, trl_environment
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.nodes import free_port
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.tasks import build_task
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 OURS = "megatron_async"
 SYSTEMS = (OURS, "transformers Trainer", "plain torch loop")

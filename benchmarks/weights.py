@@ -43,8 +43,8 @@ from megatron_async.engines.interface import GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.families import rules_of
+from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.rollout.probe import PROMPTS, errors, packed, sample
-from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch

@@ -95,7 +95,7 @@ def settings_page() -> str:
     from megatron_async.config import build_config
     from megatron_async.config.reference import sections_of, sections_with
     from megatron_async.config.reward import BUILT_IN
-    from megatron_async.tasks.rewards.reward import arguments_of
+    from megatron_async.scoring.rewards.reward import arguments_of
 
     lines = [
         "# Settings",

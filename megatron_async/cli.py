@@ -5,8 +5,6 @@ setting and its value); 130 ended by Ctrl-C, 143 by SIGTERM. Heavy imports happe
 commands, so that `--help` is instant.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings
@@ -17,8 +15,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from megatron_async.disk import naming_disk_errors
 from megatron_async.errors import ComponentFailure, Terminated, UserError
+from megatron_async.files.disk import naming_disk_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,7 +44,10 @@ FromStep = Annotated[
     int | None,
     Option(help="With --resume: go on from the kept checkpoint of this step instead."),
 ]
-
+Session = Annotated[
+    str | None, Option(help="On several nodes: a new name, alike on all of them (launch/slurm).")
+]
+Index = Annotated[int, Option(help="This node's number from 0, with --session.")]
 DryRun = Annotated[
     bool, Option("--dry-run", help="Check everything, show what would be done, make nothing.")
 ]
@@ -135,11 +136,8 @@ def sft(
         Path | None,
         Option(help="Where the Hugging Face checkpoint goes; default: runs/NAME-sft/hf."),
     ] = None,
-    session: Annotated[
-        str | None,
-        Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),
-    ] = None,
-    index: Annotated[int, Option(help="This node's number from 0, with --session.")] = 0,
+    session: Session = None,
+    index: Index = 0,
     from_teacher: Annotated[
         str | None,
         Option(help="Learn what the reward accepts of this model's answers: URL or folder."),
@@ -166,6 +164,24 @@ def evaluate(
     from megatron_async.commands.evaluation import eval_command
 
     eval_command(_need(config, "eval"), overrides or [], model or [], samples)
+
+
+@app.command()
+def score(
+    data: Annotated[Path, Option(help="Rows with `input_ids` and `loss_mask`.")],
+    out: Annotated[Path, Option(help="New safetensors file: `logprobs`, `cu_seqlens`.")],
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    session: Session = None,
+    index: Index = 0,
+) -> None:
+    """Log-probs of given tokens by the trainer's model, at the layout of `parallel`.
+
+    At sampling.temperature, of the weights of model.path, or model.checkpoint where that is set.
+    """
+    from megatron_async.commands.score import score_command
+
+    score_command(_need(config, "score"), overrides or [], data, out, session, index)
 
 
 @app.command()
@@ -319,7 +335,7 @@ def trajectories(
         str | None, Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
     show: Annotated[int | None, Option(help="Print this trajectory whole.")] = None,
-    limit: Annotated[int, Option(min=0, help="List the newest so many; 0: all of them.")] = 50,
+    limit: Annotated[int, Option(min=0, help="The newest ones to list; 0: all of them.")] = 50,
     exported: Annotated[
         bool, Option("--exported", help="List those too that compaction has exported.")
     ] = False,
@@ -356,13 +372,19 @@ def simulate(
         str, Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
     ] = "",
     plot: Annotated[Path | None, Option(help="Write a PNG with the figures.")] = None,
+    figures: Annotated[
+        bool, Option("--figures", help="Only what a run of the file takes: memory, disk, time.")
+    ] = False,
     wide: Wide = False,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
-    from megatron_async.commands.simulate import simulate_command
+    from megatron_async.commands.simulate import figures_command, simulate_command
 
     given = [*(overrides or []), *(setting or [])]
-    simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
+    if figures:
+        figures_command(_need(config, "simulate"), given)
+    else:
+        simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
 
 
 @app.command()

@@ -4,8 +4,6 @@
 is a defect and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 import signal
@@ -66,18 +64,25 @@ def one_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {first}"[:_LONGEST_CAUSE].removesuffix(": ")
 
 
+def how_ended(exit_code: int) -> str:
+    """Explain an exit code, which is that of a signal where it is negative."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = ""
+    if number == signal.SIGKILL:
+        hint = ": the kernel does that when memory runs out (`dmesg` shows it), or somebody did"
+    return f"was killed by {name}{hint}"
+
+
 def cause_in_log(text: str) -> str | None:
     """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
     Python exception, each as one line; None when the log shows neither.
     """
     killed = _KILLED.search(text)
     if killed:
-        number = int(killed[2])
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = ""
-        if number == signal.SIGKILL:
-            hint = ": the kernel does that when memory runs out (`dmesg` shows it), or somebody did"
-        return f"rank {killed[1]} was killed by {name}{hint}"
+        return f"rank {killed[1]} {how_ended(-int(killed[2]))}"
     for exception in _exceptions(text):
         if exception.partition(":")[0].rpartition(".")[2] not in _NO_CAUSES:
             return exception[:_LONGEST_CAUSE]

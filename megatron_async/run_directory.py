@@ -5,30 +5,28 @@ Invariants
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
 - Settings are written only under the run's lock (`launcher/claim.py`); the run's processes read
   them.
-- Messages between processes other than by Ray and collectives go through small files here,
+- Messages between processes other than by places and collectives go through small files here,
   written atomically.
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
 import secrets
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_async.config import RunConfig, dump
 from megatron_async.config.load import load_run_config
-from megatron_async.disk import CannotWrite, check_room, replace_durably, writing
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite, check_room, replace_durably, writing
 
 _FAILURE_BYTES: Final = 1 << 16
 
 
-class RunOutcome(Enum):
+class RunOutcome(StrEnum):
     """End of a run's trainers without a failure."""
 
     COMPLETE = "complete"
@@ -41,7 +39,7 @@ class _Place:
 
     name: str
 
-    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+    def __get__(self, run: "RunDirectory", owner: "type[RunDirectory]") -> Path:
         return run.path / self.name
 
 
@@ -61,7 +59,7 @@ class RunDirectory:
     """Recorded scheduler events, one file for each lineage."""
     logs = _Place("logs")
     ray_token_file = _Place("ray-token")
-    """The key to a Ray of the run's own, on one machine, while that runs."""
+    """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
@@ -76,7 +74,7 @@ class RunDirectory:
         return self.failed_start_file.exists() and not self._has_trained()
 
     def check_free(self, *, resumable: bool = True) -> None:
-        """Raises UserError when a run has this directory."""
+        """Check that no run has this directory. Raises UserError."""
         if self.config_file.exists():
             remedy = f" or go on with it by --resume {self.path}" if resumable else ""
             raise UserError(
@@ -103,7 +101,7 @@ class RunDirectory:
         return self.path.rename(place)
 
     @classmethod
-    def create(cls, config: RunConfig, *, resumable: bool = True) -> RunDirectory:
+    def create(cls, config: RunConfig, *, resumable: bool = True) -> "RunDirectory":
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
         directory = cls.of(config)
         directory.check_free(resumable=resumable)
@@ -116,14 +114,14 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunDirectory:
+    def of(cls, config: RunConfig) -> "RunDirectory":
         """Return the directory of a run with these settings."""
         return cls((Path(config.root) / config.name).absolute())
 
     @classmethod
     def find(
         cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
-    ) -> tuple[RunDirectory, RunConfig]:
+    ) -> "tuple[RunDirectory, RunConfig]":
         """An existing run and its settings with `overrides` on top; writes nothing.
 
         Raises UserError naming what gave the path, e.g. an option.
@@ -134,7 +132,7 @@ class RunDirectory:
         return directory, load_run_config(directory.config_file, overrides)
 
     @classmethod
-    def launched(cls, path: Path | str) -> tuple[RunDirectory, RunConfig]:
+    def launched(cls, path: Path | str) -> "tuple[RunDirectory, RunConfig]":
         """Find a run for the processes of a launch: what a resume has set counts."""
         directory, config = cls.find(path, [])
         file = directory.resume_file
@@ -157,21 +155,23 @@ class RunDirectory:
     def next_lineage(self) -> int:
         """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
         lineage = self.lineages_so_far()
-        write_atomically(self.lineage_file, str(lineage), durable=True)
+        write_atomically(self.lineage_file, f"{lineage}\n{lineage}\n", durable=True)
         return lineage
 
     def lineages_so_far(self) -> int:
         """Return how many lineages the run has had. Raises UserError when that is lost.
 
-        A number that was used twice would make one token's policy version stand for two policies.
+        A number that was used twice would make one token's policy version stand for two policies:
+        the file holds it twice, so that a damaged digit is found.
         """
         counter = self.lineage_file
         text = counter.read_text(errors="replace") if counter.exists() else ""
-        if text.strip().isdecimal():
-            return int(text) + 1
+        numbers = set(text.split())
+        if len(numbers) == 1 and (number := numbers.pop()).isdecimal():
+            return int(number) + 1
         if not counter.exists() and not self.store_file.exists() and not self._has_trained():
             return 0
-        what = f"holds {text[:40]!r}, no number" if counter.exists() else "is gone"
+        what = f"holds {text[:40]!r}, not one number" if counter.exists() else "is gone"
         raise UserError(
             f"{counter}, the number of the run's newest lineage, {what}: write it there again (the "
             f"last line of {self.metrics_file} has it as 'lineage'; a larger one is safe too)"
@@ -219,11 +219,17 @@ class RunDirectory:
     def outcome(self, earlier: int = 0) -> RunOutcome | None:
         """The trainers' outcome; None while they run, or when they have failed.
 
-        `earlier`: the stamp of an outcome that does not count.
+        `earlier`: the stamp of an outcome that does not count. Raises UserError for a damaged one.
         """
         if self.outcome_stamp() in (0, earlier):
             return None
-        return RunOutcome(self.outcome_file.read_text())
+        text = self.outcome_file.read_text(errors="replace")
+        found = next((outcome for outcome in RunOutcome if outcome.value == text), None)
+        if found is None:
+            raise UserError(
+                f"{self.outcome_file} holds {text[:40]!r}: write {' or '.join(RunOutcome)} there"
+            )
+        return found
 
     def outcome_stamp(self) -> int:
         """A number that each outcome has for itself; 0: there is none."""

@@ -56,15 +56,19 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_seconds: float = 120.0,
+    method: str = "forkserver",
 ) -> list[Any]:
     """`[function(*args) of rank 0, of rank 1, …]`; `function` and `args` must be picklable.
+
+    `method` fork: ranks have what this process has imported, which must have started no threads.
 
     Raises RankFailure as soon as one rank fails, or when `timeout_seconds` have passed.
     """
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [

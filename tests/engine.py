@@ -102,7 +102,7 @@ def start_engine(folder: Path) -> EngineUnderTest:
         )
         for seed, (name, path) in enumerate(directories.items())
     }
-    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log", in_place=True)
+    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log")
     # Room for a whole response is kept free, so that a test can fill the engine with a few.
     with mock.patch.dict(os.environ, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096"}):
         process.start()

@@ -37,6 +37,8 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+# Whose two KV heads do not divide by four.
+NARROW_CASES = ("qwen2_yarn",)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama", "Llama", {"head_dim": 8, "rope_parameters": _LLAMA3_ROPE}),
     "llama_tied": (
@@ -47,6 +49,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "Qwen2", {}),
     "qwen2_tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 8}),
+    # All of its bands at a head dimension of 8; most sequences of the tests are longer than 16.
+    "qwen2_yarn": (
+        "qwen2",
+        "Qwen2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 2.0,
+                "beta_slow": 0.25,
+            },
+        },
+    ),
     "gemma3": (
         "gemma3",
         "Gemma3",

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ast
 import io
+import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.syntax import parse
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("megatron_async", "kernels/megatron_async_kernels")
@@ -32,11 +36,20 @@ def code_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
+
+
+def code_lines_of_functions(source: str) -> Iterator[tuple[str, int]]:
+    """Name and lines of code of each function, what is defined inside it included."""
+    lines = source.splitlines()
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            yield node.name, code_lines(own)
 
 
 def product_files() -> list[Path]:

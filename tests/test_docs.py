@@ -19,8 +19,8 @@ import yaml
 
 from megatron_async.cli import app
 from megatron_async.config.load import build_config
-from megatron_async.import_path import anchored
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.import_path import anchored
 from megatron_async.store.schema import export_file
 from tests.documented_metrics import undocumented
 

@@ -28,6 +28,7 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from megatron_async.weight_sync.transports.tensor import _DEVICE_ARGUMENT, TensorSender
+from tests.syntax import parse
 from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,7 @@ def names_of_torch_cuda() -> Iterator[str]:
     """Every `torch.cuda.X` (and `torch.cuda.nccl.X`) in the product's code."""
     for folder in PRODUCT:
         for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parse(path.read_text())):
                 if isinstance(node, ast.Attribute):
                     text = ast.unparse(node)
                     if text.startswith("torch.cuda."):
@@ -93,7 +94,7 @@ def test_megatrons_parts_for_transformer_engine_take_what_they_are_given() -> No
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
     inspect.signature(spec).bind(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
     path = Path(inspect.getfile(gpt_layer_specs)).parents[2] / "extensions/transformer_engine.py"
-    classes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in ast.walk(parse(path.read_text())) if isinstance(n, ast.ClassDef)]
     [norm] = [node for node in classes if node.name == "TENorm"]
     [make] = [node for node in norm.body if getattr(node, "name", "") == "__new__"]
     assert isinstance(make, ast.FunctionDef)
@@ -173,7 +174,7 @@ def sglang_sources() -> tuple[ast.Module, ast.Module]:
         pytest.skip("sglang is not installed")
     root = Path(found.origin).parent / "srt"
     server, messages = root / "entrypoints/http_server.py", root / "managers/io_struct.py"
-    return ast.parse(server.read_text()), ast.parse(messages.read_text())
+    return parse(server.read_text()), parse(messages.read_text())
 
 
 def message_of(endpoint: str) -> str | None:

@@ -12,27 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parse
+
 PACKAGE = Path(__file__).parents[1] / "megatron_async"
 ROOMS = (
     "errors",
-    "awake",
-    "disk",
-    "file_lock",
-    "file_system",
-    "garbage",
-    "host_buffers",
-    "import_path",
-    "shipped",
+    "runtime",
+    "files",
     "config",
     "run_directory",
+    "places",
     "trajectory",
     "algorithms",
     "store",
     "tasks",
+    "scoring",
+    "environments",
     "models",
     "weight_sync",
     "scheduler",
     "telemetry",
+    "report",
     "engines",
     "rollout",
     "checkpoint",
@@ -59,7 +59,7 @@ MODULES = {
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Line and module of each import of ours, wherever in the file it stands."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if a.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -88,6 +88,18 @@ def test_no_import_runs_down(room: str) -> None:
     assert not wrong
 
 
+def test_only_places_import_ray() -> None:
+    """In no other file does it matter whether a process of the run is an actor."""
+    found = {
+        str(file.relative_to(PACKAGE))
+        for file in MODULES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
+    }
+    assert found == {"places/on_ray.py", "places/ray_cluster.py"}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     edges = {module: {name for _, name in imports(file)} for module, file in MODULES.items()}
     finished: set[str] = set()
@@ -106,7 +118,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_room_names_each_of_its_files(folder: Path) -> None:
     """Its `__init__.py` describes each: a reader finds a place in one hop."""
-    described = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    described = ast.get_docstring(parse((folder / "__init__.py").read_text())) or ""
     inside = [
         path.stem
         for path in folder.iterdir()
@@ -120,7 +132,7 @@ def test_a_class_name_occurs_once() -> None:
     """Names with an underscore are of their file alone; all others mean one thing everywhere."""
     places: dict[str, list[str]] = {}
     for file in (*MODULES.values(), *KERNELS.glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parse(file.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE.parent)))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -132,7 +144,7 @@ def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] != "engines"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "generate"

@@ -96,6 +96,32 @@ def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
     assert directory.take_failure() is None
 
 
+def test_a_lineage_with_a_damaged_digit_is_refused_by_name(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    directory.lineage_file.write_text("41")  # as an earlier version wrote it
+    assert directory.next_lineage() == 42
+    intact = directory.lineage_file.read_bytes()
+    for place in range(len(intact)):
+        for bit in range(8):
+            damaged = bytearray(intact)
+            damaged[place] ^= 1 << bit
+            directory.lineage_file.write_bytes(damaged)
+            try:
+                assert directory.lineages_so_far() == 43, "only what separates them is damaged"
+            except UserError as refused:
+                assert "holds" in str(refused) and "write it there again" in str(refused)
+    directory.lineage_file.write_bytes(intact[: len(intact) // 2])
+    assert directory.lineages_so_far() == 43
+
+
+@pytest.mark.parametrize("content", [b"", b"ctopped", b"\xff\xfe", b"complete\n"])
+def test_an_outcome_that_is_damaged_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    directory.outcome_file.write_bytes(content)
+    with pytest.raises(UserError, match=r"outcome holds .*: write complete or stopped there"):
+        directory.outcome()
+
+
 @needs_compiler
 def test_a_power_loss_does_not_give_a_lineage_out_twice(tmp_path: Path) -> None:
     run, durable = tmp_path / "run", tmp_path / "durable"

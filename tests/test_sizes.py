@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from tests.sizes import ROOT, code_lines, lines_by_room, product_files
+from tests.sizes import (
+    ROOT,
+    code_lines,
+    code_lines_of_functions,
+    lines_by_room,
+    product_files,
+)
 
 MOST_LINES_OF_A_FILE = 499
-# Lower it when the count has fallen; raising it is a decision, with the reason in the commit.
-MOST_CODE_LINES = 33_059
+MOST_CODE_LINES_OF_A_FILE = 320
+LONGER_FILES = {
+    "megatron_async/scheduler/lifecycle.py": "every way from a state to the next, read together",
+    "megatron_async/store/store.py": "what the driver calls: short methods over one state",
+    "megatron_async/cli.py": "a list of commands, whose options are the help that a user reads",
+    "megatron_async/scoring/sandbox/launcher.py": "runs alone, where no module of ours is found",
+}
+MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
+# It moves only by what an issue grants: 33,059 and 550 (one machine without Ray), 900 (70B files),
+# 3,100 (environments); lower it when the count has fallen.
+MOST_CODE_LINES = 37_609
 
 
 def test_comments_blank_lines_and_docstrings_are_no_code() -> None:
@@ -15,9 +30,31 @@ def test_comments_blank_lines_and_docstrings_are_no_code() -> None:
     assert code_lines("x = (\n    1,\n)\ny = '''a\nb'''\n") == 5
 
 
+def test_lines_of_a_method_are_counted_with_those_of_functions_in_it() -> None:
+    source = "class A:\n    def f(self):\n        # why\n        def g():\n            return 1\n"
+    assert list(code_lines_of_functions(source)) == [("f", 3), ("g", 2)]
+
+
 def test_every_file_is_below_500_lines() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in product_files()}
     long = [f"{p.relative_to(ROOT)}: {n}" for p, n in lengths.items() if n > MOST_LINES_OF_A_FILE]
+    assert not long
+
+
+def test_a_file_has_few_lines_of_code_or_a_reason() -> None:
+    counts = {p.relative_to(ROOT).as_posix(): code_lines(p.read_text()) for p in product_files()}
+    long = {name for name, count in counts.items() if count > MOST_CODE_LINES_OF_A_FILE}
+    assert long == set(LONGER_FILES), {name: counts[name] for name in long ^ set(LONGER_FILES)}
+
+
+def test_functions_outside_kernels_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {name} has {count}"
+        for path in product_files()
+        if not path.is_relative_to(ROOT / "kernels")
+        for name, count in code_lines_of_functions(path.read_text())
+        if count > MOST_CODE_LINES_OF_A_FUNCTION
+    ]
     assert not long
 
 

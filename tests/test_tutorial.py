@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from megatron_async.config.load import build_config, load_config
-from megatron_async.tasks.rewards import Sample
+from megatron_async.scoring.rewards import Sample
 from megatron_async.telemetry.metrics import read_metrics
 from tests.test_docs import ROOT
 

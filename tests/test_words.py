@@ -7,13 +7,14 @@ import pytest
 from tests.words import all_openings, all_replaced_words, openings, replaced_words
 
 # Lower them when the counts have fallen; raising one is a decision.
-MOST_OPENINGS = 20
-MOST_REPLACED_WORDS = 8
+MOST_OPENINGS = 0
+MOST_REPLACED_WORDS = 0
 
 
 def test_a_docstring_that_opens_in_mid_thought_is_counted() -> None:
     assert [place.line for place in openings('"""Whether it is."""\n')] == [1]
     assert len(list(openings('"""Raises OSError."""\n'))) == 1
+    assert len(list(openings('"""Return it, and\n\nmore."""\n'))) == 1
     assert not list(openings('"""Return whether it is. Raises OSError."""\n'))
 
 

@@ -2,7 +2,7 @@
 
 Two counts:
 - docstrings of the product (megatron_async/ and kernels/) whose first word makes the line
-  unreadable by itself ("What it …", "Whether …");
+  unreadable by itself ("What it …", "Whether …"), or whose first paragraph ends in mid-sentence;
 - words that the glossary replaces, in every text file of the repository: names of classes,
   functions, variables and tests, comments, docstrings, messages, scripts and documents.
 """
@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.syntax import parse
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("megatron_async", "kernels")
@@ -56,7 +58,7 @@ REPLACED = re.compile(rf"(?<![a-z])(?:{'|'.join(GLOSSARY)})(?![a-z])")
 EXCEPTIONS = re.compile(
     r"failed_judgements"  # the stored name of a metric
     r"|judge(?=[\"`*])|name: judge|http, judge,|Judge(?=[\"(])|JUDGE_KEY"  # a reward of the YAML
-    r"|(?:file|log|out)\.tell\(\)"  # of Python's files
+    r"|(?:file|log|out|stream)\.tell\(\)"  # of Python's files
 )
 GLOSSARY_ITSELF = ("CONTRIBUTING.md", "tests/words.py", "tests/test_words.py")
 
@@ -74,12 +76,14 @@ class Place:
 
 
 def openings(source: str, file: str = "") -> Iterator[Place]:
-    """Docstrings that open with a word of `OPENINGS`, or that only name what is raised."""
-    for node in ast.walk(ast.parse(source)):
+    """Docstrings that open with a word of `OPENINGS`, only name what is raised, or break off."""
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            opening = (ast.get_docstring(node) or ".").partition("\n\n")[0]
+            first = opening.partition("\n")[0]
             only_raises = re.fullmatch(r"Raises [^.]*\.", first)
-            if only_raises or (re.match(r"\w*", first) or [""])[0] in OPENINGS:
+            breaks_off = opening[-1] not in ".:?)"
+            if only_raises or breaks_off or (re.match(r"\w*", first) or [""])[0] in OPENINGS:
                 yield Place(file, node.body[0].lineno, first)
 
 

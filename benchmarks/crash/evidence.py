@@ -28,7 +28,7 @@ from megatron_async.store.reader import (
     StoreReader,
     assemble,
     prompt_of,
-    read_chunks,
+    read_parts,
 )
 from megatron_async.store.schema import connect
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
@@ -256,9 +256,9 @@ def _stored(
         for trajectory_id in batch.ids()
     }
     with closing(connect(store_file, read_only=True)) as connection:
-        chunks = read_chunks(connection, list(content.trajectories))
+        parts = read_parts(connection, list(content.trajectories))
     for trajectory_id, row in content.trajectories.items():
-        segments = assemble(row, chunks.get(trajectory_id, ())).segments
+        segments = assemble(row, parts).segments
         yield Kept(
             trajectory_id,
             CONSUMED if trajectory_id in consumed else row.state,

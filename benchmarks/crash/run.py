@@ -29,20 +29,20 @@ from benchmarks.crash.checks import Rules
 from benchmarks.crash.evidence import Seen, look
 from benchmarks.crash.ledger import Account, arrivals_file, faults_file
 from megatron_async.config import RunConfig
-from megatron_async.disk import json_lines
 from megatron_async.engines.simulated.server import engine_model
+from megatron_async.files.disk import json_lines
+from megatron_async.models.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
-Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
-PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier")
+Target = Literal["trainer", "manager", "engine", "scorer", "tree"]
+PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
 TARGETS: tuple[Target, ...] = (*PARTS, "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.train_loop.rank",),
-    "manager": ("ray::ManagerActor",),
+    "manager": ("places.host rollout-manager", "ray::ManagerHost"),
     "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
-    "verifier": ("megatron_async.tasks.verifier_process", "ray::VerifierWorker"),
+    "scorer": ("megatron_async.scoring.process_main", "ray::PlacedWorker"),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 _LAUNCHER = "torch.distributed.run"
@@ -303,7 +303,7 @@ class RunUnderFire:
         self._wait(lambda: not any(map(_lives, hung)), "end of what was hung")
 
     def _that_can_hang(self, target: Target) -> list[psutil.Process]:
-        """Of a verifier, the process that runs its code; not Ray's worker, which has the limit."""
+        """Of a scorer, the process that runs its code; not Ray's worker, which has the limit."""
         return [p for p in self.processes(target) if not p.cmdline()[0].startswith("ray::")]
 
     def processes(self, target: Target) -> list[psutil.Process]:

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from megatron_async.config import RunConfig
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.tasks.base import Score
-from megatron_async.tasks.scorer_count import ScorerCount
-from megatron_async.tasks.scorer_work import Work
-from megatron_async.tasks.verifier import VerifierWorker
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import Score
+from megatron_async.scoring.work import Work
+from megatron_async.scoring.workers import ScorerWorker
 from megatron_async.trajectory.types import Prompt
 
 _SCORERS = 2
@@ -29,7 +29,7 @@ def text_of(response_ids: Iterable[int]) -> str:
 class PlainScorer:
     """Scores without a process, for runs in which no scorer fails."""
 
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
@@ -43,14 +43,14 @@ class PlainScorer:
 class ScorerProcesses:
     """The product's scorer processes, with a scorer that fails when `command` asks for it."""
 
-    scorers = ScorerCount(_SCORERS)
+    size = ScorerCount(_SCORERS)
     failures: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: RunConfig, command: Path) -> None:
         os.environ[COMMAND_VARIABLE] = str(command)
         reward = RewardConfig.model_validate({"name": IMPORT_PATH})
         scoring = ScorerSettings(task=config.task, rewards=[reward])
-        self._workers = [VerifierWorker(scoring) for _ in range(_SCORERS)]
+        self._workers = [ScorerWorker(scoring) for _ in range(_SCORERS)]
         # One each: a score goes on in its thread when nobody waits for it any more.
         self._threads = [ThreadPoolExecutor(1, "scorer") for _ in self._workers]
         self._idle: asyncio.Queue[int] = asyncio.Queue()

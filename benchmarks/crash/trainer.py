@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.crash.checks import weights_of
 from benchmarks.crash.ledger import Account, trained_file
-from megatron_async.awake import AwakeDeadline
 from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
@@ -30,6 +29,7 @@ from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call

@@ -240,7 +240,7 @@ class World:
         self._manager = manager = RolloutManager(
             self.config,
             task=NumberedTask(),  # type: ignore[arg-type]
-            verifier=scorer,
+            scorers=scorer,
             launcher=Ledger(self.directory.path).launcher(self._launcher),
             store_file=self.directory.store_file,
             events_directory=None,

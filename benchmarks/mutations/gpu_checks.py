@@ -22,7 +22,7 @@ def _sglang(tests: str, keyword: str) -> Check:
 MUTATIONS: Final[tuple[Mutation, ...]] = (
     *taken_back(
         "2 parity with _set_envs_and_config:",
-        _sglang("engines/test_communication.py", "sglang_sets_for_its_servers"),
+        _sglang("engines/test_communication.py", "sglang_leaves_its_servers"),
         _NODES,
         (
             "NCCL_CUMEM_ENABLE is not what SGLang sets for its servers",
@@ -50,9 +50,9 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "if False:",
         ),
         (
-            "the overlap scheduler is on where weights change in place",
-            '*(["--disable-overlap-schedule"] if in_place else []),',
-            "",
+            "the overlap scheduler is off",
+            '        "--enable-metrics",\n',
+            '        "--enable-metrics",\n        "--disable-overlap-schedule",\n',
         ),
     ),
     *taken_back(
@@ -111,18 +111,18 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ),
     ),
     *taken_back(
-        "2 fake-GPU Ray placement:",
-        apart("launcher/test_ray_placement.py", keyword="share_no_gpu and llama3"),
-        "megatron_async/engines/actor.py",
+        "2 fake-GPU placement:",
+        apart("launcher/test_gpu_placement.py", keyword="share_no_gpu and llama3"),
+        "megatron_async/engines/host.py",
         (
-            "Ray gives an engine one GPU for all its tensor ranks",
-            "num_gpus=self._settings.tensor if on_gpu and not shared else 0,",
-            "num_gpus=1 if on_gpu and not shared else 0,",
+            "a place gives an engine one GPU for all its tensor ranks",
+            "gpus=self._settings.tensor if on_gpu and not shared else 0,",
+            "gpus=1 if on_gpu and not shared else 0,",
         ),
     ),
     *taken_back(
-        "2 fake-GPU Ray placement:",
-        apart("launcher/test_ray_placement.py", keyword="unless_they_are_meant_to"),
+        "2 fake-GPU placement:",
+        apart("launcher/test_gpu_placement.py", keyword="unless_they_are_meant_to"),
         f"{_LAUNCHER}/devices.py",
         (
             "trainers and engines both begin with the first GPU",
@@ -136,7 +136,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         f"{_SGLANG}/server.py",
         (
             "a spawned scheduler has none of our hooks",
-            "    ahead = weight_updater.AheadHooks()\n",
+            "    ahead = updater.AheadHooks()\n",
             "    if __name__ == '__mp_main__':\n        return\n"
             "    ahead = weight_updater.AheadHooks()\n",
         ),

@@ -24,9 +24,9 @@ _ENVIRONMENT: Final = (
         _NODES,
         ("NCCL_CUMEM_ENABLE is left to each side", '    "NCCL_CUMEM_ENABLE": "0",\n', ""),
         (
-            "NCCL_NVLS_ENABLE is on, which SGLang's servers switch off",
-            '"NCCL_NVLS_ENABLE": "0"',
-            '"NCCL_NVLS_ENABLE": "1"',
+            "NCCL_NVLS_ENABLE insists on what the hardware may not have",
+            '"NCCL_NVLS_ENABLE": "2" if nvls',
+            '"NCCL_NVLS_ENABLE": "1" if nvls',
         ),
         (
             "the interface is what the host name resolves to",
@@ -40,12 +40,12 @@ _ENVIRONMENT: Final = (
         f"{_LAUNCHER}/environment.py",
         (
             "trainer ranks choose their NCCL settings alone",
-            "    added |= communication_environment(base, one_machine=one_machine)\n",
+            "    added |= communication_environment(base, one_machine=one_machine, nvls=nvls)\n",
             "",
         ),
         (
             "engines of other nodes choose their NCCL settings alone",
-            "return _RAY_NODE | communication_environment(base, one_machine=False)",
+            "return _RAY_NODE | communication_environment(base, one_machine=False, nvls=nvls)",
             "return dict(_RAY_NODE)",
         ),
     ),
@@ -56,7 +56,7 @@ _ENVIRONMENT: Final = (
         (
             "a server chooses its interface alone",
             "    environment |= communication_environment("
-            "base, one_machine=settings.host in LOOPBACK)\n",
+            "base, one_machine=local, nvls=settings.uses_nvls)\n",
             "",
         ),
     ),
@@ -93,7 +93,7 @@ _ENVIRONMENT: Final = (
         ),
         (
             "a Ray node by hand has the shell's environment",
-            "            ray_node_environment(os.environ),\n",
+            "            ray_node_environment(os.environ, nvls=self.config.engines.uses_nvls),\n",
             "            dict(os.environ),\n",
         ),
         (
@@ -115,7 +115,7 @@ _ENVIRONMENT: Final = (
     *taken_back(
         "1.1",
         _STARTS,
-        "megatron_async/commands/sft.py",
+        "megatron_async/launcher/rank_job.py",
         (
             "fine-tuning has the shell's environment",
             "environment=trainer_environment(os.environ, one_machine=node is None)",
@@ -320,10 +320,10 @@ _DERIVED_SETTINGS: Final = (
         "megatron_async/commands/launch.py",
         (
             "a dry run does not show the layout",
-            "(*layout_lines(derived.config, machine), *derived",
-            "(*derived",
+            "[*figures(derived.config, machine), *derived",
+            "[*derived",
         ),
-        ("a dry run does not show what is derived", ", *derived.lines())", ")"),
+        ("a dry run does not show what is derived", ", *derived.lines()]", "]"),
     ),
     *taken_back(
         "1.5",

@@ -108,8 +108,8 @@ _DRIFT: Final = (
     ),
     *taken_back(
         "1.6",
-        apart("telemetry/test_report.py", keyword="every_kind_of_panel"),
-        "megatron_async/telemetry/report_panels.py",
+        apart("report/test_report.py", keyword="every_kind_of_panel"),
+        "megatron_async/report/panels.py",
         (
             "the report has no curve of the difference",
             '(("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),',
@@ -196,7 +196,7 @@ _COLOCATED: Final = (
     *taken_back(
         "1.8",
         _ENGINE_RANKS,
-        "megatron_async/engines/actor.py",
+        "megatron_async/engines/host.py",
         (
             "an engine sees all GPUs of the trainer",
             "            gpus = gpus_of(shared_index, settings.tensor, "
@@ -285,7 +285,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         apart("engines/test_sglang_process.py", keyword="await"),
-        "megatron_async/engines/actor.py",
+        "megatron_async/engines/host.py",
         (
             "the engines of a run do not wait for the first update",
             "            awaits_weights=True,\n",
@@ -306,7 +306,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         _PINNED,
-        "megatron_async/host_buffers.py",
+        "megatron_async/runtime/host_buffers.py",
         (
             "host memory is pinned at every copy",
             "            self._kept[place : place + 1] = [kept]\n",

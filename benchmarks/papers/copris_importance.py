@@ -5,7 +5,7 @@
 
 A second model of the same family is made like this:
 
-    python -c "from pathlib import Path; from megatron_async.tasks.tiny_model import *; \
+    python -c "from pathlib import Path; from megatron_async.models.tiny_model import *; \
         build_tiny_model(Path('runs/small/model'), 1, TinyModel(112, layers=3, ffn_size=320))"
     megatron-async sft --config configs/quickstart.yaml --out runs/small/sft name=small-sft \
         model.path=runs/small/model parallel.ranks=1 parallel.tensor=1 \

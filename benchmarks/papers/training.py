@@ -1,7 +1,7 @@
 """Real trainings of the quickstart model on one warm engine, for benchmarks of what is learned.
 
 Each run is a whole training in this process (`megatron_async.testing.local`): one trainer rank, the
-scheduler, the store, reasoning-gym's verifier. All runs of a script start from the same fine-tuned
+scheduler, the store, reasoning-gym's scorer. All runs of a script start from the same fine-tuned
 model (the quickstart leaves one in runs/NAME/sft) and see equally many trajectories.
 """
 
@@ -25,7 +25,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.verifier import LocalVerifierPool
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 
@@ -88,12 +88,12 @@ class Bench:
 def train(config: RunConfig, url: str) -> Training:
     """Train to the end on the engine at `url`. Raises what a large run would raise."""
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.scorers, config.model.path)
+    pool = LocalScorerPool(config.scorers, config.model.path)
     began = time.monotonic()
     try:
-        train_locally(config, directory, [url], verifier)
+        train_locally(config, directory, [url], pool)
     finally:
-        verifier.close()
+        pool.close()
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     return Training(
         config.name,
@@ -129,7 +129,7 @@ def bench(model: Path, options: argparse.Namespace) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
         engines = configure("engine", {}, model, root, options).engines
-        process = SGLangProcess(model, engines, root / "engine.log", in_place=True)
+        process = SGLangProcess(model, engines, root / "engine.log")
         process.start()
         try:
             yield Bench(model, root, options, process.url)

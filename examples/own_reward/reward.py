@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_async.tasks.rewards import Sample
+from megatron_async.scoring.rewards import Sample
 
 
 def score(sample: Sample, for_steps: float = 0.3) -> tuple[float, dict[str, float]]:

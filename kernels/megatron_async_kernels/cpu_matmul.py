@@ -23,13 +23,13 @@ _SMALL = 1 << 20  # multiplications of a product below which oneDNN's start cost
 
 
 def mkl_is_slow() -> bool:
-    """Whether torch multiplies with MKL on an AMD processor, and has oneDNN, too."""
+    """Return whether torch multiplies with MKL on an AMD processor, and has oneDNN, too."""
     names = torch.cpu.get_capabilities().get("cpu_name", "")
     return "AMD" in str(names) and torch.backends.mkl.is_available() and has_onednn()
 
 
 def has_onednn() -> bool:
-    """Whether this torch was built with it."""
+    """Return whether this torch was built with oneDNN."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
@@ -92,6 +92,6 @@ def _pays(left_MK: Tensor, right_KN: Tensor) -> bool:
 
 
 def _is_plain(matrix: Tensor) -> bool:
-    """Whether it lies row by row or column by column, and no two elements in one place."""
+    """Return whether it lies by rows or by columns, and no two elements in one place."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return (across == 1 and down >= columns) or (down == 1 and across >= rows)

@@ -294,7 +294,7 @@ class LossOutput:
 
     @property
     def finite(self) -> torch.Tensor:
-        """Whether streams and loss are, [] on their device: reading it waits for the device."""
+        """True where streams and loss are finite, [] on their device: reading it waits for that."""
         return torch.isfinite(self.loss_sum) & (self.nonfinite == 0)
 
 

@@ -1,13 +1,12 @@
 """From rewards to advantages, and the reward shaping and filtering that come before.
 
 Invariants
-- Functions take all S sequences of a batch (or minibatch); whole groups are present.
+- Functions take all trajectories of a batch (or minibatch), an episode of several sequences once;
+  whole groups are present. `_S` stands for them here.
 - Arithmetic is in the dtype of the rewards; nothing carries a gradient.
 - A group of one is its own population: grpo, dr_grpo and rloo leave its reward as it is (mean 0,
   std 1), as verl 0.9.1 does.
 """
-
-from __future__ import annotations
 
 import torch
 from megatron_async_kernels.loss_types import NonFiniteError
@@ -24,16 +23,15 @@ def group_advantages(
 
     Without `normalize_std` R - group mean (Dr. GRPO, arXiv 2503.20783).
     """
-    count_G, sum_G = _group_sums(rewards_S, group_index_S)
-    alone_G = count_G == 1
-    mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
-    centred_S = rewards_S - mean_G[group_index_S]
-    if not normalize_std:
-        return centred_S
-    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
-    std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
-    std_G = torch.where(alone_G, torch.ones_like(std_G), std_G)
-    return centred_S / (std_G[group_index_S] + epsilon)
+    centred_S, std_S = _centred(rewards_S, group_index_S)
+    return centred_S / (std_S + epsilon) if normalize_std else centred_S
+
+
+def group_scale(
+    rewards_S: torch.Tensor, group_index_S: torch.Tensor, *, epsilon: float = 1e-6
+) -> torch.Tensor:
+    """The slope of `group_advantages` in a reward where mean and std stay as they are."""
+    return 1.0 / (_centred(rewards_S, group_index_S)[1] + epsilon)
 
 
 def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
@@ -49,13 +47,13 @@ def whitened_advantages(rewards_S: torch.Tensor, tokens_S: torch.Tensor) -> torc
 
     REINFORCE++ (arXiv 2501.03262) with discount 1: each token's return is its sequence's reward.
     """
-    tokens_S = tokens_S.to(rewards_S.dtype)
-    count = tokens_S.sum()
-    if count == 0:
-        return torch.zeros_like(rewards_S)
-    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
-    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
-    return centred_S * torch.rsqrt(variance + 1e-8)
+    centred_S, scale = _whitening(rewards_S, tokens_S)
+    return centred_S * scale
+
+
+def whitened_scale(rewards_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    """The slope of `whitened_advantages` in a reward where mean and var stay as they are."""
+    return _whitening(rewards_S, tokens_S)[1].expand(len(rewards_S))
 
 
 def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:
@@ -112,6 +110,33 @@ def informative_groups(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> 
     low_G.scatter_reduce_(0, group_index_S, rewards_S, "amin")
     high_G.scatter_reduce_(0, group_index_S, rewards_S, "amax")
     return high_G > low_G
+
+
+def _centred(
+    rewards_S: torch.Tensor, group_index_S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """R - group mean, and the group's std."""
+    count_G, sum_G = _group_sums(rewards_S, group_index_S)
+    alone_G = count_G == 1
+    mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
+    centred_S = rewards_S - mean_G[group_index_S]
+    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
+    std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
+    std_G = torch.where(alone_G, torch.ones_like(std_G), std_G)
+    return centred_S, std_G[group_index_S]
+
+
+def _whitening(
+    rewards_S: torch.Tensor, tokens_S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """R - mean, and 1 over the std, both over all trained tokens; zeros where there are none."""
+    tokens_S = tokens_S.to(rewards_S.dtype)
+    count = tokens_S.sum()
+    if count == 0:
+        return torch.zeros_like(rewards_S), count
+    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
+    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
+    return centred_S, torch.rsqrt(variance + 1e-8)
 
 
 def _group_sums(

@@ -20,10 +20,9 @@ Invariants
 - A batch holds all its sequences on every rank, so every number is global and needs no collective.
   A loss is the same for any split of them into microbatches.
 - Minibatches hold whole groups (RAPID's baseline and denominators need them).
+- An episode counts once in every baseline and std, whatever its branches and turns ([E]).
 - Statistics are computed in float64, losses in the type of the log-probs.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -45,15 +44,16 @@ from megatron_async.algorithms.own_loss import own_loss
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.recipes import recipe_defaults
+from megatron_async.trajectory.packing import TURN_RETURNS
 
 
-def build_algorithm(config: RunConfig) -> Algorithm:
+def build_algorithm(config: RunConfig) -> "Algorithm":
     """The algorithm of a run."""
     limit = config.algorithm.overlong.max_length or config.sampling.max_new_tokens
     return Algorithm(config.algorithm, max_response_length=limit)
 
 
-def build_sft_algorithm() -> Algorithm:
+def build_sft_algorithm() -> "Algorithm":
     """Masked cross-entropy averaged over all trained tokens, whatever the run's own recipe is."""
     settings = recipe_defaults("sft")["algorithm"]
     return Algorithm(AlgorithmConfig.model_validate(settings), max_response_length=1)
@@ -101,15 +101,24 @@ class Algorithm:
 
         Raises NonFiniteError naming the array, ValueError when log-probs are missing.
         """
-        metrics = batch_staleness(batch.lag_T, batch.loss_mask_T, batch.resumed_S)
-        rewards_S = self._rewards(batch)
+        first_E, index_S = batch.episodes
+        groups_E = batch.group_index_S[first_E]
+        metrics = batch_staleness(batch.lag_T, batch.loss_mask_T, batch.resumed_S[first_E])
+        rewards_E = self._rewards(batch)
         if self.needs_old_logprobs:
             batch, found = self._decoupled(batch)
             metrics |= found
-        metrics |= reward_metrics(rewards_S, batch.group_index_S)
+        metrics |= reward_metrics(rewards_E, groups_E)
         if self.config.advantage.estimator != "rapid":
-            advantages_S = self._advantages(rewards_S, batch)
-            batch = replace(batch, advantages_T=spread(advantages_S, batch.cu_seqlens_S1))
+            trained_E = _of_episodes(batch.trained_S, batch)
+            advantages_E, scale_E = self._advantages(rewards_E, groups_E, trained_E)
+            advantages_T = spread(advantages_E[index_S], batch.cu_seqlens_S1)
+            returns_T = batch.columns.get(TURN_RETURNS)
+            if returns_T is not None:
+                more_T = returns_T.double() - spread(batch.rewards_S.double(), batch.cu_seqlens_S1)
+                more_T = more_T * spread(scale_E[index_S], batch.cu_seqlens_S1)
+                advantages_T = advantages_T + more_T * (batch.loss_mask_T != 0)
+            batch = replace(batch, advantages_T=advantages_T)
         return batch, metrics
 
     def prepare_minibatch(
@@ -137,6 +146,8 @@ class Algorithm:
             denominators = replace(denominators, weight_mean=mean)
         if self.config.advantage.estimator == "rapid":
             rapid = self.config.rapid
+            if len(batch.episodes[0]) < batch.num_sequences:
+                raise ValueError("rapid weighs whole generations, got an episode with branches")
             advantages_S = advantages.rapid_advantages(
                 self._rewards(batch),
                 generation_log_weight(log_ratio_T, mask_T, cu_S1),
@@ -241,13 +252,14 @@ class Algorithm:
         return replace(batch, loss_mask_T=kept_T, is_weights_T=weights_T), metrics
 
     def _rewards(self, batch: DeviceBatch) -> Tensor:
-        """Rewards with length shaping and the reference KL taken off, float64 [S]."""
-        rewards_S, cu_S1 = batch.rewards_S.double(), batch.cu_seqlens_S1
-        check_finite({"rewards": rewards_S}, torch.ones_like(rewards_S))
+        """Rewards with length shaping and the reference KL taken off, float64 [E]."""
+        first_E, cu_S1 = batch.episodes[0], batch.cu_seqlens_S1
+        rewards_E = batch.rewards_S.double()[first_E]
+        check_finite({"rewards": rewards_E}, torch.ones_like(rewards_E))
         overlong = self.config.overlong
         if overlong.buffer_share > 0:
-            rewards_S = rewards_S + advantages.overlong_penalty(
-                cu_S1.diff() - batch.prompt_lengths_S,
+            rewards_E = rewards_E + advantages.overlong_penalty(
+                (cu_S1.diff() - batch.prompt_lengths_S)[first_E],
                 max_length=self._max_response_length,
                 buffer=overlong.buffer_share * self._max_response_length,
                 penalty=overlong.penalty,
@@ -259,25 +271,30 @@ class Algorithm:
             reference_T = batch.ref_logprobs_T.double()
             check_finite({"ref_logprobs": reference_T, "anchor_logprobs": anchor_T}, mask_T)
             distance_S = generation_log_weight(anchor_T - reference_T, mask_T, cu_S1)
-            rewards_S = rewards_S - self.config.kl.reward_coef * distance_S
-        return rewards_S
+            rewards_E = rewards_E - self.config.kl.reward_coef * _of_episodes(distance_S, batch)
+        return rewards_E
 
-    def _advantages(self, rewards_S: Tensor, batch: DeviceBatch) -> Tensor:
-        settings, groups_S = self.config.advantage, batch.group_index_S
-        if settings.estimator in ("grpo", "dr_grpo"):
-            return advantages.group_advantages(
-                rewards_S,
-                groups_S,
-                normalize_std=settings.estimator == "grpo",
-                epsilon=settings.std_epsilon,
-            )
-        if settings.estimator == "rloo":
-            return advantages.leave_one_out_advantages(rewards_S, groups_S)
-        if settings.estimator == "reinforce_pp":
-            return advantages.whitened_advantages(rewards_S, batch.trained_S)
-        if settings.estimator == "pg":
-            return advantages.batch_baseline_advantages(rewards_S)
-        return torch.ones_like(rewards_S)
+    def _advantages(
+        self, rewards_E: Tensor, groups_E: Tensor, trained_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages, and their slope in their own rewards where statistics stay, [E]."""
+        settings, ones_E = self.config.advantage, torch.ones_like(rewards_E)
+        epsilon = settings.std_epsilon
+        match settings.estimator:
+            case "grpo":
+                found_E = advantages.group_advantages(rewards_E, groups_E, epsilon=epsilon)
+                return found_E, advantages.group_scale(rewards_E, groups_E, epsilon=epsilon)
+            case "dr_grpo":
+                found_E = advantages.group_advantages(rewards_E, groups_E, normalize_std=False)
+                return found_E, ones_E
+            case "rloo":
+                return advantages.leave_one_out_advantages(rewards_E, groups_E), ones_E
+            case "reinforce_pp":
+                found_E = advantages.whitened_advantages(rewards_E, trained_E)
+                return found_E, advantages.whitened_scale(rewards_E, trained_E)
+            case "pg":
+                return advantages.batch_baseline_advantages(rewards_E), ones_E
+        return ones_E, torch.zeros_like(rewards_E)
 
     def _anchor(self, batch: DeviceBatch) -> Tensor:
         """The log-probs that the ratio is to, float64 [T]."""
@@ -286,3 +303,9 @@ class Algorithm:
         if batch.old_logprobs_T is None:
             raise ValueError("decoupled mode needs old_logprobs_T, got None")
         return batch.old_logprobs_T.double()
+
+
+def _of_episodes(values_S: Tensor, batch: DeviceBatch) -> Tensor:
+    """The sum over the sequences of each episode, [E]."""
+    first_E, index_S = batch.episodes
+    return values_S.new_zeros(len(first_E)).index_add(0, index_S, values_S)

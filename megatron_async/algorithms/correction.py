@@ -18,8 +18,6 @@ Invariants
 l = log pi_old - log pi_rollout, m the mask, c(x) = clamp(x, -20, 20).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -10,8 +10,6 @@ Invariants
   `TokenBatch`, and its type.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -55,6 +53,7 @@ class DeviceBatch:
     cu_seqlens_S1: Tensor
     rewards_S: Tensor
     group_ids_S: Tensor
+    trajectory_ids_S: Tensor
     prompt_lengths_S: Tensor
     resumed_S: Tensor
     temperature: float
@@ -65,7 +64,7 @@ class DeviceBatch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: TokenBatch, device: torch.device | str = "cpu") -> DeviceBatch:
+    def of(cls, batch: TokenBatch, device: torch.device | str = "cpu") -> "DeviceBatch":
         """Upload it."""
         names = {one.name for one in fields(cls)}
         arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
@@ -80,9 +79,24 @@ class DeviceBatch:
         return len(self.token_ids_T)
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens_S1) - 1
+
+    @property
     def trained_S(self) -> Tensor:
         """Trained tokens of each sequence."""
         return segment_sum((self.loss_mask_T != 0).double(), self.cu_seqlens_S1)
+
+    @property
+    def episodes(self) -> tuple[Tensor, Tensor]:
+        """The first sequence of each trajectory [E], and each sequence's trajectory [S], from 0.
+
+        Branches of an episode are neighbours: without any, both count the sequences.
+        """
+        _, index_S, count_E = torch.unique_consecutive(
+            self.trajectory_ids_S, return_inverse=True, return_counts=True
+        )
+        return count_E.cumsum(0) - count_E, index_S
 
     @property
     def group_index_S(self) -> Tensor:
@@ -102,16 +116,16 @@ class DeviceBatch:
         shift_T = shift_S.repeat_interleave(lengths_S)
         return shift_T + torch.arange(len(shift_T), device=shift_T.device)
 
-    def select(self, sequences: Tensor) -> DeviceBatch:
+    def select(self, sequences: Tensor) -> "DeviceBatch":
         """A batch of just these sequences, in this order."""
         lengths_S = self.cu_seqlens_S1.diff()[sequences]
         return self._taken(self.tokens_of(sequences), sequences, lengths_S)
 
-    def trained(self) -> DeviceBatch:
+    def trained(self) -> "DeviceBatch":
         """A batch of just the trained tokens; `cu_seqlens_S1` keeps sequences apart among them."""
         return self._taken(self.loss_mask_T.nonzero()[:, 0], slice(None), self.trained_S)
 
-    def minibatches(self, count: int) -> list[DeviceBatch]:
+    def minibatches(self, count: int) -> "list[DeviceBatch]":
         """Split into `count` parts of whole groups, as even in groups as they can be."""
         group_S = self.group_index_S
         groups = int(group_S.max()) + 1 if len(group_S) else 0
@@ -122,7 +136,7 @@ class DeviceBatch:
             if high > low
         ]
 
-    def _taken(self, tokens: Tensor, sequences: Tensor | slice, lengths_S: Tensor) -> DeviceBatch:
+    def _taken(self, tokens: Tensor, sequences: Tensor | slice, lengths_S: Tensor) -> "DeviceBatch":
         chosen: dict[str, Any] = {
             name: values[tokens if name.endswith("_T") else sequences]
             for name, values in vars(self).items()

@@ -4,14 +4,12 @@ Invariant: the only place that defines what a named loss is made of; losses and 
 `LossConfig` alone.
 """
 
-from __future__ import annotations
-
 from megatron_async_kernels.loss_types import LossConfig
 
 from megatron_async.algorithms.correction import rejection_rules
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.thresholds import parse_weight_threshold
-from megatron_async.import_path import is_import_path
+from megatron_async.runtime.import_path import is_import_path
 
 
 def loss_config(config: AlgorithmConfig) -> LossConfig:

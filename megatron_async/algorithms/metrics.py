@@ -8,8 +8,6 @@ Invariants
 "Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

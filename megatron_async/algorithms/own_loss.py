@@ -1,7 +1,5 @@
 """A user's own loss by import path (`algorithm.loss`): imported, and tried before a run starts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -10,7 +8,7 @@ from megatron_async_kernels import Denominators, LossInputs, NonFiniteError, Own
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.errors import UserError
-from megatron_async.import_path import described, is_import_path, load_object
+from megatron_async.runtime.import_path import described, is_import_path, load_object
 
 
 def own_loss(config: AlgorithmConfig) -> OwnLoss | None:

@@ -1,7 +1,5 @@
 """Numbers of a tensor's elements, in float64, that are defined for no element at all."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -14,8 +14,6 @@ Invariants
 - Works on the tensor's own device, in chunks: memory for one chunk, whatever the tensor's size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collective operations by which the ranks agree about a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

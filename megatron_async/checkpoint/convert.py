@@ -17,8 +17,6 @@ Invariants
 - Each parameter's checksum is written, and compared when it is read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -59,8 +57,8 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
-from megatron_async.disk import writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture
@@ -155,7 +153,7 @@ def _write_pieces(
     tensor: int,
     pipeline: int,
     cast: torch.dtype | None,
-    advance: Advance,
+    advance: "Advance",
 ) -> dict[str, TensorRecord]:
     """The files of every rank, parameter by parameter; returns what the manifest lists."""
     tallies: dict[str, TensorTally] = {}
@@ -246,7 +244,7 @@ def _hf_tensors(
     reader: PieceReader,
     a: Architecture,
     cast: torch.dtype | None,
-    advance: Advance,
+    advance: "Advance",
 ) -> Iterator[tuple[str, Tensor]]:
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for slot in stage_slots(a, 0, 1):

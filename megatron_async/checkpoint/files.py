@@ -11,8 +11,6 @@ Invariants
   sentence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -157,7 +155,7 @@ class PieceReader:
                 f"at {list(offsets)}"
             )
 
-    def _copy(self, stored: _Stored, theirs: _Slices, ours: _Slices, into: Tensor) -> int:
+    def _copy(self, stored: _Stored, theirs: "_Slices", ours: "_Slices", into: Tensor) -> int:
         """Band by band of whole rows of the piece; returns the number of elements."""
         rows = theirs[0]
         width = prod(stored.shape[1:])

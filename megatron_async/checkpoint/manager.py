@@ -36,9 +36,9 @@ from megatron_async.checkpoint.manifest import (
     step_directory,
 )
 from megatron_async.config.run import CheckpointConfig
-from megatron_async.disk import reason_and_file
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.files.disk import reason_and_file
+from megatron_async.runtime.host_buffers import HostBuffers
 
 if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
     from megatron_async.checkpoint.state import Checkpointable

@@ -19,8 +19,6 @@ Invariants
 - Only regular files inside the directory are opened, whatever name the manifest gives them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -32,8 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import UserError
+from megatron_async.files.disk import force_to_disk, replace_durably
 from megatron_async.trajectory.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -121,8 +119,8 @@ class Manifest:
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Raises CorruptCheckpoint for anything that `to_json` does not write, OtherFormat."""
+    def from_json(cls, text: str) -> "Manifest":
+        """Read what `to_json` writes; raises CorruptCheckpoint for anything else, OtherFormat."""
         try:
             content = json.loads(text)
             if (found := content["format"]) not in (_WITHOUT_ITS_OWN_CHECKSUM, FORMAT):

@@ -10,8 +10,6 @@ Invariants
 - A box is one run of its shard's elements, so that every piece is a view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +17,7 @@ from math import prod
 from megatron_async.checkpoint.manifest import ADAM, MOMENTUM, WEIGHTS, Manifest
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.models.shards import Place, Rule, ShardLayout
+from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,15 @@ def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
     """
     rules = [rule for rule in rules_of(a) if rule.exported]
     if stage == 0:
-        yield from (Slot(rule) for rule in rules if rule.place is Place.FIRST)
+        yield from (Slot(rule) for rule in rules if rule.place is LayerPlace.FIRST)
     per_stage = a.num_layers // stages
     for layer in range(stage * per_stage, (stage + 1) * per_stage):
         for rule in rules:
-            if rule.place is Place.LAYER:
+            if rule.place is LayerPlace.LAYER:
                 experts = a.experts.num if rule.expert and a.experts else 1
                 yield from (Slot(rule, layer, expert) for expert in range(experts))
     if stage == stages - 1:
-        yield from (Slot(rule) for rule in rules if rule.place is Place.LAST)
+        yield from (Slot(rule) for rule in rules if rule.place is LayerPlace.LAST)
 
 
 def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int, ...]]:

@@ -3,8 +3,6 @@
 Each rank has a file of its own; they are of use only to as many ranks in the same places.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

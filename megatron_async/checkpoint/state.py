@@ -15,8 +15,6 @@ Invariants
   share the reading), so that nothing is half loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ Invariants
 - Every wait has a time limit.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping
@@ -47,8 +45,8 @@ from megatron_async.checkpoint.state import (
     saved_shards,
     tensor_names,
 )
-from megatron_async.disk import reason_and_file
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.files.disk import reason_and_file
+from megatron_async.runtime.host_buffers import HostBuffers
 
 _POLL_SECONDS = 0.02
 
@@ -73,7 +71,7 @@ class CopiedPiece:
     on_device: Tensor | None
 
     @classmethod
-    def of(cls, live: TensorPiece, place: int, pinned: HostBuffers) -> CopiedPiece:
+    def of(cls, live: TensorPiece, place: int, pinned: HostBuffers) -> "CopiedPiece":
         """Copy it; from a GPU to where the save before has copied its piece of this number."""
         values = live.values
         if not values.is_cuda:

@@ -1,7 +1,5 @@
 """`megatron-async doctor`: what is installed, what will be used, and why."""
 
-from __future__ import annotations
-
 import platform
 import sys
 

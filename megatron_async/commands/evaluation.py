@@ -1,7 +1,5 @@
 """`megatron-async eval`: one engine, one or several Hugging Face checkpoints, held-out accuracy."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +10,19 @@ import typer
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.files import vocabulary_of
-from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import LOOPBACK
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import append_json_lines
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.models.model_files import SafetensorsDirectory
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import SharedEngines
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks import build_task
-from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
 
 
@@ -76,8 +74,8 @@ def evaluate_checkpoints(
         client = await SGLangClient.connect(
             "eval", url, config.engines, vocabulary_of(str(checkpoints[0]))
         )
-        verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
-        evaluator, engines = Evaluator(config, task, verifier), SharedEngines(lambda: [client])
+        pool = LocalScorerPool(config.scorers, str(checkpoints[0]))
+        evaluator, engines = Evaluator(config, task, pool), SharedEngines(lambda: [client])
         results = []
         try:
             for number, path in enumerate(checkpoints):
@@ -91,7 +89,7 @@ def evaluate_checkpoints(
                 results.append(result)
         finally:
             await client.close()
-            verifier.close()
+            pool.close()
         return results
 
     with engine_here(checkpoints[0], config, log_directory / "eval_engine.log") as process:

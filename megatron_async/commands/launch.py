@@ -7,12 +7,13 @@ Invariants
   config.yaml holds (readable by its user only).
 """
 
-from __future__ import annotations
-
+import math
+import re
 import secrets
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,19 +22,26 @@ import typer
 from megatron_async.commands.rollback import rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import differences
 from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive, layout_lines
-from megatron_async.launcher.devices import check_ranks
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
+from megatron_async.launcher.devices import check_ranks, check_ray
+from megatron_async.launcher.figures import (
+    END_SECONDS,
+    checkpoints_with_room,
+    figures,
+    stop_seconds,
+)
 from megatron_async.run_directory import RunDirectory, write_atomically
-from megatron_async.shipped import ROOT, script_environment
 
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
-# Before the time limit, for the step under way, a checkpoint and the requeue.
-_SIGNAL_SECONDS = 120
+_SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
+_LARGEST_NOTICE = 65_535  # that Slurm takes
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,42 @@ class Cluster:
         engines_per_node = per_node // engines.tensor
         return -(-engines.count // engines_per_node)
 
+    def notice(self, stop: int) -> int:
+        """Seconds between Slurm's signal and the time limit. Raises UserError for too few."""
+        needed = stop + END_SECONDS
+        what = (
+            f"a stop takes up to {needed} s: {stop} s for the step under way and the checkpoint "
+            f"(checkpoint.write_gb_per_s), {END_SECONDS} s to end the job"
+        )
+        given = [option for option in self.sbatch_options if option.startswith("--signal")]
+        for option in given:
+            found = _SIGNAL.fullmatch(option)
+            if found is None or int(found[1]) < needed:
+                raise UserError(
+                    f"--sbatch is {option}, and {what}: leave it out, or set it to "
+                    f"--signal=B:USR1@{needed}"
+                )
+            needed = int(found[1])
+        if needed > _LARGEST_NOTICE or needed >= seconds_of(self.time_limit):
+            raise UserError(
+                f"--time is {self.time_limit}, and {what}: raise --time, "
+                "or checkpoint.write_gb_per_s if the file system is faster"
+            )
+        return needed
+
+
+def seconds_of(time_limit: str) -> float:
+    """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
+        return math.inf
+    # After days come hours, alone minutes.
+    first = 0 if dash or len(parts) == 3 else 1
+    units = (3600, 60, 1)[first:]
+    rest_seconds = sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
+    return int(days or 0) * 86_400 + rest_seconds or math.inf
+
 
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
@@ -75,6 +119,11 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
+    if config.cluster == "local":
+        raise UserError(
+            "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
+        )
+    check_ray(config, nodes=2)
     if not gpus_per_node:
         return
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"
@@ -115,42 +164,32 @@ def launch_run(
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
-    derived = derive(for_hosts(config), machine)
-    shown = (*layout_lines(derived.config, machine), *derived.lines())
-    try:
-        checked = preflight.check_run(derived.config)
-    except (UserError, ComponentFailure):
-        if dry_run:  # it needs config.json alone
-            typer.echo("\n".join(shown))
-        raise
-    config = checked.config
-    preflight.check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
-    check_nodes(config, cluster.gpus_per_node)
-    shared = config.engines.placement == "colocated"
+    config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
     back_to = [] if from_step is None else ["--from-step", str(from_step)]
     train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
     on_one_node = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
+    shared = config.engines.placement == "colocated"
     if shared and not dry_run:
         raise UserError(
             "engines.placement is colocated, and launch gives engines nodes of their own; start "
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
-    notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
-    script = job_script(config, directory, cluster, rollout_nodes)
+    notices = "".join(f"# note: {notice}\n" for notice in remarks)
+    if resume is not None:
+        notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
+    commands = _commands(config, directory, cluster, rollout_nodes, slurm=slurm)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
         if resume is None and not directory.never_began():
             directory.check_free()
-        overview = "".join(f"# {line}\n" for line in (*shown, *checked.summary.splitlines()))
-        usual = script if slurm else by_hand(config, directory, rollout_nodes)
-        commands = on_one_node if shared else usual
-        return f"{commands.rstrip()}\n\n{notices}{overview}"
+        overview = "".join(f"# {line}\n" for line in shown)
+        return f"{(on_one_node if shared else commands).rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
-    what, places, job_file = "megatron-async launch", [], directory.path / "job.sbatch"
+    job_file = directory.path / "job.sbatch"
+    what, places = "megatron-async launch", []
     # Not for longer than this: the job that is submitted takes the run at its start.
     with new_run(config, what) if resume is None else claimed(directory, what):
         back = None if from_step is None else rollback_to(directory, from_step)
@@ -159,25 +198,62 @@ def launch_run(
         if back is not None:
             places = back.carry_out()
         if slurm:
-            write_atomically(job_file, script)
+            write_atomically(job_file, commands)
     header = notices + "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
-        return header + by_hand(config, directory, rollout_nodes)
+        return header + commands
+    return f"{header}{_submit(job_file, places, from_step)}; logs in {directory.logs}"
+
+
+def _commands(
+    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, *, slurm: bool
+) -> str:
+    """The job script, or commands by node; the checkpoints have room on disk. Raises UserError."""
+    checkpoints = checkpoints_with_room(config, directory)
+    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
+    if slurm:
+        return job_script(config, directory, cluster, rollout_nodes, stop)
+    return by_hand(config, directory, rollout_nodes)
+
+
+def _check(
+    config: RunConfig, cluster: Cluster, rollout_nodes: int, *, dry_run: bool
+) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
+    """Check the run on these nodes; return what is started, notices and lines about it.
+
+    Raises UserError, or ComponentFailure; a dry run shows before it what needs config.json alone.
+    """
+    machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
+    derived = derive(for_hosts(config), machine)
+    shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
     try:
-        answer = _submit(job_file)
+        checked = preflight.check_run(derived.config)
+    except (UserError, ComponentFailure):
+        if dry_run:
+            typer.echo("\n".join(shown))
+        raise
+    preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
+    check_nodes(checked.config, cluster.gpus_per_node)
+    check_engine_memory(checked.config, machine)
+    return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
+
+
+def _submit(job_file: Path, set_aside: Sequence[Path], from_step: int | None) -> str:
+    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs,
+    which names the checkpoints that were `set_aside` to go on from `from_step`."""
+    try:
+        return _sbatch(job_file)
     except ComponentFailure as error:
-        if not places:
+        if not set_aside:
             raise
-        moved = ", ".join(str(place) for place in places)
+        moved = ", ".join(map(str, set_aside))
         raise ComponentFailure(
             f"{error}; the run goes on from step {from_step} all the same, as newer checkpoints "
             f"were set aside before: {moved}"
         ) from error
-    return f"{header}{answer}; logs in {directory.logs}"
 
 
-def _submit(job_file: Path) -> str:
-    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs."""
+def _sbatch(job_file: Path) -> str:
     command = ["sbatch", str(job_file)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS)
@@ -192,14 +268,18 @@ def _submit(job_file: Path) -> str:
 
 
 def job_script(
-    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int
+    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, stop: int
 ) -> str:
-    """The sbatch script of one run; the work is in launch/slurm/train.sbatch."""
+    """The sbatch script of one run; the work is in launch/slurm/train.sbatch.
+
+    `stop`: seconds that the trainers may take from Slurm's signal on. Raises UserError for a time
+    limit, or a signal of the user's own, that does not leave them.
+    """
     options = [
         f"--job-name={config.name}",
         f"--nodes={config.parallel.nodes + rollout_nodes}",
         f"--time={cluster.time_limit}",
-        f"--signal=B:USR1@{_SIGNAL_SECONDS}",
+        f"--signal=B:USR1@{cluster.notice(stop)}",
         "--requeue",
         "--open-mode=append",
         f"--output={directory.logs}/job-%j.log",
@@ -215,6 +295,7 @@ def job_script(
             "bash",
             str(ROOT / "launch/slurm/train.sbatch"),
             f"--trainer-nodes={config.parallel.nodes}",
+            f"--stop-seconds={stop}",
             str(directory.path),
         ]
     )

@@ -1,7 +1,5 @@
 """The package as a library: train from a script or a notebook, look at a run in one line."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +52,9 @@ def train(config: RunConfig, reward: str | Callable[..., Any] | None = None) -> 
     """
     if reward is not None:
         path = reward if isinstance(reward, str) else import_path_of(reward)
-        given = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-        config = build_config(merge(given, {"reward": path}))
+        own = {"reward": path}
+        values = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
+        config = build_config(merge(values, own)).with_given(merge(config.given, own))
     directory = start_run(config, "megatron_async.train")
     return Run(directory.path, config)
 

@@ -5,8 +5,6 @@ Invariants
 - `checks` is pure: what was found in, sentences out.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

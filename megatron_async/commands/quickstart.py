@@ -4,8 +4,6 @@ Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpo
 `Supervisor`); this module only puts them in a row and adds up the times.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +21,8 @@ from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
 from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.summary import summarise
 
 # Random weights use the longest response for each answer, and none is right: a few show that.

@@ -8,8 +8,6 @@ Invariants
   (`scheduler.record`). Each file is replayed by itself, from its snapshot if it has one.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field

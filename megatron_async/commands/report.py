@@ -1,17 +1,15 @@
 """`megatron-async report`: the closing table of a run, and its page in HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
+from megatron_async.files.disk import CannotWrite
 from megatron_async.run_directory import RunDirectory, write_atomically
-from megatron_async.telemetry.summary import RunSummary, summarise
+from megatron_async.telemetry.summary import RunSummary, percent, summarise
 
 
 def closing_table(
@@ -26,25 +24,10 @@ def closing_table(
     table.add_column("what")
     table.add_column("value", justify="right")
 
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.1f} %"
-
     if before_sft is not None:
         table.add_row("held-out accuracy before SFT", percent(before_sft))
-        table.add_row("held-out accuracy after SFT", percent(summary.accuracy_first))
-    else:
-        table.add_row("held-out accuracy at the start", percent(summary.accuracy_first))
-    table.add_row("held-out accuracy after RL", percent(summary.accuracy_last))
-    shown = " / ".join(f"{reward:.3f}" for reward in summary.rewards)
-    table.add_row("mean reward at the start / at the end", shown or "not measured")
-    table.add_row("failed scores", summary.failures)
-    table.add_row("RL steps", str(summary.steps))
-    table.add_row("generated tokens", f"{summary.generated_tokens:,}")
-    table.add_row("generation, tokens/s", f"{summary.generation_tokens_per_second:,.0f}")
-    table.add_row("training, tokens/s", f"{summary.training_tokens_per_second:,.0f}")
-    table.add_row("resumed trajectories", percent(summary.resumed_share))
-    table.add_row("token lag, mean / largest", f"{summary.lag_mean:.2f} / {summary.lag_max}")
-    table.add_row("ESS (raw, per token)", "-" if summary.ess is None else f"{summary.ess:.3f}")
+    for name, text in summary.facts("at the start" if before_sft is None else "after SFT"):
+        table.add_row(name, text)
     for name, seconds in (*extra_phases, *_phases(summary)):
         table.add_row(f"wall time, {name}", f"{seconds:,.1f} s")
     return table
@@ -78,8 +61,8 @@ def where_things_are(directory: RunDirectory) -> str:
 
 def write_report(runs: Sequence[Path], out: Path | None) -> Path:
     """The page about `runs`, in the first one's directory unless `out` is given. UserError."""
-    from megatron_async.telemetry.report_data import read_run
-    from megatron_async.telemetry.report_page import report_page
+    from megatron_async.report.data import read_run
+    from megatron_async.report.page import report_page
 
     page = report_page([read_run(run) for run in runs])
     file = out or runs[0] / "report.html"

@@ -1,8 +1,7 @@
 """`megatron-async reward`: a reward tried on responses of a file, without a run."""
 
-from __future__ import annotations
-
 import asyncio
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,11 +11,11 @@ import typer
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import UserError, shown
+from megatron_async.scoring.workers import scored
 from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.build import build_source
 from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.rows import open_rows
-from megatron_async.tasks.verifier import scored
 
 
 def reward_command(config_file: Path, overrides: Sequence[str], responses: Path) -> None:
@@ -63,7 +62,7 @@ def _read(
             problem = source.train(index)
         else:
             raise UserError(f"{where}: `index` must be a whole number from 0, got {shown(index)}")
-        yield f"line {number + 1}", (problem.payload, texts)
+        yield f"line {re.split(':|, row ', where)[-1]}", (problem.payload, texts)
 
 
 def _described(score: ResponseScore) -> str:

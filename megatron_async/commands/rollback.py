@@ -12,8 +12,6 @@ Invariants
   here touches the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,8 +23,8 @@ from megatron_async.checkpoint.manifest import (
     list_checkpoints,
     open_checkpoint,
 )
-from megatron_async.disk import force_to_disk
 from megatron_async.errors import UserError
+from megatron_async.files.disk import force_to_disk
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.place import check_not_in_use
 from megatron_async.store.reader import StoreReader

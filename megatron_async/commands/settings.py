@@ -2,8 +2,6 @@
 would use here: settings that nobody has set follow from the machine (`launcher.derived`) and the
 data (`launcher.preflight`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

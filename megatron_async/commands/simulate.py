@@ -1,7 +1,5 @@
 """Output of `megatron-async simulate`, `fit-lengths` and `plan`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +7,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from megatron_async.commands.launch import Cluster
+from megatron_async.config import load_config
+from megatron_async.launcher.derived import Machine, derive
+from megatron_async.launcher.figures import figures
 from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
 from megatron_async.simulate.lengths import fit_lengths, read_recorded
 from megatron_async.simulate.planner import make_plan, plan_table
@@ -52,6 +54,16 @@ def simulate_command(
     if failed:
         where, error = failed[0]
         raise type(error)(f"{where}: {error} ({len(done)} of {len(points)} points are above)")
+
+
+def figures_command(config: Path, overrides: Sequence[str]) -> None:
+    """Print what the run takes on nodes of `simulate.gpu`: the header of a shipped file."""
+    settings = load_config(config, list(overrides))
+    per_node = settings.simulate.gpus_per_node
+    nodes = Cluster(per_node, None, "0").rollout_nodes(settings)
+    machine = Machine.of_nodes(settings, per_node, nodes)
+    for line in figures(derive(settings, machine).config, machine):
+        typer.echo(line)
 
 
 def fit_command(file: Path, cut: int | None) -> None:

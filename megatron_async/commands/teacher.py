@@ -5,8 +5,6 @@ Hugging Face directory that one of the run's engines serves meanwhile. What is k
 `teacher.jsonl` of the run directory, in the order of the problems.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -21,19 +19,19 @@ from megatron_async.commands.evaluation import engine_here
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import append_json_lines
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.rewards.sample import Unavailable
+from megatron_async.scoring.rewards.services import JsonPoster
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
-from megatron_async.tasks.rewards.sample import Unavailable
-from megatron_async.tasks.rewards.services import JsonPoster
 from megatron_async.tasks.text_task import TextTask
-from megatron_async.tasks.verifier import LocalVerifierPool
 
 _REPORTS = 10
 
@@ -108,7 +106,7 @@ async def _teach(
 ) -> tuple[int, str]:
     """Write what the reward accepts; how many, and how their prompts are put."""
     settings = config.sft.teacher
-    pool = LocalVerifierPool(config.scorers.logging_to(kept.parent / "logs"), config.model.path)
+    pool = LocalScorerPool(config.scorers.logging_to(kept.parent / "logs"), config.model.path)
     gate = asyncio.Semaphore(settings.concurrency)
     count, templates = 0, set()
 

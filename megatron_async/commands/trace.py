@@ -1,18 +1,16 @@
 """`megatron-async trace RUN_DIR`: the newest steps on a time axis, as a file for Perfetto."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import typer
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
+from megatron_async.files.disk import CannotWrite
+from megatron_async.report.trace import Trace
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.scheduler.record import read_record, record_files
 from megatron_async.telemetry.metrics import read_metrics
-from megatron_async.telemetry.trace import Trace
 
 
 def trace_command(run: Path, out: Path | None) -> None:

@@ -1,7 +1,5 @@
 """`megatron-async train`: check the settings, make or find the run, and run it to its end."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -20,8 +18,9 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive, layout_lines
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
+from megatron_async.launcher.figures import checkpoints_with_room, figures
 from megatron_async.launcher.preflight import (
     Checked,
     check_one_machine,
@@ -87,7 +86,8 @@ def resume_command(
             typer.echo(_PASSED)
             return
         with _prepared(directory, checked.config, back):
-            _run(directory, checked.config, devices, overrides)
+            again = [] if from_step is None else [f"--from-step={from_step}"]
+            _run(directory, checked.config, devices, [*again, *overrides])
     show_closing(directory)
 
 
@@ -118,23 +118,26 @@ def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None)
 
 def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, DeviceSplit]:
     check_one_machine(config)
-    derived = derive(config, Machine.here(config))
+    machine = Machine.here(config)
+    derived = derive(config, machine)
     checked = check_run(derived.config)
     checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
+    check_engine_memory(checked.config, machine)
+    checkpoints_with_room(checked.config, directory)
     check_store(checked.config, directory)
     return checked, split_of_this_machine(checked.config)
 
 
 def _run(
-    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, overrides: Sequence[str] = ()
+    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, asked: Sequence[str] = ()
 ) -> None:
-    """`overrides`: of a resume, which lets the run have them once it has begun."""
+    """`asked`: what a resume has changed, which the run has once it has begun."""
     try:
         Supervisor(config, directory, devices).run()
     except (KeyboardInterrupt, Terminated):
         again = ["--resume", str(directory.path)]
-        again += overrides if directory.resume_file.exists() else ()
+        again += asked if directory.resume_file.exists() else ()
         typer.echo(f"go on with: megatron-async train {shlex.join(again)}", err=True)
         raise
 
@@ -151,7 +154,7 @@ def show_layout(config: RunConfig) -> None:
     machine = Machine.here(config)
     derived = derive(config, machine)
     show(f"{config.name} on {machine.title}:")
-    for line in (*layout_lines(derived.config, machine), *derived.lines()):
+    for line in (*figures(derived.config, machine), *derived.lines()):
         show(f"  {line}")
     typer.echo("checks before a start:")
 

@@ -4,8 +4,6 @@ What a `StoreReader` finds becomes rich renderables in pure functions. Tokens be
 the `decode` that the caller gives (a tokenizer's).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing

@@ -8,6 +8,7 @@
 - model: the model, its parallel layout, the optimizer (learning rate), the trainer.
 - rollout: tasks, sampling, engines (GPUs, placement), weight exchange, the store.
 - data, evaluation, reward: prompts and their tokens; sets to evaluate on; what scores a response.
+- environment: what a policy plays against over many turns.
 - simulate: the simulator and the planner.
 - sampling_contract: when an engine's log-probs describe what it samples from.
 - thresholds: the threshold notations of the correction, parsed once.

@@ -7,8 +7,6 @@ Invariants
   refused with a sentence; nothing is silently replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -16,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_async.config.base import Settings
 from megatron_async.config.thresholds import parse_rejection, parse_weight_threshold
-from megatron_async.import_path import is_import_path
+from megatron_async.runtime.import_path import is_import_path
 
 RecipeName = Literal["copris", "pipeline_rl", "prime_rl", "rapid", "grpo", "dapo", "pg", "sft"]
 LOSSES: Final = ("ppo_clip", "reinforce", "aipo", "rapid", "gspo", "cispo", "sft")

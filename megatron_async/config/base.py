@@ -1,7 +1,5 @@
 """The base of every settings model: unknown keys are refused, values are checked, frozen."""
 
-from __future__ import annotations
-
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator

@@ -1,7 +1,5 @@
 """Settings of data: where prompts come from and how they become tokens."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
@@ -87,9 +85,9 @@ class DifficultyConfig(Settings):
 class DataConfig(FileConfig):
     """Sources of prompts: the part of `task` that ends where a response begins."""
 
-    kind: Literal["reasoning_gym", "files"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "files", "seeds"] = "reasoning_gym"
     """Procedural tasks, or rows of files (the default where `path` or `sources` is set; formerly
-    `jsonl`)."""
+    `jsonl`), or rows {seed} for an environment."""
     name: str = "chain_sum"
     """reasoning-gym task; of files without `reward` the checker: exact, math."""
     sources: list[SourceConfig] = Field(default_factory=list)

@@ -1,7 +1,5 @@
 """Settings of evaluation: sets of prompts by name, each with sampling of its own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ from megatron_async.config.sampling_contract import (
 HELDOUT = "heldout"
 """The set of the training problems that are kept for evaluation, or of `eval.path`."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class EvalConfig(FileConfig):
             if name == HELDOUT or not _NAME.fullmatch(name):
                 raise ValueError(
                     f"eval.sets has the name {name!r}; a name is of letters, digits, '_', '-' and "
-                    f"'.', and not {HELDOUT!r}"
+                    f"'.', 100 at most, and not {HELDOUT!r}"
                 )
 
     def files(self) -> dict[str, tuple[str, FileConfig]]:

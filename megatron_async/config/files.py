@@ -6,8 +6,6 @@ Invariants
   begins with `what`, the name of the thing that was read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -9,8 +9,6 @@ Invariants
   and nobody had set.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,8 @@ from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defa
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.import_path import anchored
-from megatron_async.shipped import existing
+from megatron_async.files.package_files import existing
+from megatron_async.runtime.import_path import anchored
 
 _MAX_BASE_DEPTH = 8
 _GIVEN = "given"
@@ -53,13 +51,18 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         content = {}
     if not isinstance(content, dict):
         raise UserError(f"{what} must hold a mapping, got {type(content).__name__}")
+    if not isinstance(content.get(_GIVEN, {}), dict):
+        raise UserError(
+            f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
+        )
     content = anchored(content, path.parent)
     base = content.pop("base", None)
     if base is None:
         return content
     if not isinstance(base, str):
         raise UserError(f"{what}: `base` is {shown(base)}; it must name a file")
-    return merge(read_yaml(path.parent / base, depth + 1), content)
+    below = read_yaml(path.parent / base, depth + 1)
+    return merge(below.get(_GIVEN, below), content)  # of a run: what was set
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -67,6 +70,8 @@ def parse_override(text: str) -> dict[str, Any]:
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {shown(text)} is not of the form section.setting=value")
+    if dotted.split(".")[0] == _GIVEN:
+        raise UserError(f"unknown setting {dotted} (value {shown(value)}); set the setting itself")
     try:
         parsed = parse_yaml(value, f"override {shown(text)}")
     except UserError as error:
@@ -170,10 +175,13 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     given = body.pop(_GIVEN, None)
     if not isinstance(given, Mapping):
         given = _set_apart(body)
-    wanted = merge(_expanded(given), _expanded(_changes(overrides)))
+    changes = _expanded(_changes(overrides))
+    wanted = merge(_expanded(given), changes)
     old, new = (build_config(settings).model_dump(mode="json") for settings in (given, wanted))
-    # Of the rest the run keeps its own: what was derived from the machine at its start.
-    return build_config({**merge(body, _changed(old, new)), _GIVEN: wanted})
+    # Of the rest the run keeps its own: what was derived from the machine at its start. A default
+    # that is set now differs from that, and not from the old default.
+    resolved = merge(merge(body, _changed(old, new)), changes)
+    return build_config({**resolved, _GIVEN: wanted})
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,10 +220,10 @@ def _without(settings: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """`section.setting OLD → NEW` of every setting that is not the same."""
+    """`section.setting OLD → NEW` of every setting that is not the same; a key is not shown."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return [
-        f"{name} {old.get(name)} → {new.get(name)}"
+        name if name == "engines.api_key" else f"{name} {old.get(name)} → {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]

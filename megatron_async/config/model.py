@@ -1,7 +1,5 @@
 """Settings of the model, its parallel layout, the optimizer and the trainer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -24,6 +22,9 @@ class ModelConfig(Settings):
     """`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."""
     attention_backend: Literal["auto", "sdpa", "transformer_engine"] = "auto"
     """`auto`: Transformer Engine when installed and a GPU is there."""
+    experts: Literal["auto", "sequential", "grouped", "transformer_engine"] = "auto"
+    """All experts of a rank in one product (`grouped`: torch's grouped_mm), or one by one. `auto`:
+    grouped where it takes the model's precision and widths."""
 
 
 class ParallelConfig(Settings):
@@ -118,7 +119,7 @@ class TrainerConfig(Settings):
     kept, after which the run stops."""
     compare_replicas_every_steps: int = Field(10, ge=0)
     """Compare the copies of weights that ranks must hold equal (one hash a tensor), after the first
-    step and every so many; a difference stops the run. 0 = never."""
+    step and after every such number of steps; a difference stops the run. 0 = never."""
     wait_for_batch_seconds: float = Field(1800.0, gt=0)
     """Longest wait for a batch before the run stops with an error."""
     collective_timeout_seconds: float = Field(600.0, gt=0)

@@ -15,8 +15,6 @@ Invariants
   it as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

@@ -4,8 +4,6 @@
 read this list, so that none of them can be out of date.
 """
 
-from __future__ import annotations
-
 import difflib
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Settings of rewards: what scores a response, and the limits under which it is scored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +7,7 @@ from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.import_path import is_import_path
+from megatron_async.runtime.import_path import is_import_path
 
 BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", "judge")
 ASYNCHRONOUS: Final = ("http", "judge")
@@ -101,7 +99,7 @@ class ScorerSettings(Settings):
         """The rewards to add up, at least one."""
         return self.rewards or [RewardConfig.model_validate({"name": "task"})]
 
-    def logging_to(self, directory: Path) -> ScorerSettings:
+    def logging_to(self, directory: Path) -> "ScorerSettings":
         """Return the same, with logs in `directory`, which exists."""
         return self.model_copy(update={"logs": str(directory)})
 
@@ -116,7 +114,7 @@ class ScorerSettings(Settings):
 
 
 def listed(value: Any) -> Any:
-    """One in place of a list, a name in place of a mapping: as a list of mappings."""
+    """List the mappings that a single one, a name or a list of either stands for."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):

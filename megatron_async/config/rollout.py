@@ -1,7 +1,5 @@
 """Settings of tasks, sampling, engines, weight exchange and the trajectory store."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -117,6 +115,9 @@ class EngineConfig(Settings):
     """Longest prompt + response."""
     stream_interval: int = Field(64, ge=1)
     """Tokens of a response that an engine reports at once; a chunk."""
+    nvls: bool | None = None
+    """NVLink SHARP of NCCL in trainer ranks and engines alike, where the GPUs have it: faster sums
+    inside a node, more memory for each communicator. Unset: on, but for colocated engines."""
     extra_args: list[str] = Field(default_factory=list)
     """More SGLang arguments; those that have a setting here, or that would make log-probs differ
     from what is sampled, are refused."""
@@ -137,7 +138,12 @@ class EngineConfig(Settings):
     max_restarts: int = Field(3, ge=0)
     """Restarts of one engine before the run stops."""
     max_manager_restarts: int = Field(3, ge=0)
-    """Restarts of the rollout manager (by Ray) before the run stops."""
+    """Restarts of the rollout manager before the run stops."""
+
+    @property
+    def uses_nvls(self) -> bool:
+        """Return whether NCCL may use NVLS."""
+        return self.placement == "disaggregated" if self.nvls is None else self.nvls
 
     def longest_tokens(self, model_context: int | None) -> int | None:
         """Tokens of prompt and response that an engine takes, None when that is not known.
@@ -175,7 +181,7 @@ class WeightsConfig(Settings):
     """Where `disk` and `delta` publish; the engines' hosts must see it under the same name. Empty:
     `weights` in the run directory."""
     delta_full_every: int = Field(16, ge=1)
-    """`delta`: every so many versions one is read whole; 1 = all."""
+    """`delta`: versions from one that is read whole to the next; 1 = all."""
     bucket_mib: int = Field(512, ge=1)
     """Size of one bucket, MiB."""
     verify: Literal["every", "first", "never"] = "every"

@@ -1,15 +1,14 @@
 """`RunConfig`: everything one run is, and the sub-commands' own settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
+from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -28,6 +27,9 @@ from megatron_async.config.rollout import (
 )
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.config.simulate import SimulateConfig
+from megatron_async.errors import shown
+
+_LONGEST_NAME: Final = 200  # of 255 bytes, so that a suffix fits
 
 
 class CheckpointConfig(Settings):
@@ -41,6 +43,9 @@ class CheckpointConfig(Settings):
     """Write while training goes on."""
     timeout_seconds: float = Field(1800.0, gt=0)
     """Limit of writing one checkpoint."""
+    write_gb_per_s: float = Field(5.0, gt=0)
+    """Rate at which the file system takes and gives the data of all nodes together, 1e9 bytes/s
+    (assumed); the time that a stop needs before Slurm's limit follows from it."""
     export_hf: bool = True
     """Export a Hugging Face checkpoint at the end."""
 
@@ -153,14 +158,17 @@ class ExperimentConfig(Settings):
 class RunConfig(Settings):
     """A run: `megatron-async train --config FILE`."""
 
-    name: str = Field("run", min_length=1, max_length=200)
-    """Directory name under `root`, without `/`."""
+    name: str = Field("run", min_length=1, max_length=_LONGEST_NAME)
+    """Directory name under `root`: 200 bytes, printable, without `/`."""
     root: str = "runs"
     """Where run directories are made."""
     seed: int = Field(1, ge=0)
     """Seed of initialisation, prompts and shuffling."""
     steps: int = Field(100, ge=1)
     """Rollout batches to train on."""
+    cluster: Literal["auto", "local", "ray"] = "auto"
+    """What engines, scorers and the rollout manager run in: processes of this machine (`local`), or
+    a Ray cluster. `auto`: local on one machine, but where RAY_ADDRESS names a cluster."""
     model: ModelConfig = ModelConfig()
     """Model."""
     parallel: ParallelConfig = ParallelConfig()
@@ -175,6 +183,8 @@ class RunConfig(Settings):
     """What scores a response; empty: the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """What a policy plays against over many turns; no run takes one yet."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -201,14 +211,16 @@ class RunConfig(Settings):
     simulate: SimulateConfig = SimulateConfig()
     """`megatron-async simulate` and `plan` only."""
 
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _given: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What was set by file and command line: what no other recipe or preset replaces."""
-        return self._given
+        """Settings of file, command line or Python, which no other recipe or preset replaces."""
+        return (
+            self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
+        )
 
-    def with_given(self, given: Mapping[str, Any]) -> RunConfig:
+    def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
         """The same settings; `given` are those that were set."""
         config = self.model_copy()
         config._given = dict(given)
@@ -240,10 +252,12 @@ class RunConfig(Settings):
 
     def check(self) -> None:
         check_labels(self.reward)
-        if "/" in self.name or self.name in (".", ".."):
+        one = "/" not in self.name and self.name not in (".", "..") and self.name.isprintable()
+        if not one or len(self.name.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"name is {self.name!r}; it must be the name of one directory, which is made in "
-                f"root {self.root!r}: set root to have it elsewhere"
+                f"name is {shown(self.name)}; it must be the name of one directory, printable and "
+                f"of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set root "
+                "to have it elsewhere"
             )
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
@@ -253,6 +267,8 @@ class RunConfig(Settings):
             )
         self._check_simulated_engines()
         self._check_colocated()
+        if self.task.kind == "seeds" and not self.environment.name:
+            raise ValueError("task.kind seeds has no prompts of its own: set environment.name")
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(

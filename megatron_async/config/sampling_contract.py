@@ -10,8 +10,6 @@ Invariants
   of every engine after an update (docs/weights.md).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 
@@ -83,7 +81,7 @@ def temperature_fits(temperature: float) -> bool:
 
 
 def check_extra_args(arguments: Sequence[str]) -> None:
-    """Raises ValueError for SGLang arguments that break the contract or have their own setting.
+    """Check SGLang arguments: one that breaks the contract or has its own setting is a ValueError.
 
     SGLang takes a beginning of an argument for all of it, so those are refused too.
     """

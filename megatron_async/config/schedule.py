@@ -4,8 +4,6 @@
 `ScheduleConfig` refuses it with a sentence.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -29,6 +27,9 @@ class ScheduleConfig(Settings):
     expected_tokens: int | None = Field(None, ge=1)
     """Tokens of a request in flight, prompt included, that `concurrency: auto` expects at its
     start; none = half of sampling.max_new_tokens."""
+    open_episodes: int | Literal["auto"] | None = None
+    """With `environment`: episodes that have begun and not ended at most, and at least a group's;
+    auto (and none) = 2 N'. One that waits for its environment takes no slot."""
     refill: Literal["continuous", "batch"] = "continuous"
     """`continuous`: a replacement at every completion; `batch`: only what the current batch
     needs."""
@@ -77,6 +78,8 @@ class ScheduleConfig(Settings):
     def check(self) -> None:
         if isinstance(self.concurrency, int) and self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
+        if isinstance(self.open_episodes, int) and self.open_episodes < 1:
+            raise ValueError(f"open_episodes must be at least 1, got {self.open_episodes}")
         if self.updates_per_batch > self.groups_per_batch:
             raise ValueError(
                 f"updates_per_batch {self.updates_per_batch} needs at least as many groups, "

@@ -5,8 +5,6 @@ prints all of them. Public figures (peak rates, memory, links, model shapes) are
 `megatron_async/simulate/hardware.py` and `models/shape.py` and are chosen by name.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -48,6 +46,9 @@ class EfficiencyConfig(Settings):
     """Of the peak, forward and backward of packed sequences."""
     links: float = Field(0.7, gt=0, le=1)
     """Of NVLink, network and PCIe."""
+    weight_update: float = Field(0.43, gt=0, le=1)
+    """Of the network, in a whole weight update (measured with gloo between two CPU cores:
+    benchmarks/results/weights.md)."""
     collective_latency_seconds: float = Field(10e-6, ge=0)
     """Fixed cost of one all-reduce inside a node."""
     decode_overhead_seconds: float = Field(0.003, ge=0)
@@ -86,6 +87,23 @@ class LengthConfig(Settings):
             raise ValueError("distribution: file needs simulate.lengths.path, got nothing")
 
 
+class SimulatedEpisodeConfig(Settings):
+    """Episodes of many turns; `lengths` are then those of one answer."""
+
+    turns: float | None = Field(None, ge=1)
+    """Turns of an episode on average; none = no environment."""
+    spread: Literal["geometric", "constant"] = "geometric"
+    """Of the number of turns."""
+    most_turns: int = Field(32, ge=1)
+    """Turns after which an episode ends."""
+    tool_seconds: float = Field(1.0, ge=0)
+    """The environment's time for a reply, the first one too; the median."""
+    tool_sigma: float = Field(0.0, ge=0)
+    """Standard deviation of its log."""
+    observation_tokens: int = Field(100, ge=1)
+    """Tokens that an environment sends in a turn."""
+
+
 class SimulatedRewardConfig(Settings):
     """Rewards matter to the simulation only through `schedule.dynamic_sampling`."""
 
@@ -115,6 +133,8 @@ class SimulateConfig(Settings):
     beside the KV cache."""
     lengths: LengthConfig = LengthConfig()
     """Response lengths."""
+    episode: SimulatedEpisodeConfig = SimulatedEpisodeConfig()
+    """Environments."""
     reward: SimulatedRewardConfig = SimulatedRewardConfig()
     """Rewards."""
     efficiency: EfficiencyConfig = EfficiencyConfig()

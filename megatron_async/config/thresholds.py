@@ -4,8 +4,6 @@
 point or in quotes: YAML reads a bare 0.5_2 as the number 0.52.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

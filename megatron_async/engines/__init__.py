@@ -1,11 +1,11 @@
-"""Inference engines: the client protocol, and the actor that owns a server process.
+"""Inference engines: the client protocol, and the host that owns a server process.
 
 - interface: the protocol `EngineClient` and its messages; errors name the engine; a client that
   hands every call on, the base of those that add something.
 - door: what an engine may send, checked where its answers are read.
-- actor: one Ray actor for each engine, and the launcher through which the fleet uses them.
+- host: one for each engine, and the launcher through which the fleet uses them.
 - relay, token_report: streams read where the server is, handed on in few messages.
-- nodes: Ray nodes that the rollout side may use, and their addresses; what trainer ranks, engines
-  and managers must have alike, NCCL's settings first.
+- nodes: addresses of nodes; what trainer ranks, engines and managers must have alike, NCCL's
+  settings first.
 - sglang, simulated: the two kinds of engine.
 """

@@ -10,8 +10,6 @@ Invariants
   what came before it on the same stream is good and stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

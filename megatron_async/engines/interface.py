@@ -7,17 +7,13 @@ Invariants
   `RequestRefused` when the request is at fault, which is then never worth a repetition.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.tasks.base import Score
-from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.columns import Arrays
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
 PauseMode = Literal["in_place", "retract", "abort"]
 StreamEnd = Literal["stop", "length", "abort"]
@@ -194,21 +190,3 @@ class ForwardingClient:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-class Verifier(Protocol):
-    """Scores finished responses; every score is limited in time."""
-
-    @property
-    def scorers(self) -> ScorerCount:
-        """Return the number of scorers, and the time of a score."""
-
-    @property
-    def failures(self) -> Mapping[str, str]:
-        """Return the first failure of each kind, by the metric that counts it."""
-
-    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        """Reward and details; `None` when it failed and that is not a 0."""
-
-    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
-        """The same for several responses to one prompt at once."""

@@ -1,8 +1,4 @@
-"""Ray nodes that the rollout side may use, and the address under which a node is reached.
-
-A trainer node of a cluster launch is a Ray node too, because a process can talk to a Ray cluster
-only through a node on its own machine. It carries a label, and nothing of the rollout side is
-placed there. In a cluster without labels the selector matches every node.
+"""Addresses of nodes, and what all processes of a run that communicate must have alike.
 
 Trainer ranks, engines and managers share their settings of communication, however they are started.
 
@@ -16,97 +12,33 @@ Invariants
 - What the user has set wins; it reaches all roles, as all inherit it.
 """
 
-from __future__ import annotations
-
 import os
-import signal
 import socket
-import stat
-import threading
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
-from megatron_async.errors import UserError, one_line
-
-ROLE_LABEL: Final = "megatron-async-role"
-TRAINER_ROLE: Final = "trainer"
-NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
+from megatron_async.errors import UserError
 
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
+# Names a directory in which trainer ranks that are all on one machine meet.
+RENDEZVOUS_VARIABLE: Final = "MEGATRON_ASYNC_RENDEZVOUS"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
 # Addresses of `engines.host` that only this machine reaches.
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
-# SGLang sets both for its servers where they are not set (`_set_envs_and_config`).
+# SGLang sets this and NCCL_NVLS_ENABLE to 0 for its servers where they are not set
+# (`_set_envs_and_config`).
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
     # A dead rank ends the others' collectives as an error instead of leaving them to wait.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
-
-def use_ray_token(file: Path) -> None:
-    """Have Ray's processes from here on show the token in `file`, and answer to no other."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-
-def init_ray(**arguments: Any) -> Any:
-    """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack.
-
-    Nor does Ray print the traceback of a call that fails before its reply is awaited: who awaits
-    it shows one sentence.
-
-    Raises UserError when Ray does not start, or the cluster at `address` cannot be joined.
-    """
-    import ray
-
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        context = ray.init(**arguments)
-    except Exception as error:  # Ray raises it as such, too, when a start takes too long
-        ray.shutdown()  # nothing half-started is left
-        host, address = socket.gethostname(), arguments.get("address")
-        if address in (None, "local"):
-            what = f"Ray did not start on {host}"
-            remedy = (
-                f"look into {ray_directory()}/session_latest/logs; on a busy machine, try again"
-            )
-        else:
-            what = f"the Ray cluster at {address} cannot be joined from {host}"
-            remedy = "check that it runs, and that this node reaches it"
-        raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)
-    return context
-
-
-def ray_directory() -> Path:
-    """Return the directory of Ray's sockets and logs on this node, which only this user reaches.
-
-    Ray opens it to everybody as it starts, hence one within another. Its usual place is one for all
-    users of a machine, where the second of them cannot start it and everyone can reach everyone's
-    sockets. Not below TMPDIR: the name of a socket must stay short.
-    Raises UserError when somebody else has made the directory.
-    """
-    path = Path(f"/tmp/ray-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{path}, where Ray is to keep its files, belongs to somebody else")
-    path.chmod(0o700)
-    return path / "ray"
 
 
 def node_address() -> str:
@@ -141,9 +73,14 @@ def free_port(host: str = _EVERY_INTERFACE) -> int:
         return int(opened.getsockname()[1])
 
 
-def communication_environment(base: Mapping[str, str], *, one_machine: bool) -> dict[str, str]:
-    """Return what a process gets on top of `base`; `one_machine`: no other host takes part."""
-    wanted = dict(_NCCL)
+def communication_environment(
+    base: Mapping[str, str], *, one_machine: bool, nvls: bool
+) -> dict[str, str]:
+    """Return what a process gets on top of `base`; `one_machine`: no other host takes part.
+
+    `nvls`: NCCL may use it where the hardware has it.
+    """
+    wanted = _NCCL | {"NCCL_NVLS_ENABLE": "2" if nvls else "0"}
     missing = [name for name in _INTERFACES if name not in base]
     if missing:
         interface = interface_of("127.0.0.1" if one_machine else node_address())

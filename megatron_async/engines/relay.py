@@ -15,8 +15,6 @@ Invariants
   for a relay that is gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -298,7 +296,7 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R6) < _MOST_STREAMS:  # else there is more already
+            if len(report.runs_R7) < _MOST_STREAMS:  # else there is more already
                 await self._pause()
 
     async def _pause(self) -> None:

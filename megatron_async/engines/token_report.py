@@ -11,8 +11,6 @@ Invariants
   whose end has been asked for is not bound: the engine adds nothing to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
 from megatron_async.errors import ComponentFailure
-from megatron_async.trajectory.columns import NO_TOKENS, Arrays, joined
+from megatron_async.trajectory.columns import NO_TOKENS, Arrays, Types, joined
 from megatron_async.trajectory.types import PolicyVersion
 
 Failure = EngineError | ComponentFailure
@@ -36,60 +34,61 @@ _FIRST_FAILURE = len(_ENDS)
 
 @dataclass(frozen=True, eq=False)
 class TokenReport:
-    """Runs of tokens, each of one stream and one version, one behind the other.
+    """Runs of tokens, each of one stream, one version and the same columns, one behind the other.
 
-    `runs_R6`: stream, tokens, lineage and number of the version, how the stream ended with it (an
+    `runs_R7`: stream, tokens, lineage and number of the version, how the stream ended with it (an
     index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
-    `messages`), and microseconds in the engine's queue. `tokens` are all columns.
+    `messages`), the entry of `tokens` that has its columns, and microseconds in the engine's queue.
     """
 
-    runs_R6: npt.NDArray[np.int64]
-    tokens: Arrays
+    runs_R7: npt.NDArray[np.int64]
+    tokens: tuple[Arrays, ...]
     messages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, items: Iterable[tuple[int, Item]]) -> TokenReport:
+    def of(cls, items: Iterable[tuple[int, Item]]) -> "TokenReport":
         """The items of these streams, in this order; neighbours that make one run are joined."""
-        runs: list[tuple[int, int, int, int, int, int]] = []
-        chunks: list[TokenChunk] = []
+        runs: list[tuple[int, int, int, int, int, int, int]] = []
+        tokens: dict[Types, tuple[int, list[Arrays]]] = {}
         messages: list[str] = []
         for stream, item in items:
             if isinstance(item, TokenChunk):
                 end, queued = _ENDS.index(item.end), round(1e6 * item.queued_seconds)
-                count = len(item.token_ids)
-                if runs and runs[-1][0] == stream and runs[-1][2:5] == (*item.version, 0):
+                count, place = len(item.token_ids), runs[-1][5] if runs else 0
+                if count:
+                    types = tuple([c.dtype for c in item.columns]) if item.columns else ()
+                    place, parts = tokens.setdefault(types, (len(tokens), []))
+                    parts.append((item.token_ids, item.logprobs, *item.columns))
+                if runs and runs[-1][0] == stream and runs[-1][2:6] == (*item.version, 0, place):
                     before = runs.pop()
-                    count, queued = before[1] + count, before[5]
-                runs.append((stream, count, *item.version, end, queued))
-                chunks.append(item)
+                    count, queued = before[1] + count, before[6]
+                runs.append((stream, count, *item.version, end, place, queued))
             else:
                 kind = next(i for i, known in enumerate(_FAILURES) if isinstance(item, known))
-                runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind, 0))
+                runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind, 0, 0))
                 messages.append(str(item))
-        parts = [(c.token_ids, c.logprobs, *c.columns) for c in chunks if len(c.token_ids)]
         return cls(
-            np.array(runs, np.int64).reshape(-1, 6),
-            joined(parts or [NO_TOKENS]),
+            np.array(runs, np.int64).reshape(-1, 7),
+            tuple(joined(parts) for _, parts in tokens.values()) or (NO_TOKENS,),
             tuple(messages),
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
         """Return the runs as chunks, and the failures."""
-        start, messages = 0, iter(self.messages)
-        ids_T, logprobs_T, *columns_T = self.tokens
+        starts, messages = [0] * len(self.tokens), iter(self.messages)
         versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
-        for stream, count, lineage, number, end, queued in self.runs_R6.tolist():
+        for stream, count, lineage, number, end, place, queued in self.runs_R7.tolist():
             if end >= _FIRST_FAILURE:
                 yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))
                 continue
-            part = slice(start, start + count)
-            start += count
+            part = slice(starts[place], starts[place] + count)
+            starts[place] = part.stop
             version = versions.get((lineage, number))
             if version is None:
                 version = versions[lineage, number] = PolicyVersion(lineage, number)
-            tokens = (ids_T[part], logprobs_T[part], version)
-            further = tuple([column_T[part] for column_T in columns_T]) if columns_T else ()
-            yield stream, TokenChunk(*tokens, _ENDS[end], queued / 1e6, further)
+            arrays = tuple([column_T[part] for column_T in self.tokens[place]])
+            tokens = (arrays[0], arrays[1], version)
+            yield stream, TokenChunk(*tokens, _ENDS[end], queued / 1e6, arrays[2:])
 
 
 class Outbox:

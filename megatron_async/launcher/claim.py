@@ -9,17 +9,15 @@ Invariants
 - A refused launch has changed nothing; the refusal names the process and host that have the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
 from collections.abc import Iterator
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import CannotWrite, check_room, writing
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks, read_holder, write_holder
+from megatron_async.files.disk import CannotWrite, check_room, writing
+from megatron_async.files.lock import FileLock, Holder, LockHeld, NoLocks, read_holder, write_holder
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ Invariants
   was derived at its start, so that resuming it on another machine changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable
@@ -25,12 +23,18 @@ from megatron_async.config.simulate import GpuName
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
-from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
+from megatron_async.simulate.memory import (
+    activation_bytes,
+    kv_capacity_tokens,
+    trainer_state_bytes,
+    update_bytes,
+)
 from megatron_async.simulate.planner import sufficient_concurrency
 from megatron_async.weight_sync.gpu_sharing import trainer_ranks_of
 
 _GRAPH_STEP: Final = 8
 _GB: Final = 1e9
+_SHARE: Final = "--mem-fraction-static"
 _SET: Final = "as set (file, command line, recipe or preset)"
 
 
@@ -45,7 +49,7 @@ class Machine:
     engine_nodes: int = 1
 
     @classmethod
-    def here(cls, config: RunConfig) -> Machine:
+    def here(cls, config: RunConfig) -> "Machine":
         """This one, as its engines would be started."""
         from megatron_async.engines.sglang.process import resolve_device
 
@@ -60,7 +64,7 @@ class Machine:
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 
     @classmethod
-    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> Machine:
+    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> "Machine":
         """Nodes elsewhere: their GPUs are taken to be `simulate.gpu`."""
         if not gpus_per_node:
             return cls("cpu", engine_nodes=engine_nodes)
@@ -133,7 +137,7 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
     if machine.device == "cpu":
         return default, "the default for CPU engines"
     try:
-        found = sufficient_concurrency(_modelled(config, machine))
+        found = sufficient_concurrency(modelled(config, machine))
     except UserError as error:
         return default, f"the default, as the model's shape is not known ({error})"
     if found is None:
@@ -200,14 +204,43 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     if machine.device == "cpu":
         return lines
     try:
-        shape = shape_of(_with_own_model(config))
+        shape = shape_of(with_own_model(config))
     except UserError as error:
         return [*lines, f"memory: not estimated ({error})"]
     return [*lines, *_memory_lines(config, machine, shape)]
 
 
+def check_engine_memory(config: RunConfig, machine: Machine) -> None:
+    """Check that SGLang's share, where it is set, leaves room for an update. Raises UserError."""
+    arguments = [part for one in config.engines.extra_args for part in one.split("=", 1)]
+    if machine.device == "cpu" or _SHARE not in arguments[:-1]:
+        return
+    share = arguments[arguments.index(_SHARE) + 1]
+    try:
+        left, needed = (1 - float(share)) * machine.memory_bytes, _update_bytes(config)
+    except ValueError as error:
+        raise UserError(f"engines.extra_args has {_SHARE} {share}, which is no number") from error
+    if left < needed:
+        raise UserError(
+            f"engines.extra_args has {_SHARE} {share}, which leaves {left / _GB:.1f} GB of the "
+            f"{machine.title}, and a weight update needs {needed / _GB:.1f} GB: lower it, or "
+            "weights.bucket_mib"
+        )
+
+
+def _update_bytes(config: RunConfig) -> float:
+    """Bytes of an update on an engine's GPU; 0: other ways, and models of unknown shape."""
+    if config.weights.transport != "distributed":
+        return 0.0
+    try:
+        shape = shape_of(with_own_model(config))
+    except UserError:
+        return 0.0
+    return update_bytes(shape, config.weights.bucket_mib << 20, config.parallel.pipeline)
+
+
 def _shared(config: RunConfig) -> str:
-    """Where engines share the GPUs of trainer ranks: which."""
+    """Name the trainer ranks whose GPUs engines share, if they do."""
     if config.engines.placement != "colocated":
         return ""
     sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))
@@ -226,28 +259,31 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         recompute=config.trainer.recompute_activations,
     )
     weights = 2 * shape.parameters / config.engines.tensor
+    update = _update_bytes(config)
+    beside = f"a weight update {update / _GB:.1f} GB, " * (update > 0)
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
     return [
         f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "
-        f"{activations / _GB:.1f} GB, of {machine.memory_bytes / _GB:.0f} GB",
-        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, the rest holds "
-        f"{max(0, tokens):,} tokens of KV an engine",
+        f"{activations / _GB:.1f} GB, peak {(state + activations) / _GB:.1f} of "
+        f"{machine.memory_bytes / _GB:.0f} GB",
+        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
+        f"{max(0, tokens):,} tokens an engine",
     ]
 
 
-def _modelled(config: RunConfig, machine: Machine) -> RunConfig:
+def modelled(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with the machine as the simulated GPU."""
     gpu = config.simulate.gpu
     changes: dict[str, Any] = {"memory_gb": machine.memory_bytes / _GB}
     if machine.gpu is not None:
         changes["name"] = machine.gpu
     simulated = config.simulate.model_copy(update={"gpu": gpu.model_copy(update=changes)})
-    return _with_own_model(config.model_copy(update={"simulate": simulated}))
+    return with_own_model(config.model_copy(update={"simulate": simulated}))
 
 
-def _with_own_model(config: RunConfig) -> RunConfig:
+def with_own_model(config: RunConfig) -> RunConfig:
     """The model in `model.path` where it is there already, whatever `simulate.model` names."""
     if not (Path(config.model.path) / "config.json").is_file():
         return config

@@ -1,13 +1,12 @@
-"""Split of one machine's GPUs into those that train and those that generate.
+"""Split of one machine's GPUs into those that train and those that generate; is Ray used there?
 
-Ray hands out the GPUs that it was started with, and torchrun's ranks count from the first that they
-see: without a split both would begin with the same one.
+A place hands out the GPUs that it was opened with, and torchrun's ranks count from the first that
+they see: without a split both would begin with the same one.
 
 Nothing here starts or writes anything: commands ask before they make a run directory.
 """
 
-from __future__ import annotations
-
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,30 @@ from typing import Final
 from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.process import resolve_device
 from megatron_async.errors import UserError
+from megatron_async.places.local import visible_gpus
 
 RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already
-VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+def uses_ray(config: RunConfig) -> bool:
+    """Return whether a run on one machine is in a Ray cluster, as `cluster` asks for it."""
+    running = bool(os.environ.get(RUNNING_RAY_VARIABLE))
+    return config.cluster == "ray" or (config.cluster == "auto" and running)
+
+
+def check_ray(config: RunConfig, nodes: int = 1) -> None:
+    """Check that Ray is installed where it is used. Raises UserError."""
+    if (nodes > 1 or uses_ray(config)) and importlib.util.find_spec("ray") is None:
+        wanted = f"{nodes} nodes are" if nodes > 1 else f"cluster {config.cluster} is"
+        raise UserError(
+            f"{wanted} used through Ray, which is not installed: pip install "
+            '"megatron_async[cluster]", or set cluster local on one machine'
+        )
+
+
+def running_ray(config: RunConfig) -> str | None:
+    """The Ray cluster that runs already and that a run on one machine uses; None: there is none."""
+    return os.environ.get(RUNNING_RAY_VARIABLE) or None if uses_ray(config) else None
 
 
 @dataclass(frozen=True)
@@ -88,20 +108,11 @@ def split_of_this_machine(config: RunConfig) -> DeviceSplit:
 
     Such a cluster has GPUs of its own to hand out. Raises UserError.
     """
+    check_ray(config)
     check_trainer_here(config)
     if resolve_device(config.engines) == "cpu":
         return DeviceSplit()
-    if os.environ.get(RUNNING_RAY_VARIABLE):
+    if running_ray(config) is not None:
         check_sharing(config)
         return DeviceSplit()
     return split_devices(visible_gpus(), config)
-
-
-def visible_gpus() -> list[str]:
-    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get(VISIBLE_VARIABLE)
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]

@@ -9,15 +9,13 @@ Invariants
 - What the user has set wins, except where the run would be wrong with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from megatron_async.engines.nodes import communication_environment
-from megatron_async.launcher.devices import VISIBLE_VARIABLE
-from megatron_async.train_loop.rank import RAY_ADDRESS_VARIABLE
+from megatron_async.places.local import VISIBLE_VARIABLE
+from megatron_async.train_loop.rank import PLACE_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
 
 _TRAINER_DEFAULTS: Final = {
@@ -45,34 +43,36 @@ _RAY_NODE: Final = {
 }
 
 
-def ray_node_environment(base: Mapping[str, str]) -> dict[str, str]:
+def ray_node_environment(base: Mapping[str, str], *, nvls: bool) -> dict[str, str]:
     """Environment of a Ray node of a launch over several nodes: manager and engines inherit it."""
-    return _RAY_NODE | communication_environment(base, one_machine=False)
+    return _RAY_NODE | communication_environment(base, one_machine=False, nvls=nvls)
 
 
 def trainer_environment(
     base: Mapping[str, str],
     *,
     one_machine: bool,
-    ray_address: str | None = None,
+    nvls: bool = True,
+    place: str | None = None,
     stop_file: Path | None = None,
     gpus: str | None = None,
     hands_memory_to_engines: bool = False,
 ) -> dict[str, str]:
     """Return the environment of torchrun and its trainer ranks: `base` and more.
 
-    `one_machine`: all ranks and engines are on this one. `ray_address`: where the rollout side is.
-    `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`. `hands_memory_to_engines`: weights go
-    over CUDA memory that an engine opens, which cannot lie in expandable segments.
+    `one_machine`: all ranks and engines are on this one. `nvls`: as engines have it. `place`: where
+    the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`.
+    `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which cannot lie in
+    expandable segments.
     """
     defaults = dict(_TRAINER_DEFAULTS)
     if not hands_memory_to_engines:
         defaults[_ALLOCATOR_VARIABLE] = _ALLOCATOR
     added = {name: value for name, value in defaults.items() if name not in base}
-    added |= communication_environment(base, one_machine=one_machine)
+    added |= communication_environment(base, one_machine=one_machine, nvls=nvls)
     added |= _TRAINER_FIXED
-    if ray_address is not None:
-        added[RAY_ADDRESS_VARIABLE] = ray_address
+    if place is not None:
+        added[PLACE_VARIABLE] = place
     if stop_file is not None:
         added[STOP_FILE_VARIABLE] = str(stop_file)
     if gpus is not None:

@@ -13,8 +13,6 @@ Invariants
 - Every wait has a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -22,26 +20,22 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import naming_disk_errors
-from megatron_async.engines.nodes import (
-    ROLE_LABEL,
-    TRAINER_ROLE,
-    free_port,
-    node_address,
-    ray_directory,
-    use_ray_token,
-)
+from megatron_async.engines.nodes import free_port, node_address
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import naming_disk_errors
+from megatron_async.files.package_files import check_code
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
-from megatron_async.launcher.processes import Child, start_torchrun
+from megatron_async.launcher.processes import Child, torchrun
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode
+from megatron_async.places.on_ray import ROLE_LABEL, TRAINER_ROLE, lost_node_of, ray_place
+from megatron_async.places.ray_cluster import ray_directory, use_ray_token
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL
@@ -84,7 +78,7 @@ class Node:
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
-            ray_node_environment(os.environ),
+            ray_node_environment(os.environ, nvls=self.config.engines.uses_nvls),
         )
         try:
             yield child
@@ -170,9 +164,11 @@ def drive_rollout(
             _check_trainer_nodes(directory, earlier)
         return outcome
 
-    with rollout_side(config, directory, ray_address) as (rollout, _):
+    with (
+        ray_place(ray_address) as place,
+        rollout_side(config, directory, place) as rollout,
+    ):
         try:
-            rollout.start()
             progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
             return progress.follow(ended, rollout.status)
         except BaseException:
@@ -183,15 +179,9 @@ def drive_rollout(
 
 def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
     """Check that no trainer node is gone without the run's end. Raises ComponentFailure."""
-    import ray
-
-    gone = [
-        entry["NodeManagerAddress"]
-        for entry in ray.nodes()
-        if not entry["Alive"] and entry["Labels"].get(ROLE_LABEL) == TRAINER_ROLE
-    ]
-    if gone and directory.outcome(earlier) is None:
-        raise ComponentFailure(f"trainer node {gone[0]} has left, and the run is not complete")
+    gone = lost_node_of(TRAINER_ROLE)
+    if gone is not None and directory.outcome(earlier) is None:
+        raise ComponentFailure(f"trainer node {gone} has left, and the run is not complete")
 
 
 def run_trainer(node: Node) -> int:
@@ -209,25 +199,24 @@ def _run_trainer(node: Node) -> int:
     if node.index == 0:
         node.directory.take_failure()  # of an earlier session
     node.use_token()
-    with node.ray_node(
-        f"--address={address}",
-        "--num-cpus=0",
-        "--num-gpus=0",
-        f"--labels={ROLE_LABEL}={TRAINER_ROLE}",
+    with (
+        node.ray_node(
+            f"--address={address}",
+            "--num-cpus=0",
+            "--num-gpus=0",
+            f"--labels={ROLE_LABEL}={TRAINER_ROLE}",
+        ),
+        _ranks(node, address) as ranks,
     ):
-        torchrun = _start_ranks(node, address)
-        try:
-            while (code := torchrun.exit_code()) is None:
-                # The session may end before torchrun does, but only after the outcome of this one.
-                if node.directory.outcome(earlier) is None:
-                    node.session.check()
-                time.sleep(_POLL_SECONDS)
-        finally:
-            torchrun.stop()
-    return _trainer_code(node, code, torchrun)
+        while (code := ranks.exit_code()) is None:
+            # The session may end before torchrun does, but only after the outcome of this one.
+            if node.directory.outcome(earlier) is None:
+                node.session.check()
+            time.sleep(_POLL_SECONDS)
+    return _trainer_code(node, code, ranks)
 
 
-def _start_ranks(node: Node, ray_address: str) -> Child:
+def _ranks(node: Node, ray_address: str) -> AbstractContextManager[Child]:
     """`torchrun` with this node's ranks."""
     config = node.config
     if config.parallel.ranks % node.count:
@@ -236,7 +225,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
             "divide"
         )
     place = TrainerNode(node.session, node.index, node.count, node.address)
-    return start_torchrun(
+    return torchrun(
         config.parallel.ranks // node.count,
         "megatron_async.train_loop.rank",
         str(node.directory.path),
@@ -244,7 +233,8 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
         environment=trainer_environment(
             os.environ,
             one_machine=False,
-            ray_address=ray_address,
+            nvls=config.engines.uses_nvls,
+            place=f"ray:{ray_address}",
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",
         ),
@@ -253,12 +243,12 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
     )
 
 
-def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
+def _trainer_code(node: Node, code: int, ranks: Child) -> int:
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is RunOutcome.STOPPED else 0
     if node.index == 0:
-        node.directory.raise_failure(torchrun.log_file)
-    raise torchrun.failure(f"the trainer ranks of {node.name}")
+        node.directory.raise_failure(ranks.log_file)
+    raise ranks.failure(f"the trainer ranks of {node.name}")
 
 
 def _wait_for_port(host: str, port: int, child: Child) -> None:
@@ -297,6 +287,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, end)
     try:
         with naming_disk_errors():
+            check_code()
             node = Node(parsed)
             stop_file = node.session.stop_file
             signal.signal(signal.SIGUSR2, lambda number, _frame: stop_file.touch())

@@ -7,8 +7,6 @@ Invariants
   a notice names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,15 +39,16 @@ class Checked:
     summary: str = ""
 
 
-def check_model(path: Path | str) -> None:
-    """Check that a Hugging Face directory has undamaged weights and a tokenizer."""
+def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
+    """Check that a Hugging Face directory has undamaged weights and, if asked, a tokenizer."""
     from megatron_async.models.model_files import SafetensorsDirectory
 
     read_config_json(path)
     directory = Path(path)
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    names = ("tokenizer.json", "tokenizer.model")
+    if tokenizer and not any((directory / name).is_file() for name in names):
         raise UserError(
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
@@ -166,6 +165,21 @@ def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) 
             yield "the tokenizers have other tokens"
 
 
+def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
+    """Check the model, its weights and their layout over the trainer's ranks."""
+    from megatron_async.models.families import read_architecture
+    from megatron_async.models.layout import check_layout
+    from megatron_async.models.model_files import check_weights
+
+    architecture = read_architecture(config.model.path, config.model.family)
+    check_layout(architecture, config.parallel)
+    check_model(config.model.path, tokenizer=tokenizer)
+    if config.model.checkpoint:
+        _check_checkpoint(Path(config.model.checkpoint), architecture)
+    check_weights(config.model.path, architecture)
+    return architecture
+
+
 def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     """Model, weights, the parallel layout, engines and task, without starting anything.
 
@@ -173,20 +187,17 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     trained on.
     """
     from megatron_async.algorithms.own_loss import check_own_loss
-    from megatron_async.models.families import read_architecture
-    from megatron_async.models.layout import check_layout
-    from megatron_async.models.model_files import check_weights
     from megatron_async.telemetry.trackers.build import build_trackers
 
+    if config.environment.name and generates:
+        raise UserError(
+            f"environment.name is {config.environment.name!r}, and no run plays episodes of many "
+            "turns yet: leave it out"
+        )
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
-    architecture = read_architecture(config.model.path, config.model.family)
-    check_layout(architecture, config.parallel)
-    check_model(config.model.path)
-    if config.model.checkpoint:
-        _check_checkpoint(Path(config.model.checkpoint), architecture)
-    check_weights(config.model.path, architecture)
+    architecture = check_policy(config)
     if config.engines.quantization == "fp8":
         if config.model.family:
             raise UserError(
@@ -201,7 +212,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
 
 
 def as_it_would_start(config: RunConfig) -> Checked:
-    """What `check_run` makes of it; a refusal, which only a start has to heed, is a notice here."""
+    """Check the run as `check_run` does; a refusal, which only a start must heed, is a notice."""
     try:
         return check_run(config)
     except (UserError, ComponentFailure) as error:
@@ -218,8 +229,8 @@ def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     """Prompts against the engines' limits, and their number against what is asked for."""
     from megatron_async.rollout.prompt_lengths import longest_tokens
+    from megatron_async.scoring.rewards.check import TRIED_ROWS, check_rewards
     from megatron_async.tasks import build_task
-    from megatron_async.tasks.rewards.check import TRIED_ROWS, check_rewards
 
     task = build_task(config.task, config.model.path, config.eval)
     check_rewards(config.scorers, *(p.payload for p in task.train_prompts(0, TRIED_ROWS)))

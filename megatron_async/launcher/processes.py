@@ -5,18 +5,19 @@ Invariants
 - `stop` first asks (SIGTERM), then kills; it touches only the child's own session.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_async.disk import writing
-from megatron_async.errors import ComponentFailure, cause_in_log
+from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
+from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
+from megatron_async.files.disk import writing
+from megatron_async.files.own_directory import own_directory
 
 _PR_SET_PDEATHSIG = 1
 
@@ -98,30 +99,46 @@ class Child:
             cause = cause_in_log(log.read().decode(errors="replace"))
         if cause is not None:
             return ComponentFailure(f"{what} failed: {cause}; its log is {self.log_file}")
+        code = self.exit_code()
+        if code is not None and code < 0:
+            return ComponentFailure(f"{what} {how_ended(code)}; its log is {self.log_file}")
         return ComponentFailure(
             f"{what} ended with exit code {self.exit_code()}, and its log shows no error; the end "
             f"of {self.log_file}:\n{self.log_tail()}"
         )
 
 
-def start_torchrun(
+@contextmanager
+def torchrun(
     ranks: int,
     module: str,
     *arguments: str,
     log_file: Path,
     environment: Mapping[str, str],
     max_restarts: int = 0,
-    rendezvous: Sequence[str] = ("--standalone",),
-) -> Child:
-    """`torchrun` of this interpreter for this machine's ranks.
+    rendezvous: Sequence[str] | None = None,
+) -> Iterator[Child]:
+    """`torchrun` of this interpreter for this machine's ranks, ended with the block.
 
     `environment`: from `launcher.environment.trainer_environment`. `rendezvous`: the options by
-    which it finds the agents of other machines (`launcher/session.py`).
+    which it finds the agents of other machines (`launcher/session.py`). Without, its ranks meet by
+    files: stores of torch would listen on every interface, to anybody.
     """
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={max_restarts}",
-        *("-m", module, *arguments),
-    ]
-    return Child(command, log_file, environment)
+    with own_directory() as place:
+        if rendezvous is None:
+            environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
+            rendezvous = (
+                *("--rdzv-backend=c10d", "--rdzv-id=run", "--local-addr=127.0.0.1"),
+                *(f"--rdzv-endpoint={place}/agent", "--rdzv-conf=store_type=file"),
+            )
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={max_restarts}",
+            *("-m", module, *arguments),
+        ]
+        child = Child(command, log_file, environment)
+        try:
+            yield child
+        finally:
+            child.stop()

@@ -13,8 +13,6 @@ Invariants
 - The Ray token of a session is readable by its user only.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys
@@ -23,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_async.disk import reason, writing
 from megatron_async.engines.nodes import free_port
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import reason, writing
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _POLL_SECONDS = 0.2
@@ -48,7 +46,7 @@ class Session:
     path: Path
 
     @classmethod
-    def join(cls, directory: RunDirectory, name: str) -> Session:
+    def join(cls, directory: RunDirectory, name: str) -> "Session":
         """Make or find the session. Raises UserError for a name that is no file name."""
         check_name(name)
         path = directory.path / "launch" / name
@@ -57,7 +55,7 @@ class Session:
         return cls(path)
 
     @classmethod
-    def begun(cls, directory: RunDirectory, name: str, seconds: float) -> Session:
+    def begun(cls, directory: RunDirectory, name: str, seconds: float) -> "Session":
         """The session once another node has begun it; nothing is written before.
 
         Raises UserError for a name that is no file name, ComponentFailure for a session that is
@@ -171,10 +169,13 @@ class TrainerNode:
     count: int
     address: str
 
-    def rendezvous(self) -> list[str]:
-        """torchrun's options. Waits for node 0; raises ComponentFailure when it does not come."""
+    def rendezvous(self) -> list[str] | None:
+        """torchrun's options; None: this node has all ranks.
+
+        Waits for node 0; raises ComponentFailure when it does not come.
+        """
         if self.count == 1:
-            return ["--standalone"]
+            return None
         if self.index == 0:
             endpoint = f"{self.address}:{free_port()}"
             self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})

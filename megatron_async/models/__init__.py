@@ -9,4 +9,5 @@
 - load, save, export: Hugging Face weights in and out, slice by slice; a save is whole or not there.
 - layout: whether a model can be laid out over the ranks as set.
 - shape: sizes that the cost models need.
+- tiny_model: the quickstart's tokenizer and model.
 """

@@ -1,6 +1,6 @@
 """`Architecture`: a Hugging Face config.json about a decoder, as plain checked numbers.
 
-`served_context` is what SGLang reads as its context there: prompt and response together.
+`served_context` is the context at which SGLang serves it: prompt and response together.
 
 Invariants
 - Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an
@@ -10,13 +10,11 @@ Invariants
 - No import of transformers: reading a config costs milliseconds and runs no model code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, shown
@@ -26,7 +24,7 @@ LARGEST_SIZE: Final = (1 << 31) - 1
 MOST_LAYERS: Final = 100_000
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -36,7 +34,9 @@ class Rope:
 
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides those whose
     wavelength passes `original_max_positions / low_freq_factor`, keeps those below
-    `original_max_positions / high_freq_factor`, and interpolates in between.
+    `original_max_positions / high_freq_factor`, and interpolates in between. `yarn` keeps those
+    that turn more than `beta_fast` times in the original context and divides those that turn less
+    than `beta_slow` times.
     """
 
     theta: float
@@ -45,6 +45,13 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores: 1/t of YaRN (Peng et al., arXiv 2309.00071, section 3.4)."""
+        return (0.1 * math.log(self.factor) + 1) ** 2 if self.kind == "yarn" else 1.0
 
 
 @dataclass(frozen=True)
@@ -175,10 +182,10 @@ class ConfigReader:
     def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
         """The rope of these settings, which `key` of the config holds."""
         kind = settings.get("rope_type", settings.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in get_args(RopeKind):
             raise UserError(
                 f"{self.where}: {key} has the rope type {shown(kind)}, which is not supported; "
-                "default, linear and llama3 are"
+                f"{', '.join(get_args(RopeKind))} are"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
@@ -194,6 +201,8 @@ class ConfigReader:
             return Rope(theta=theta)
         if kind == "linear":
             return Rope(theta=theta, kind="linear", factor=positive("factor"))
+        if kind == "yarn":
+            return self._yarn(theta, settings, key)
         low, high = positive("low_freq_factor"), positive("high_freq_factor")
         if low >= high:
             raise self.error(f"{key}.high_freq_factor", high, f"above low_freq_factor {low}")
@@ -205,6 +214,31 @@ class ConfigReader:
             low_freq_factor=low,
             high_freq_factor=high,
             original_max_positions=positions.integer("original_max_position_embeddings"),
+        )
+
+    def _yarn(self, theta: float, settings: Mapping[str, Any], key: str) -> Rope:
+        """Refuses what SGLang and transformers read in two ways, or not at all."""
+        yarn = ConfigReader(settings, self.family, f"{self.where}: {key}")
+        for name in ("attention_factor", "attn_factor", "mscale", "mscale_all_dim"):
+            yarn.refuse(name, (None,))
+        yarn.refuse("truncate", (None, True))
+        self.refuse("original_max_position_embeddings", (None,))
+        factor, fast = yarn.number("factor", 0.0), yarn.number("beta_fast", 32.0)
+        slow = yarn.number("beta_slow", 1.0)
+        if factor < 1:
+            raise self.error(f"{key}.factor", factor, "1 or more")
+        if slow >= fast:
+            raise self.error(f"{key}.beta_slow", slow, f"below beta_fast {fast:g}")
+        if theta <= 1:
+            raise self.error("rope_theta", theta, "above 1 with yarn")
+        positions = self.integer("max_position_embeddings", 2048)
+        return Rope(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_positions=yarn.integer("original_max_position_embeddings", positions),
+            beta_fast=fast,
+            beta_slow=slow,
         )
 
     def experts(self, count_key: str, width_key: str, *, normalize_top_k: bool) -> Experts:
@@ -291,7 +325,29 @@ _CONTEXT_KEYS = (
 
 
 def served_context(model: Mapping[str, Any]) -> int | None:
-    """The context that SGLang reads from a parsed config.json; None when it has none."""
+    """The context at which SGLang serves a model of this parsed config.json.
+
+    None when it has none. With YaRN it is `yarn_context`.
+    """
+    return yarn_context(model) or _read_context(model)
+
+
+def yarn_context(model: Mapping[str, Any]) -> int | None:
+    """The context of a model with YaRN, for which SGLang reads `max_position_embeddings`.
+
+    Files that state the original context there, as Qwen's do, would be served at that.
+    """
+    read = _read_context(model)
+    scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if read is None or kind != "yarn":
+        return None
+    rope = ConfigReader(model, "SGLang").rope()
+    return max(read, int(rope.factor * rope.original_max_positions))
+
+
+def _read_context(model: Mapping[str, Any]) -> int | None:
+    """The context that SGLang reads from it."""
     outer = ConfigReader(model, "SGLang")
     text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
     key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"

@@ -5,13 +5,11 @@ local Megatron layers and, where it differs, in Transformer Engine layers (which
 inside the linear layer that follows it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.shards import Place, Rule, ShardLayout
+from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
 
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
@@ -48,7 +46,7 @@ def embedding_rule(a: Architecture) -> Rule:
         tensors=("model.embed_tokens.weight",),
         shapes=((a.vocab_size, a.hidden_size),),
         layout=ShardLayout.VOCAB,
-        place=Place.FIRST,
+        place=LayerPlace.FIRST,
     )
 
 
@@ -60,13 +58,13 @@ def head_rules(a: Architecture) -> list[Rule]:
             tensors=("model.norm.weight",),
             shapes=((a.hidden_size,),),
             layout=ShardLayout.REPLICATED,
-            place=Place.LAST,
+            place=LayerPlace.LAST,
         ),
         replace(
             embedding_rule(a),
             parameters=("output_layer.weight",),
             tensors=("model.embed_tokens.weight" if a.tied_head else "lm_head.weight",),
-            place=Place.LAST,
+            place=LayerPlace.LAST,
             exported=not a.tied_head,
         ),
     ]

@@ -12,8 +12,6 @@ Invariants
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +23,7 @@ from torch import Tensor
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
 from megatron_async.models.parameters import first_layer_of_stage, placed_parameters
-from megatron_async.models.shards import Place, Rule, ShardLayout, merge
+from megatron_async.models.shards import LayerPlace, Rule, ShardLayout, merge
 
 NamedTensor = tuple[str, Tensor]
 SENDER = 0
@@ -52,7 +50,7 @@ def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     rules = [rule for rule in rules_of(architecture) if rule.exported]
     if stage == 0:
-        yield from (WalkStep(rule) for rule in rules if rule.place is Place.FIRST)
+        yield from (WalkStep(rule) for rule in rules if rule.place is LayerPlace.FIRST)
     first = first_layer_of_stage(architecture, stage)
     experts = range(architecture.experts.num if architecture.experts else 0)
     per_rank = len(experts) // parallel_state.get_expert_model_parallel_world_size()
@@ -61,10 +59,10 @@ def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
             if rule.expert:
                 for slot in range(per_rank):
                     yield WalkStep(rule, layer, experts[slot::per_rank])
-            elif rule.place is Place.LAYER:
+            elif rule.place is LayerPlace.LAYER:
                 yield WalkStep(rule, layer)
     if stage == stages - 1:
-        yield from (WalkStep(rule) for rule in rules if rule.place is Place.LAST)
+        yield from (WalkStep(rule) for rule in rules if rule.place is LayerPlace.LAST)
 
 
 def stage_leader(stage: int) -> int:

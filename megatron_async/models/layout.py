@@ -5,8 +5,6 @@ Invariants
 - Every impossible layout is one sentence that names the setting and its value.
 """
 
-from __future__ import annotations
-
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture

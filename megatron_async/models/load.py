@@ -6,8 +6,6 @@ Invariants
 - All or nothing is checked first (`model_files.check_tensors`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Invariants
 - Config, tokenizer and chat template are copied from the directory that the model came from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,8 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_async.disk import force_to_disk, writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import force_to_disk, writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
 from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE, VERSION_KEY

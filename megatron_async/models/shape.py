@@ -4,8 +4,6 @@ Counts follow the Llama/Qwen decoder: grouped-query attention, gated MLP (or exp
 layer; biases and norm weights are left out (below 0.01 % of the parameters).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

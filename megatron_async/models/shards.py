@@ -9,8 +9,6 @@ Invariants
   zero rows to a multiple of the tensor size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -33,7 +31,7 @@ class ShardLayout(Enum):
     GATE_UP = "gate_up"
 
 
-class Place(Enum):
+class LayerPlace(Enum):
     """Pipeline stage that holds a parameter."""
 
     FIRST = "first"
@@ -54,7 +52,7 @@ class Rule:
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layout: ShardLayout
-    place: Place = Place.LAYER
+    place: LayerPlace = LayerPlace.LAYER
     groups: int = 0
     expert: bool = False
     exported: bool = True
@@ -62,7 +60,7 @@ class Rule:
     @property
     def is_matrix(self) -> bool:
         """Return whether it is a weight of a layer with two dimensions, which Muon updates."""
-        return self.place is Place.LAYER and len(self.shapes[0]) == 2
+        return self.place is LayerPlace.LAYER and len(self.shapes[0]) == 2
 
     def tensor_names(self, layer: int, expert: int) -> tuple[str, ...]:
         """The Hugging Face names of layer `layer` (and expert `expert`), both global numbers."""

@@ -13,7 +13,7 @@
 - background: the driver's tasks, and the first failure, which ends the run.
 - weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
 - shared_devices: turns on devices that engines share with the trainer.
-- manager: the whole side behind a handful of calls. actors: the same as Ray actors.
+- manager: the whole side behind a handful of calls. manager_host: its process.
 - messages: what a trainer and the manager send each other.
 - evaluate: accuracy on held-out problems. evaluations: when.
 - statistics: counts of the rollout side, and the metrics of each batch.

@@ -8,8 +8,6 @@ Invariants
   would ever come.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 
@@ -20,7 +18,6 @@ from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.telemetry.learning import FilteredRounds
 from megatron_async.trajectory.possible import impossible_tokens
 from megatron_async.trajectory.types import (
     DropReason,
@@ -29,6 +26,53 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
 )
+
+
+class FilteredRounds:
+    """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
+
+    A round is as many responses as a batch has.
+    """
+
+    def __init__(self, batch_trajectories: int, most: int) -> None:
+        self._batch, self._most = batch_trajectories, most
+        self._members = 0
+        self._kept = 0
+
+    @property
+    def rounds(self) -> float:
+        """Batches' worth of responses dropped since a group was kept."""
+        return self._members / self._batch
+
+    @property
+    def hopeless(self) -> bool:
+        """Return whether `most` rounds are dropped in a row."""
+        return self.rounds >= self._most
+
+    def kept(self, complete_groups: int) -> None:
+        """Take the number of complete groups; when it has grown, a group was kept."""
+        if complete_groups > self._kept:
+            self._members = 0
+        self._kept = complete_groups
+
+    def emitted(self) -> None:
+        """A batch has taken what was kept."""
+        self._members = self._kept = 0
+
+    def dropped(self) -> bool:
+        """Count a response of a group without variance; return whether a whole round is full."""
+        self._members += 1
+        return self._members == self._batch
+
+    def sentence(self) -> str:
+        """The warning as a sentence."""
+        return (
+            f"schedule.dynamic_sampling dropped the last {self._members} responses "
+            f"({self.rounds:.0f} batches' worth) and kept none: the rewards within every group are "
+            f"equal; check the scorer (`megatron-async trajectories RUN_DIR --show ID` prints a "
+            "response with its reward), choose problems that are solved sometimes, start "
+            "from a fine-tuned model, or set schedule.dynamic_sampling false"
+        )
 
 
 class Admission:

@@ -5,15 +5,13 @@ Invariants
 - The first failure that cannot be mended is kept in `failure`, and every waiter gets it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from megatron_async.disk import disk_failure
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import disk_failure
 
 _logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The asyncio driver: runs the sans-IO scheduler against engines, verifiers, prompts and the store.
+"""The asyncio driver: runs the sans-IO scheduler against engines, scorers, prompts and the store.
 
 Invariants
 - Every event reaches the scheduler through `_feed`, one at a time, on the event loop; its actions
@@ -11,17 +11,14 @@ Invariants
   and engines that are given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
-from megatron_async.engines.interface import EngineClient, EngineError, Verifier
+from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import Background
 from megatron_async.rollout.engine_slot import EngineSlot
@@ -30,9 +27,11 @@ from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, part_means
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.runtime.time_limits import AwakeClock
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.scoring.interface import Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
@@ -52,20 +51,20 @@ class RolloutDriver:
         scheduler: Scheduler,
         store: TrajectoryStore,
         prompts: TaskPrompts,
-        verifier: Verifier,
+        scorers: Scorers,
         version: PolicyVersion,
         stop_token_ids: Sequence[int] = (),
         vocabulary: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`prompts` and `verifier` belong to the task, `stop_token_ids` end a response.
+        """`prompts` and `scorers` belong to the task, `stop_token_ids` end a response.
 
         `vocabulary`: tokens of the model; None: not known.
         """
         self._config = config
         self._scheduler = scheduler
         self._store = store
-        self._verifier = verifier
+        self._scorers = scorers
         self._version = version
         self._recorder = recorder
         self._clock = AwakeClock()
@@ -103,9 +102,8 @@ class RolloutDriver:
             self.background,
             self._feed,
         )
-        groups = config.scorers.of_groups
         self._scoring = Scoring(
-            store, prompts, verifier, self.statistics, groups, self._reward_ready
+            store, prompts, scorers, self.statistics, config.scorers.of_groups, self._reward_ready
         )
 
     # ------------------------------------------------------------ life
@@ -153,13 +151,11 @@ class RolloutDriver:
 
         Its trajectories go on elsewhere from their last stored token.
         """
-        slot = self._forget(engine_id, "engine_stale", why)
-        if slot is not None:
+        if (slot := self._forget(engine_id, "engine_stale", why)) is not None:
             self.add_engine(slot.client)
 
     def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        if (slot := self._slots.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
@@ -379,11 +375,13 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        # One alone that reports less than another may be wrong, and refuses by itself if it is not.
+        # One alone that reports less than another may be wrong, and refuses by itself if it is not;
+        # one that reports nothing may take more than all others.
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
-        self._longest = max([self._longest, *limits])
-        longest = self._longest or None
-        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        if limits and all(limits):
+            self._longest = max(self._longest, *limits)
+        most = min(count, _GROUPS_AT_A_TIME)
+        groups = await self._admission.take(most, self._longest or None)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:
@@ -398,9 +396,7 @@ class RolloutDriver:
             temperature=self._config.sampling.temperature,
             mask_before=action.mask_before,
         )
-        metrics = self.statistics.batch_metrics(
-            batch, self._scheduler.view(), self._verifier.scorers
-        )
+        metrics = self.statistics.batch_metrics(batch, self._scheduler.view(), self._scorers.size)
         metrics |= part_means(groups)
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
         self._batches.put_nowait(

@@ -15,8 +15,6 @@ Invariants
 - Whoever waits is let through by `accept`, or gets False when the engine is given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

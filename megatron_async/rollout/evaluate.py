@@ -10,8 +10,6 @@ Invariants
   (`SharedEngines`), and each response has the versions of its tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -24,10 +22,10 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
-from megatron_async.engines.interface import Verifier
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
+from megatron_async.scoring.interface import SCORE_FAILURES, Scorers
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.base import SCORE_FAILURES, Task
+from megatron_async.tasks.base import Task
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
@@ -58,7 +56,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> "Estimate":
         """The mean of one number in [0, 1] for each problem; Wilson's interval.
 
         The interval is that of as many independent yes-or-no trials as have the same variance.
@@ -185,10 +183,10 @@ def _vote(text: str, marker: str) -> str | None:
 class Evaluator:
     """Asks and scores the evaluation sets of a run's settings."""
 
-    def __init__(self, config: RunConfig, task: Task, verifier: Verifier) -> None:
+    def __init__(self, config: RunConfig, task: Task, scorers: Scorers) -> None:
         self._config = config
         self._task = task
-        self._verifier = verifier
+        self._scorers = scorers
         self._prompts: dict[str, list[Prompt]] = {}
 
     async def evaluate(self, engines: SharedEngines, version: PolicyVersion) -> Evaluation:
@@ -234,9 +232,9 @@ class Evaluator:
     ) -> list[Answered]:
         whole = [response for response in responses if response is not None]
         if self._config.scorers.of_groups and whole:
-            scores = await self._verifier.score_group(prompt, [r.token_ids for r in whole])
+            scores = await self._scorers.score_group(prompt, [r.token_ids for r in whole])
         else:
-            scores = [await self._verifier.score(prompt, r.token_ids) for r in whole]
+            scores = [await self._scorers.score(prompt, r.token_ids) for r in whole]
         found = iter(
             Answered(
                 self._task.text(r.token_ids),

@@ -8,8 +8,6 @@ Invariants
 - At most one is under way; one that is due meanwhile is left out with a warning.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

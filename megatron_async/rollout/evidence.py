@@ -10,7 +10,9 @@ Invariants
 - An engine's silence grows only while it has requests, is not held, and no token of it waits for
   the store, behind which streams are not read. It is held while it is paused, receives weights or
   is verified, or has given its memory away. A first request, a token and the end of a hold begin it
-  anew. What a held engine leaves unanswered is no evidence.
+  anew; a request that it aborts unasked does not. What a held engine leaves unanswered is no
+  evidence.
+- Load reports are missed while they are asked for, cannot be read, and the engine is not held.
 - A request's silence grows only while its engine is not held, reports an empty queue and none of
   its tokens waits for the store: a request that waits for room in the KV cache, or was sent back to
   the queue, is silent for a good reason.
@@ -18,8 +20,6 @@ Invariants
   accepted, the settings are at fault. Of prompts that are too long, however many may come before
   one that fits (of a task sorted by length): a whole epoch must be among them.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
@@ -61,6 +61,8 @@ class EngineEvidence:
         self._holds: set[str] = set()
         self._released_at = float("-inf")
         self._queue_empty = False  # unknown until its first report
+        self._report_missed = False
+        self._unreported = Stopwatch()
         self._storing = 0
         self._silence = Stopwatch()
         self._uncrowded = Stopwatch()
@@ -77,6 +79,10 @@ class EngineEvidence:
     def silence(self, now: float) -> float:
         """Seconds for which it had requests, was not held, and made no token."""
         return self._silence.seconds(now)
+
+    def unreported(self, now: float) -> float:
+        """Seconds for which it was not held, and no load report came that could be read."""
+        return self._unreported.seconds(now)
 
     def request_clock(self, now: float) -> float:
         """A request has been silent for the difference of two readings."""
@@ -102,11 +108,14 @@ class EngineEvidence:
         self.requests += 1
         self._update(now)
 
-    def request_ended(self, now: float) -> None:
-        """Count a request that has ended; without any, the silence is over."""
+    def request_ended(self, now: float, *, unasked: bool = False) -> None:
+        """Count a request that has ended; without any, the silence is over.
+
+        `unasked`: the engine aborted it, and nobody wanted that.
+        """
         self.requests -= 1
         self._update(now)
-        if not self.requests:
+        if not self.requests and not unasked:
             self._silence.zero(now)
 
     def token(self, now: float) -> None:
@@ -124,15 +133,19 @@ class EngineEvidence:
         self._storing -= 1
         self._update(now)
 
-    def queue(self, waiting: int, now: float) -> None:
-        """Record how many requests the engine reports in its queue."""
+    def queue(self, waiting: int | None, now: float) -> None:
+        """Record how many requests the engine reports in its queue; None: it reports nothing."""
         self._queue_empty = waiting == 0
+        self._report_missed = waiting is None
+        if not self._report_missed:
+            self._unreported.zero(now)
         self._update(now)
 
     def _update(self, now: float) -> None:
         heard = not self.held and not self._storing
         self._silence.set(heard and self.requests > 0, now)
         self._uncrowded.set(heard and self._queue_empty, now)
+        self._unreported.set(self._report_missed and not self.held, now)
 
     def failed(self, group_id: int) -> bool:
         """A request of this group failed, and the engine answers: return whether it is broken."""

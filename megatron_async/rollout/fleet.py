@@ -10,8 +10,6 @@ Invariants
   reason; so it does when an engine cannot be mended for another reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ class Fleet:
                 member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
-        """Hand every engine to `driver` as stale, and mend what it finds broken."""
+        """Hand every engine to `driver` as stale, and repair what is broken."""
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)

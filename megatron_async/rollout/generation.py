@@ -17,8 +17,6 @@ Invariants
   its prompt alone; a broken stream first asks the engine whether it is alive.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_async.config import RunConfig
-from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
+from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import Background
 from megatron_async.rollout.engine_slot import EngineSlot
@@ -269,23 +267,23 @@ class Generation:
     # ------------------------------------------------------------ one request
 
     async def _run(self, request: RunningRequest) -> None:
-        refused = False
+        refused = unasked = False
         try:
-            await self._read(request)
+            unasked = await self._read(request) == "abort" and not request.abort_wanted
         except RequestRefused as refusal:
             refused = True
             self._admission.refused(request.trajectory_id, request.group_id, str(refusal))
         except EngineError as error:
             refused = await self._failed(request, str(error))
         finally:
-            request.slot.evidence.request_ended(request.slot.clock())
+            request.slot.evidence.request_ended(request.slot.clock(), unasked=unasked)
         if self._requests.get(request.trajectory_id) is not request or self._closed:
             return  # its engine was given up or it was cut off: the scheduler has that already
         self._ended(request, refused=refused)
 
-    async def _read(self, request: RunningRequest) -> None:
+    async def _read(self, request: RunningRequest) -> StreamEnd | None:
         if request.abort_wanted:
-            return
+            return None
         trajectory = self._store.load_trajectory(request.trajectory_id)
         request.group_id = trajectory.group_id
         asked = self._wanted_of(request.trajectory_id).request(
@@ -293,7 +291,7 @@ class Generation:
             trajectory.prompt.token_ids,
             *(segment.token_ids for segment in trajectory.segments),
         )
-        await read(request.slot.client, asked, partial(self._take, request))
+        return await read(request.slot.client, asked, partial(self._take, request))
 
     async def _take(self, request: RunningRequest, chunk: TokenChunk) -> bool:
         """Keep a chunk, unless it is refused for a reason; return whether to read on."""

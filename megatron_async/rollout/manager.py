@@ -1,10 +1,10 @@
 """The rollout manager: the whole rollout side of a run behind a handful of calls.
 
-It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
-in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
-engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
-`verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that
-asks for it. Every call carries its trainer's lineage.
+It is a plain class that a process of its own (`manager_host.py`) or a test holds. The trainer's
+calls come in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that
+stale engines want weights), `begin_update`, the transfer itself (which the trainer does),
+`end_update`, `verify_update` with the trainer's log-probs of what that returned, and `evaluate`
+when that asks for it. Every call carries its trainer's lineage.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
@@ -17,8 +17,6 @@ Invariants
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -29,7 +27,7 @@ from typing import Any
 
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.engines.interface import EngineClient, Verifier
+from megatron_async.engines.interface import EngineClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
@@ -42,6 +40,7 @@ from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
 from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.scoring.interface import Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
@@ -95,15 +94,15 @@ class RolloutManager:
         config: RunConfig,
         *,
         task: Task,
-        verifier: Verifier,
+        scorers: Scorers,
         launcher: EngineLauncher,
         store_file: Path,
         events_directory: Path | None,
     ) -> None:
         self._config = config
         self._task = task
-        self._verifier = verifier
-        self._evaluator = Evaluator(config, task, verifier)
+        self._scorers = scorers
+        self._evaluator = Evaluator(config, task, scorers)
         self._store_file = store_file
         self._events_directory = events_directory
         self._fleet = Fleet(config.engines, launcher)
@@ -171,7 +170,7 @@ class RolloutManager:
             ),
             store=store,
             prompts=prompts,
-            verifier=self._verifier,
+            scorers=self._scorers,
             version=version,
             stop_token_ids=self._task.stop_token_ids,
             vocabulary=vocabulary_of(self._config.model.path),

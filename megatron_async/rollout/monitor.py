@@ -2,21 +2,19 @@
 
 Invariants
 - An engine is given up on evidence about the engine (`evidence.py`): it does not answer (asked
-  twice), it answers nothing for `engines.no_progress_seconds`, or it makes no token for that long
-  although it has requests.
+  twice), it answers nothing or no load report that can be read for `engines.no_progress_seconds`,
+  or it makes no token for that long although it has requests.
 - Restarts are the fleet's business.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.scheduler import events as ev
 
 _ASK_AGAIN_SECONDS = 0.5
@@ -93,18 +91,26 @@ class EngineMonitor:
                 self.give_up(slot, f"engine {engine_id} did not answer for {patience:g} s")
             return False
         except EngineError as error:
+            slot.evidence.queue(None, slot.clock())
             await self.suspect(slot, str(error))
-            return False
+            return self._goes_on(slot)
         if not self._serves(slot):
             return False
-        now = slot.clock()
         seen, slot.preemptions_seen = slot.preemptions_seen, status.preemptions_total
         preemptions = 0 if seen is None else max(0, status.preemptions_total - seen)
         self._statistics.loaded(engine_id, status.kv_usage, preemptions)
         self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
-        slot.evidence.queue(status.queued_requests, now)
-        silent = slot.evidence.silence(now)
-        if silent > patience:
-            why = f"made no token for {silent:.0f} s, with {slot.evidence.requests} requests"
-            self.give_up(slot, f"engine {engine_id} {why}")
-        return silent <= patience
+        slot.evidence.queue(status.queued_requests, slot.clock())
+        return self._goes_on(slot)
+
+    def _goes_on(self, slot: EngineSlot) -> bool:
+        """Give up an engine that has made no token, or reported nothing, for too long."""
+        patience, now = self._settings.no_progress_seconds, slot.clock()
+        silent, unreported = slot.evidence.silence(now), slot.evidence.unreported(now)
+        if max(silent, unreported) <= patience:
+            return self._serves(slot)
+        why = f"made no token for {silent:.0f} s, with {slot.evidence.requests} requests"
+        if silent <= patience:
+            why = f"sent no load report that can be read for {unreported:.0f} s"
+        self.give_up(slot, f"engine {slot.engine_id} {why}")
+        return False

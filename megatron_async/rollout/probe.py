@@ -13,15 +13,12 @@ Invariants
   engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineClient,
@@ -30,6 +27,7 @@ from megatron_async.engines.interface import (
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.types import (

@@ -1,7 +1,5 @@
 """The room for a prompt and its response on the engines of a run."""
 
-from __future__ import annotations
-
 from megatron_async.config import RunConfig
 from megatron_async.models.architecture import read_config_json, served_context
 

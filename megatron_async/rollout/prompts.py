@@ -8,12 +8,10 @@ Invariants
 - A prompt is asked at the latest after `_MOST_PASSED_OVER` others, whatever its pool.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_async.config.data import DifficultyConfig
-from megatron_async.disk import LineFile, json_lines
+from megatron_async.files.disk import LineFile, json_lines
 from megatron_async.tasks.base import Task, stable_hash
 from megatron_async.trajectory.types import Prompt
 

@@ -16,8 +16,6 @@ Invariants
 - An engine that fails costs no response before `_TRIES` failures of that response.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -82,14 +80,15 @@ async def read(
 ) -> StreamEnd | None:
     """Read a request's stream; `take` gets each chunk, and returns whether to go on.
 
-    Returns how the stream ended; None where `take` wanted no more. Raises EngineError.
+    Returns how the stream ended; None where `take` wanted no more before. Raises EngineError.
     """
     end = None
     async with aclosing(engine.generate(request)) as chunks:
         async for chunk in chunks:
-            if not await take(chunk):
-                return None
+            goes_on = await take(chunk)
             end = chunk.end or end
+            if not goes_on:
+                break
     return end
 
 
@@ -112,7 +111,7 @@ class ResponseTokens:
 
 
 async def respond(
-    wanted: Wanted, prompt_ids: IntArray, name: str, engines: SharedEngines
+    wanted: Wanted, prompt_ids: IntArray, name: str, engines: "SharedEngines"
 ) -> ResponseTokens | None:
     """Generate a whole response, by as many requests as it takes; None: engines refuse the prompt.
 

@@ -8,19 +8,16 @@ Invariants
   already (another one was generated again) keep it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
-from megatron_async.engines.interface import Verifier
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.scoring.interface import SCORER_FAULTS, Scorers
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.telemetry.learning import FailingScores
 from megatron_async.trajectory.types import Group, Trajectory, TrajectoryState
 
@@ -34,7 +31,7 @@ class Scoring:
         self,
         store: TrajectoryStore,
         prompts: TaskPrompts,
-        verifier: Verifier,
+        scorers: Scorers,
         statistics: RolloutStatistics,
         of_groups: bool,
         ready: Callable[[int, float | None], None],
@@ -45,7 +42,7 @@ class Scoring:
         """
         self._store = store
         self._prompts = prompts
-        self._verifier = verifier
+        self._scorers = scorers
         self._statistics = statistics
         self._of_groups = of_groups
         self._ready = ready
@@ -95,9 +92,9 @@ class Scoring:
             self._statistics.score_wanted()
         asked = time.monotonic()
         if self._of_groups:
-            scores = await self._verifier.score_group(prompt, responses)
+            scores = await self._scorers.score_group(prompt, responses)
         else:
-            scores = [await self._verifier.score(prompt, responses[0])]
+            scores = [await self._scorers.score(prompt, responses[0])]
         seconds = time.monotonic() - asked
         for reward, _ in scores:
             self._prompts.scored(prompt, reward)
@@ -106,7 +103,7 @@ class Scoring:
             if number not in wanted:
                 continue
             self._statistics.scored(detail, seconds)
-            for warning in self._failing.scored(detail, self._verifier.failures):
+            for warning in self._failing.scored(detail, self._scorers.failures):
                 self._statistics.warned(*warning)
             if reward is not None:
                 await self._store.set_reward(number, reward, detail)

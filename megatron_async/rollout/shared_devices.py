@@ -11,8 +11,6 @@ Invariants
 - With devices of their own (`shared` false) nothing here does anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from megatron_async.engines.interface import EngineClient

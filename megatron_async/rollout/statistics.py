@@ -10,8 +10,6 @@ Invariants
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,10 +17,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_async.scheduler.counts import SchedulerView
-from megatron_async.tasks.base import COST, SCORER_FAULTS
-from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import COST, SCORER_FAULTS
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
@@ -51,7 +50,7 @@ class RolloutCounts:
     faults: Counter[str] = field(default_factory=Counter)
     scheduler: Counter[str] = field(default_factory=Counter)
 
-    def since(self, before: RolloutCounts) -> RolloutCounts:
+    def since(self, before: "RolloutCounts") -> "RolloutCounts":
         """Return what was counted after `before`."""
         grown = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         return RolloutCounts(**grown)
@@ -120,7 +119,7 @@ class RolloutStatistics:
         self._kv_usage.pop(engine_id, None)
 
     def scored(self, detail: Mapping[str, float], seconds: float) -> None:
-        """A score has come, with these parts, so long after the response's end; or none came."""
+        """Count a score with these parts, `seconds` after the response's end; or that none came."""
         self._unscored -= 1
         self.counts.scores += 1
         self.counts.score_seconds += seconds
@@ -178,11 +177,8 @@ class RolloutStatistics:
         )
         news, self._marks = self.counts.since(self._marks), deepcopy(self.counts)
         generating = max(news.generating, 1e-9)
-        lengths_S = batch.lengths_S() - batch.prompt_lengths_S
-        trained = batch.loss_mask_T > 0
-        lag = batch.lag_T[trained]
-        lag_samples_S = self._trained.lag_S(batch)
-        self._trained.add(batch.step, batch.num_sequences)
+        lag_samples_E = self._trained.lag_E(batch)
+        self._trained.add(batch.step, len(batch.first_E))
         metrics = {
             "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(news.tokens),
@@ -190,17 +186,7 @@ class RolloutStatistics:
             "rollout/slots_busy_share": news.slot_seconds / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": max(news.seconds, 1e-9),
             "rollout/update_pause_seconds": news.paused,
-            "rollout/trajectories": float(batch.num_sequences),
-            "rollout/reward_mean": float(batch.rewards_S.mean()) if batch.num_sequences else 0.0,
-            "rollout/response_length_mean": float(lengths_S.mean()) if len(lengths_S) else 0.0,
-            "rollout/response_length_max": float(lengths_S.max(initial=0)),
-            "rollout/truncated_share": float(batch.truncated_S.mean()),
-            "rollout/resumed_share": float(batch.resumed_S.mean()),
-            "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
-            "rollout/lag_max": float(lag.max(initial=0)),
-            "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
-            "rollout/lag_samples_mean": float(lag_samples_S.mean()) if len(lag_samples_S) else 0.0,
-            "rollout/lag_samples_max": float(lag_samples_S.max(initial=0)),
+            **of_batch(batch, lag_samples_E),
             "rollout/preemptions": float(news.preemptions),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
@@ -233,3 +219,24 @@ class RolloutStatistics:
         # `auto` may have lowered N'; until what runs has ended, more slots than N' are in use
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
+
+
+def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Metrics of the trajectories in a batch; an episode counts once, whatever its branches."""
+    lengths_S = batch.lengths_S() - batch.prompt_lengths_S
+    lag = batch.lag_T[batch.loss_mask_T > 0]
+    first_E = batch.first_E
+    rewards_E = batch.rewards_S[first_E]
+    return {
+        "rollout/trajectories": float(len(first_E)),
+        "rollout/reward_mean": float(rewards_E.mean()) if len(first_E) else 0.0,
+        "rollout/response_length_mean": float(lengths_S.mean()) if len(lengths_S) else 0.0,
+        "rollout/response_length_max": float(lengths_S.max(initial=0)),
+        "rollout/truncated_share": float(batch.truncated_S[first_E].mean()),
+        "rollout/resumed_share": float(batch.resumed_S[first_E].mean()),
+        "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
+        "rollout/lag_max": float(lag.max(initial=0)),
+        "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
+        "rollout/lag_samples_mean": float(lag_samples_E.mean()) if len(lag_samples_E) else 0.0,
+        "rollout/lag_samples_max": float(lag_samples_E.max(initial=0)),
+    }

@@ -12,8 +12,6 @@ Invariants
   its log-probs decide. Only if they do not is every engine taken for wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field

@@ -28,8 +28,6 @@ Invariants
 The constants are assumed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -181,7 +179,7 @@ def batched(state: AutoConcurrency, off_policy_share: float, limit: float) -> Au
 
 
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
-    """The trainer took a batch at this time; batches have held so many tokens in all so far."""
+    """The trainer took a batch at this time; `batched_tokens` is what all so far have held."""
     window = state.window
     if window.settling:
         return state

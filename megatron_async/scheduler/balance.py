@@ -2,18 +2,18 @@
 
 Invariants
 - Only engines that hold the current version and have room are chosen.
-- An engine's load counts the prompt of a group once (the engines share prefixes) and the response
-  tokens of every running trajectory.
+- An engine's load counts the prompt of a group once (the engines share prefixes) and what else it
+  holds of every running trajectory.
+- An episode's next turn prefers the engine of the last one, which has its prefix in the cache,
+  while weights are the same and the surplus load is not above what that saves.
 - Ties are broken by running requests and then by order of arrival: the choice is deterministic.
 """
-
-from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
 
 from megatron_async.scheduler.events import EngineUp
-from megatron_async.scheduler.state import EngineEntry, GroupEntry, TrajectoryEntry
+from megatron_async.scheduler.state import EngineEntry, TrajectoryEntry
 from megatron_async.trajectory.types import PolicyVersion
 
 
@@ -83,9 +83,9 @@ class ServingEngines:
             total += max(0, engine.max_running - len(engine.running))
         return total
 
-    def placement(self, version: PolicyVersion, concurrency: int) -> Placement:
+    def placement(self, version: PolicyVersion, concurrency: int) -> "Placement":
         """Return the order of engines for the next submissions; made anew after any other event."""
-        return Placement(self._of_version(version), concurrency)
+        return Placement(self._of_version(version), concurrency, version.number)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
         """`entry` runs on `engine` from now on."""
@@ -94,7 +94,8 @@ class ServingEngines:
         entry.engine = engine
         count = group.serving.get(engine_id, 0)
         group.serving[engine_id] = count + 1
-        engine.kv_tokens += entry.tokens if count else entry.tokens + group.spec.prompt_tokens
+        held = entry.tokens + entry.extra
+        engine.kv_tokens += held if count else held + group.spec.prompt_tokens
         self.in_flight += 1
 
     def release(self, entry: TrajectoryEntry) -> None:
@@ -107,10 +108,12 @@ class ServingEngines:
         count = group.serving.pop(engine_id) - 1
         if count:
             group.serving[engine_id] = count
-            engine.kv_tokens -= entry.tokens
+            engine.kv_tokens -= entry.tokens + entry.extra
         else:
-            engine.kv_tokens -= entry.tokens + group.spec.prompt_tokens
+            engine.kv_tokens -= entry.tokens + entry.extra + group.spec.prompt_tokens
         entry.engine = None
+        if entry.begun:
+            entry.home = engine
         entry.abort_sent = False
         self.in_flight -= 1
 
@@ -126,7 +129,9 @@ class Placement:
     for each submission.
     """
 
-    def __init__(self, serving: dict[str, EngineEntry], concurrency: int) -> None:
+    def __init__(self, serving: dict[str, EngineEntry], concurrency: int, number: int) -> None:
+        """`number`: that of the version which they serve."""
+        self._number = number
         self._serving = serving
         self._concurrency = concurrency
         self._heap = [
@@ -136,21 +141,31 @@ class Placement:
         ]
         heapq.heapify(self._heap)
 
-    def choose(self, group: GroupEntry) -> EngineEntry:
-        """Engine for one more trajectory of `group`. Raises IndexError when none has room.
+    def choose(self, entry: TrajectoryEntry) -> EngineEntry:
+        """Engine for `entry`. Raises IndexError when none has room.
 
-        An engine that serves the group already is preferred while it carries no more than its
+        An engine that serves its group already is preferred while it carries no more than its
         share of N' and the surplus load is not above what the shared prompt saves.
         """
-        best, serving = self._least_loaded(), group.serving
+        best, group = self._least_loaded(), entry.group
+        home, serving = entry.home, group.serving
+        if home is not None and self._keeps(home, entry, best):
+            return home
         if not serving or best.engine_id in serving:
             return best
         shared = self._least_loaded_of(serving)
         if shared is None:
             return best
-        surplus = shared.kv_tokens - best.kv_tokens / best.kv_capacity * shared.kv_capacity
         within_share = len(shared.running) * len(self._serving) < self._concurrency
-        return shared if within_share and surplus <= group.spec.prompt_tokens else best
+        near = _surplus(shared, best) <= group.spec.prompt_tokens
+        return shared if within_share and near else best
+
+    def _keeps(self, home: EngineEntry, entry: TrajectoryEntry, best: EngineEntry) -> bool:
+        """Return whether an episode stays where its last turn was."""
+        if self._serving.get(home.engine_id) is not home or not home.has_room:
+            return False
+        near = _surplus(home, best) <= entry.tokens + entry.extra
+        return near and entry.newest == self._number
 
     def _least_loaded(self) -> EngineEntry:
         heap = self._heap
@@ -176,6 +191,11 @@ class Placement:
             if found is None or load < least or (load == least and _key(engine) < _key(found)):
                 found, least = engine, load
         return found
+
+
+def _surplus(engine: EngineEntry, best: EngineEntry) -> float:
+    """Tokens that it holds beyond the share that the least loaded one has."""
+    return engine.kv_tokens - best.kv_tokens / best.kv_capacity * engine.kv_capacity
 
 
 def _key(engine: EngineEntry) -> _Key:

@@ -5,8 +5,6 @@ Invariants
 - A view is never used for decisions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +54,9 @@ class SchedulerView:
 
     `unscored`: finished, no score yet. `finished_groups`: groups whose members all are finished or
     scored, `complete_groups` those of them that have all scores. `wasted_tokens`: of dropped and
-    restarted trajectories; `regenerated` counts restarts because a scorer failed, which are among
-    the `restarted` ones; `filtered_tokens` is the part for groups without reward variance.
+    restarted trajectories; `regenerated` counts restarts because a scorer or an environment failed,
+    which are among the `restarted` ones; `waiting` are those of the `open_episodes` whose
+    environment is asked; `filtered_tokens` is the part for groups without reward variance.
     """
 
     version: PolicyVersion
@@ -74,3 +73,5 @@ class SchedulerView:
     regenerated: int
     wasted_tokens: int
     filtered_tokens: int
+    open_episodes: int = 0
+    waiting: int = 0

@@ -5,8 +5,6 @@ and compared byte for byte. They name trajectories, never hold their tokens. The
 here: the driver turns time limits into events, and the one time there is came with its event.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
@@ -76,6 +74,17 @@ class Recovered(Message, frozen=True):
     groups: tuple[RecoveredGroup, ...]
 
 
+class RecoveredEpisodes(Message, frozen=True):
+    """Groups of a store at a resume, as `Recovered`, where trajectories are episodes.
+
+    `contexts`: (trajectory, tokens of its newest turn's input and answer) of the open ones.
+    A `waiting` one is to be stepped; a `partial` one, with or without an answer, to be submitted.
+    """
+
+    groups: tuple[RecoveredGroup, ...]
+    contexts: tuple[tuple[int, int], ...]
+
+
 class EngineUp(Message, frozen=True):
     """An engine holds `version` and may serve up to `max_running` requests at once."""
 
@@ -114,6 +123,36 @@ class Finished(Message, frozen=True):
     """Generation of a trajectory is complete (its last tokens have been reported before)."""
 
     trajectory_id: int
+
+
+class TurnEnded(Message, frozen=True):
+    """A turn's answer is complete (its last tokens have been reported before)."""
+
+    trajectory_id: int
+
+
+class EnvironmentReady(Message, frozen=True):
+    """An episode's next turn may be submitted: its input has `context` tokens after the prompt."""
+
+    trajectory_id: int
+    context: int
+
+
+class EpisodeEnded(Message, frozen=True):
+    """An episode is complete: its environment is done, or a limit is reached."""
+
+    trajectory_id: int
+
+
+class EnvironmentFailed(Message, frozen=True):
+    """An episode's environment has failed, while it was asked.
+
+    `again`: then this member alone starts again, at most `max_regenerations` times; else its group
+    is dropped.
+    """
+
+    trajectory_id: int
+    again: bool
 
 
 class Aborted(Message, frozen=True):
@@ -185,11 +224,16 @@ class WeightsPublished(Message, frozen=True):
 Event = (
     PromptsAvailable
     | Recovered
+    | RecoveredEpisodes
     | EngineUp
     | EngineDown
     | TokensArrived
     | LeftQueue
     | Finished
+    | TurnEnded
+    | EnvironmentReady
+    | EpisodeEnded
+    | EnvironmentFailed
     | Aborted
     | Refused
     | ManyAborted
@@ -217,6 +261,18 @@ class Submit(Message, frozen=True):
     resume: bool
 
 
+class StartEpisode(Message, frozen=True):
+    """Begin an episode: its environment gives the first turn's input."""
+
+    trajectory_id: int
+
+
+class StepEnvironment(Message, frozen=True):
+    """Hand a turn's answer to the environment, once it is committed."""
+
+    trajectory_id: int
+
+
 class Abort(Message, frozen=True):
     """End a running request early; it will be `Aborted` (or `Finished`, if that came first)."""
 
@@ -225,7 +281,7 @@ class Abort(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Send a finished trajectory to the verifier."""
+    """Send a finished trajectory to the scorer."""
 
     trajectory_id: int
 
@@ -237,7 +293,10 @@ class Restart(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """A trajectory leaves the run; neither an engine nor a verifier works on it any more."""
+    """A trajectory leaves the run; neither an engine nor a scorer works on it any more.
+
+    Its environment may: what that sends is discarded. So it is after a `Restart`.
+    """
 
     trajectory_id: int
     reason: DropReason
@@ -280,6 +339,8 @@ class Warn(Message, frozen=True):
 Action = (
     RequestPrompts
     | Submit
+    | StartEpisode
+    | StepEnvironment
     | Abort
     | Score
     | Restart

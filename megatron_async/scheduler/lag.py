@@ -17,8 +17,6 @@ Cost: O(1) to move a group; for the rest O(distinct versions), at most about k +
 `may_emit` looks up in the complete groups (O(log n)).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron_async.scheduler.state import GroupEntry

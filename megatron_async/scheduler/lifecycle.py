@@ -1,19 +1,20 @@
 """The life of trajectories and groups: pending -> running <-> partial -> finished -> scored ->
-batched, or dropped.
+batched, or dropped. An episode begins by `waiting` for its environment, and waits after each turn.
 
 Invariants
 - A group leaves whole: in one batch when all members are scored, or by `Drop` of every member
   with one reason.
-- `Drop`, `Restart` and `Score` are emitted only when no engine or verifier works on the trajectory;
+- `Drop`, `Restart` and `Score` are emitted only when no engine or scorer works on the trajectory;
   until then it keeps its slot and carries its ending.
 - After every change no open group is past its deadline, but under `on_stale: mask`.
 - `open_groups` counts groups that were started and neither batched nor dropped;
-  `finished_groups` those of them whose members all have their whole response, scored or not.
+  `finished_groups` those of them whose members all have their whole response, scored or not;
+  `open_episodes` members whose environment was begun and that have neither ended nor left.
+- Members that are not begun wait in `starts`: of episodes a queue of its own, else the work queue.
 """
 
-from __future__ import annotations
-
 from bisect import insort
+from collections.abc import Mapping, Sequence
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
@@ -31,10 +32,11 @@ from megatron_async.scheduler.state import (
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
 Actions = list[ev.Action]
-_PENDING, _RUNNING, _PARTIAL = (
+_PENDING, _RUNNING, _PARTIAL, _WAITING = (
     TrajectoryState.PENDING,
     TrajectoryState.RUNNING,
     TrajectoryState.PARTIAL,
+    TrajectoryState.WAITING,
 )  # looked up once: a boundary changes thousands of states
 
 
@@ -53,6 +55,8 @@ class Lifecycle:
         self.counts = Counts()
         self.open_groups = 0
         self.finished_groups = 0
+        self.starts = WorkQueue(config.buffer_order) if config.open_episodes else self.work
+        self.open_episodes = 0
 
     @property
     def none_unfinished(self) -> bool:
@@ -83,20 +87,25 @@ class Lifecycle:
         group = self.fresh.pop(0)
         self._open(group)
         for entry in group.members:
-            self.work.push(entry)
+            self.starts.push(entry)
 
     def _open(self, group: GroupEntry) -> None:
         group.order = self._groups_started
         self._groups_started += 1
         self.open_groups += 1
 
-    def recovered(self, event: ev.Recovered, version: int, out: Actions) -> None:
+    def recovered(
+        self, event: ev.Recovered | ev.RecoveredEpisodes, version: int, out: Actions
+    ) -> None:
         """Take up all groups where the store left them; `version` is what engines shall serve."""
+        contexts = dict(event.contexts) if isinstance(event, ev.RecoveredEpisodes) else {}
         for found in sorted(event.groups, key=lambda found: found.group.group_id):
-            self._recover(found, version, out)
+            self._recover(found, contexts, version, out)
         self.resolve_stale(out)
 
-    def _recover(self, event: ev.RecoveredGroup, version: int, out: Actions) -> None:
+    def _recover(
+        self, event: ev.RecoveredGroup, contexts: Mapping[int, int], version: int, out: Actions
+    ) -> None:
         group = self.add_group(event.group)
         found = [(self._trajectories[known.trajectory_id], known) for known in event.trajectories]
         if all(known.state is TrajectoryState.PENDING for _, known in found):
@@ -105,6 +114,9 @@ class Lifecycle:
         self._open(group)
         for entry, known in found:
             entry.tokens = known.response_tokens
+            if (context := contexts.get(entry.trajectory_id)) is not None:
+                entry.extra = context - entry.tokens
+                self._begin(entry)
             entry.oldest = known.oldest_version
             entry.newest = version if known.newest_version is None else known.newest_version
         self.lag.place(group, group.oldest_of_members())
@@ -120,7 +132,10 @@ class Lifecycle:
 
     def _restore(self, entry: TrajectoryEntry, known: ev.RecoveredTrajectory, out: Actions) -> None:
         if known.state not in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
-            self._queue(entry)
+            if known.state is _WAITING:
+                self._step(entry, out)
+            else:
+                self._queue(entry)
             return
         self._finished(entry)
         if known.state is TrajectoryState.SCORED and known.reward is not None:
@@ -210,7 +225,7 @@ class Lifecycle:
         if entry is None or entry.state is not _RUNNING:
             return
         self._fleet.release(entry)
-        entry.state = _PARTIAL if entry.tokens else _PENDING
+        entry.state = _PARTIAL if entry.tokens or entry.begun else _PENDING
         if entry.group.drop_reason is None:
             self._drop_group(entry.group, DropReason.REFUSED, out)
         else:
@@ -229,8 +244,12 @@ class Lifecycle:
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:
-        entry.state = _PARTIAL if entry.tokens else _PENDING
-        self.work.push(entry)
+        if entry.tokens or entry.begun:
+            entry.state = _PARTIAL
+            self.work.push(entry)
+        else:
+            entry.state = _PENDING
+            self.starts.push(entry)
 
     def abort_all(self, out: Actions) -> None:
         """End every running request early."""
@@ -242,6 +261,66 @@ class Lifecycle:
         if not entry.abort_sent:
             entry.abort_sent = True
             out.append(ev.Abort(entry.trajectory_id, engine.engine_id))
+
+    # ------------------------------------------------------------ episodes
+
+    def begin_episodes(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
+        """The environments of these, taken from `starts`, are begun."""
+        for entry in entries:
+            self._begin(entry)
+            entry.state = _WAITING
+            out.append(ev.StartEpisode(entry.trajectory_id))
+
+    def _begin(self, entry: TrajectoryEntry) -> None:
+        entry.begun = True
+        self.open_episodes += 1
+
+    def _close(self, entry: TrajectoryEntry) -> None:
+        """`entry` has ended, leaves or starts again: it was an open episode, or none."""
+        self.open_episodes -= entry.begun
+        entry.begun = False
+
+    def turn_ended(self, event: ev.TurnEnded, out: Actions) -> bool:
+        """The policy has answered; True when that was news."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None or entry.state not in (_RUNNING, _PARTIAL):
+            return False
+        self._fleet.release(entry)
+        if entry.ending is not None:
+            self._end(entry, out)
+        else:
+            self.work.remove(entry)
+            self._step(entry, out)
+        return True
+
+    def _step(self, entry: TrajectoryEntry, out: Actions) -> None:
+        entry.state = _WAITING
+        out.append(ev.StepEnvironment(entry.trajectory_id))
+
+    def environment_ready(self, event: ev.EnvironmentReady) -> None:
+        """The next turn of an episode may run."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is not None and entry.state is _WAITING:
+            entry.extra = event.context - entry.tokens
+            self._queue(entry)
+
+    def episode_ended(self, event: ev.EpisodeEnded, out: Actions) -> None:
+        """The environment is done."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is not None and entry.state is _WAITING:
+            self._close(entry)
+            self._finished(entry)
+            out.append(ev.Score(entry.trajectory_id))
+
+    def environment_failed(self, event: ev.EnvironmentFailed, out: Actions) -> None:
+        """The member starts again alone, or its group leaves."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None or entry.state is not _WAITING:
+            return
+        if event.again and entry.regenerations < self._config.max_regenerations:
+            self._regenerate(entry, out)
+        else:
+            self._drop_group(entry.group, DropReason.ENVIRONMENT, out)
 
     # ------------------------------------------------------------ scored and batched
 
@@ -255,6 +334,7 @@ class Lifecycle:
         elif event.reward is not None:
             self._scored(entry, event.reward, out)
         elif event.regenerate and entry.regenerations < self._config.max_regenerations:
+            self._unfinished(entry.group)
             self._regenerate(entry, out)
         else:
             entry.state = TrajectoryState.SCORED  # nothing works on it any more
@@ -264,7 +344,6 @@ class Lifecycle:
         """`entry` alone starts again; its group waits for it."""
         entry.regenerations += 1
         self.counts.regenerated += 1
-        self._unfinished(entry.group)
         entry.ending = Ending.RESTART
         self.lag.place(entry.group, entry.group.oldest_of_members())
         self._end(entry, out)
@@ -337,16 +416,19 @@ class Lifecycle:
             self._end(entry, out)
 
     def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Drop `entry`, on which nothing outside works any more, or start it again."""
+        """Drop `entry`, on which no engine or scorer works any more, or start it again."""
+        waits_in = self.work if entry.tokens or entry.begun else self.starts
+        self._close(entry)
         if entry.ending is Ending.RESTART:
             self.counts.restart(entry)
             entry.forget_tokens()
             out.append(ev.Restart(entry.trajectory_id))
-            self.work.push(entry)
+            waits_in.remove(entry)
+            self.starts.push(entry)
             return
         reason = entry.group.drop_reason
         assert reason is not None
-        self.work.remove(entry)
+        waits_in.remove(entry)
         self.counts.drop(entry, reason)
         del self._trajectories[entry.trajectory_id]
         out.append(ev.Drop(entry.trajectory_id, reason))

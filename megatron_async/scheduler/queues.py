@@ -1,17 +1,15 @@
 """Queues of the scheduler: trajectories for a slot, complete groups for a batch.
 
 Invariants
-- `WorkQueue`: partial trajectories come first, then members of started groups that have no token
-  yet; within each class higher priority first. Partial trajectories follow `buffer_order`; the rest
-  is oldest first.
+- `WorkQueue`: partial trajectories (of episodes: all with a turn) come first, then members of
+  started groups that have no token yet; within each class higher priority first. Partial
+  trajectories follow `buffer_order`; the rest is oldest first.
 - `ReadyGroups`: a group is here exactly while it is complete (all members scored) and in no batch.
   The order is that of the staleness bound's deadlines, so the oldest group is never passed over.
 - In the work queue, which may be long, pushing and taking cost O(log n) each, amortised; taking a
   large part of it is one sort. A place that became invalid (dropped, restarted, finished late) is
   skipped when it surfaces; such places are swept out when they are the majority.
 """
-
-from __future__ import annotations
 
 import bisect
 import heapq
@@ -47,7 +45,7 @@ class WorkQueue:
         group, place = entry.group, entry.place
         priority, order = -group.spec.priority, group.order
         item: _Item
-        if not entry.tokens:
+        if not entry.tokens and not entry.extra:
             item = (1, priority, order, entry.index, place, entry)
         elif self._order == "oldest_first":
             item = (0, priority, order, entry.index, place, entry)

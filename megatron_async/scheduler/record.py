@@ -26,8 +26,6 @@ Invariants
   `keep_steps` steps need go too. The file that is being written stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +37,8 @@ import msgspec
 
 from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.disk import LineFile, writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import LineFile, writing
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.snapshot import freeze, thaw
@@ -51,9 +49,10 @@ _T = TypeVar("_T")
 _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 7
-"""7: the drop reason `scorer`; records of 5 and 6 are read too. 6: `LeftQueue`. 5: a first line may
-hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has `regenerate`. 3: `Refused`."""
+FORMAT_VERSION = 8
+"""8: episodes; records of 5 to 7 are read too. 7: the drop reason `scorer`. 6: `LeftQueue`. 5: a
+first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has `regenerate`. 3:
+`Refused`."""
 
 
 class Raised(ev.Message, frozen=True):
@@ -308,10 +307,10 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     first = _decoded(path, number, text, msgspec.json.decode)
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise UserError(f"{path} is not a schedule record")
-    if first.get("format_version") not in (5, 6, FORMAT_VERSION):
+    if first.get("format_version") not in range(5, FORMAT_VERSION + 1):
         raise UserError(
             f"schedule record {path} has format_version {first.get('format_version')}, this "
-            f"program reads {FORMAT_VERSION}"
+            f"program reads 5 to {FORMAT_VERSION}"
         )
     try:
         header = msgspec.convert(first, Header, dec_hook=_schedule)

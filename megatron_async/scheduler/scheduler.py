@@ -4,6 +4,9 @@ Invariants, for every point of the policy space
 - At most N' requests are in flight, an aborted one counts until it has ended; slots are full
   whenever there is work that may run and an engine with room that holds the current version.
 - Partial trajectories are submitted first, then the rest of started groups, then new groups.
+- Where trajectories are episodes, their environments are begun in that order, as far as
+  `open_episodes` goes; beginning one, and waiting for it, takes no slot. An episode that has begun
+  goes on, also while a boundary drains: it is drained when none is open.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
   fill `ring_batches`. Only the start of groups is limited: members of started groups and partial
   trajectories are always let in (as far as slots go), as a batch may be waiting for them.
@@ -22,8 +25,6 @@ What is where: `lifecycle` trajectories and groups, `queues` the order of submis
 `balance` the engines, `lag` the bound, `update_gate` the weight update, `warnings` what goes wrong
 by name. Here: when each of them acts, and how many groups may start.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -113,13 +114,21 @@ class Scheduler:
             regenerated=counts.regenerated,
             wasted_tokens=counts.wasted_tokens,
             filtered_tokens=counts.filtered_tokens,
+            open_episodes=life.open_episodes,
+            waiting=life.count(TrajectoryState.WAITING),
         )
 
     # ------------------------------------------------------------ events about trajectories
 
     def _finished(self, event: ev.Finished, out: Actions) -> None:
         in_flight = self._fleet.in_flight
-        news = self._life.finished(event, out)
+        self._completed(self._life.finished(event, out), in_flight)
+
+    def _turn_ended(self, event: ev.TurnEnded, out: Actions) -> None:
+        in_flight = self._fleet.in_flight
+        self._completed(self._life.turn_ended(event, out), in_flight)
+
+    def _completed(self, news: bool, in_flight: int) -> None:
         if news and self._auto is not None:
             self._auto = auto_concurrency.completed(self._auto, in_flight)
 
@@ -138,7 +147,7 @@ class Scheduler:
             self._life.add_fresh(self._life.add_group(spec))
         self._advance(out)
 
-    def _recovered(self, event: ev.Recovered, out: Actions) -> None:
+    def _recovered(self, event: ev.Recovered | ev.RecoveredEpisodes, out: Actions) -> None:
         self._life.recovered(event, self._version.number, out)
         self._advance(out)
 
@@ -247,7 +256,7 @@ class Scheduler:
             ):
                 return
             drains = self.config.boundary == "drain" and not self.config.overlap
-            if drains and self._fleet.in_flight:
+            if drains and (self._fleet.in_flight or self._life.open_episodes):
                 self._draining = True
                 return
             step = self._life.lag.next_step
@@ -275,7 +284,12 @@ class Scheduler:
     def _fill(self, out: Actions) -> None:
         """Use free slots: partial trajectories, started groups, new groups, more prompts."""
         born_stale = self._version.number < self._life.lag.floor
-        if self._awaits_version or born_stale or self._draining or self._gate.closed:
+        if self._awaits_version or born_stale or self._gate.closed:
+            return
+        if self.config.open_episodes is not None:
+            self._fill_episodes(out)
+            return
+        if self._draining:
             return
         free, work = self._free_slots(), self._life.work
         while free:
@@ -286,6 +300,28 @@ class Scheduler:
             elif not self._start_group():
                 self._request_prompts(free, out)
                 return
+
+    def _fill_episodes(self, out: Actions) -> None:
+        """Submit turns that are ready, and begin episodes, of new groups too, but in a drain."""
+        entries = self._life.work.take(self._free_slots())
+        if entries:
+            self._submit(entries, out)
+        room = 0 if self._draining else self._open_limit - self._life.open_episodes
+        while room > 0:
+            entries = self._life.starts.take(room)
+            if entries:
+                self._life.begin_episodes(entries, out)
+                room -= len(entries)
+            elif not self._start_group():
+                self._request_prompts(room, out)
+                return
+
+    @property
+    def _open_limit(self) -> int:
+        """Episodes that may be open."""
+        given = self.config.open_episodes
+        limit = given if isinstance(given, int) else 2 * self.concurrency
+        return max(self.config.group_size, limit)
 
     def _free_slots(self) -> int:
         """Requests that may be submitted now: what N' leaves and engines of the version take."""
@@ -300,7 +336,7 @@ class Scheduler:
         placement = self._fleet.placement(self._version, self.concurrency)
         choose, submitted, number = placement.choose, self._life.submitted, self._version.number
         for entry in entries:
-            engine = choose(entry.group)
+            engine = choose(entry)
             submitted(entry, engine, number)
             out.append(ev.Submit(entry.trajectory_id, engine.engine_id, entry.tokens > 0))
 
@@ -312,7 +348,7 @@ class Scheduler:
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
-        """Ask for as many groups as free slots take and the limits allow; one answer at a time."""
+        """Ask for as many groups as `free` places take and limits allow; one answer at a time."""
         if self._prompts_requested or self._exhausted or self._life.fresh:
             return
         wanted = -(-free // self.config.group_size)
@@ -367,12 +403,17 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     ev.TokensArrived: lambda self, event, out: self._life.tokens_arrived(event, out),
     ev.LeftQueue: lambda *_: None,
     ev.Finished: Scheduler._finished,
+    ev.TurnEnded: Scheduler._turn_ended,
+    ev.EnvironmentReady: lambda self, event, out: self._life.environment_ready(event),
+    ev.EpisodeEnded: lambda self, event, out: self._life.episode_ended(event, out),
+    ev.EnvironmentFailed: lambda self, event, out: self._life.environment_failed(event, out),
     ev.Aborted: lambda self, event, out: self._life.aborted((event.trajectory_id,), out),
     ev.Refused: lambda self, event, out: self._life.refused(event, out),
     ev.ManyAborted: Scheduler._many_aborted,
     ev.RewardReady: lambda self, event, out: self._life.scored(event, out),
     ev.PromptsAvailable: Scheduler._prompts_available,
     ev.Recovered: Scheduler._recovered,
+    ev.RecoveredEpisodes: Scheduler._recovered,
     ev.EngineUp: Scheduler._engine_up,
     ev.EngineDown: Scheduler._engine_down,
     ev.EngineLoad: Scheduler._engine_load,
@@ -380,5 +421,16 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     ev.UpdateRequested: Scheduler._update_requested,
     ev.WeightsPublished: Scheduler._weights_published,
 }
-_ENDS = frozenset({ev.Finished, ev.Aborted, ev.Refused, ev.RewardReady})
+_ENDS = frozenset(
+    {
+        ev.Finished,
+        ev.TurnEnded,
+        ev.EnvironmentReady,
+        ev.EpisodeEnded,
+        ev.EnvironmentFailed,
+        ev.Aborted,
+        ev.Refused,
+        ev.RewardReady,
+    }
+)
 """After these `_advance_unless_waiting`; all other handlers call `_advance`."""

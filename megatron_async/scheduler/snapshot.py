@@ -6,11 +6,10 @@ written fails at once.
 
 Invariants
 - A scheduler that was thawed answers every further event as the frozen one does.
-- What was written by code whose classes have other fields is refused by their name.
+- What was written by code whose classes have other fields is refused by their name, but for those
+  in `_ADDED`: an older scheduler goes on as it did.
 - Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
 """
-
-from __future__ import annotations
 
 import enum
 from collections import Counter
@@ -34,6 +33,15 @@ _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReas
     if isinstance(item, type) and item.__module__ == module.__name__
 }
 _RENAMED: Final = {"DropReason.VERIFIER": "DropReason.SCORER"}  # since format 7 of records
+_ADDED: Final[dict[str, dict[str, Callable[[dict[str, Any]], Any]]]] = {
+    "TrajectoryEntry": {
+        "extra": lambda entry: 0,
+        "begun": lambda entry: False,
+        "home": lambda entry: None,
+    },
+    "Lifecycle": {"starts": lambda life: life["work"], "open_episodes": lambda life: 0},
+}
+"""Fields that classes have since format 8 of records, and their values from the others."""
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 """First letters of what is neither number nor container: text costs least, in time and bytes."""
@@ -131,6 +139,20 @@ class _Thawer:
         return {_TEXT: text, _CONFIG: self._config}[mark]
 
 
+def _as_today(snapshot: dict[str, Any], expected: dict[str, list[str]]) -> dict[str, Any]:
+    """A snapshot with the fields that its classes lack, where these are all that differs."""
+    classes = dict(snapshot["classes"])
+    lacks = {n: a for n, a in _ADDED.items() if [*classes.get(n, ()), *a] == expected[n]}
+    if not lacks:
+        return snapshot
+    objects = []
+    for name, *values in snapshot["objects"]:
+        had = dict(zip(classes[name], values, strict=False))
+        objects.append([name, *values, *(value(had) for value in lacks.get(name, {}).values())])
+    classes |= {name: expected[name] for name in lacks}
+    return {"classes": classes, "objects": objects}
+
+
 def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     """Put a new scheduler, of the same configuration, into the state of the frozen one.
 
@@ -138,6 +160,7 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     """
     expected = {name: _fields(cls) for name, cls in _CLASSES.items()}
     expected |= freeze(scheduler)["classes"]
+    snapshot = _as_today(snapshot, expected)
     for name, names in snapshot["classes"].items():
         if expected.get(name) != names:
             raise UserError(

@@ -4,11 +4,9 @@ Invariants
 - An entry exists exactly while its trajectory is neither batched nor dropped.
 - `oldest` is a lower bound of the policy number of every trained token: the number that its
   engines served when it was submitted until the first token arrives, that token's number then.
-- A trajectory with an `ending` takes no further part; it leaves (or starts again) as soon as
-  nothing outside works on it any more, so that no `Drop` ever overtakes an engine or a verifier.
+- A trajectory with an `ending` takes no further part; it leaves (or starts again) as soon as no
+  engine or scorer works on it any more, so that no `Drop` ever overtakes one.
 """
-
-from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ class EngineEntry:
     kv_capacity: int
     max_running: int | None
     kv_tokens: int = 0
-    running: dict[int, TrajectoryEntry] = field(default_factory=dict)
+    running: "dict[int, TrajectoryEntry]" = field(default_factory=dict)
 
     @property
     def has_room(self) -> bool:
@@ -47,11 +45,14 @@ class TrajectoryEntry:
     """A trajectory that is neither batched nor dropped.
 
     `place` is the work queue's: where it waits there, 0 = it does not. `regenerations`: how often
-    it was generated again because its scorer failed, in this process.
+    it was generated again because its scorer or environment failed, in this process.
+    `tokens` are the policy's. An engine holds `extra` more than these beside the prompt: 0 without
+    an environment, else the input of the newest turn less the tokens before it. An episode that
+    has `begun` and not ended counts as open; its last turn ran on `home`.
     """
 
     trajectory_id: int
-    group: GroupEntry
+    group: "GroupEntry"
     index: int
     state: TrajectoryState = TrajectoryState.PENDING
     tokens: int = 0
@@ -64,6 +65,9 @@ class TrajectoryEntry:
     ending: Ending | None = None
     place: int = 0
     regenerations: int = 0
+    extra: int = 0
+    begun: bool = False
+    home: EngineEntry | None = None
 
     def add_tokens(self, count: int, version: int) -> None:
         """Count tokens of one policy number."""
@@ -83,6 +87,8 @@ class TrajectoryEntry:
         self.newest_tokens = 0
         self.reward = None
         self.ending = None
+        self.extra = 0
+        self.home = None
 
     def tokens_of(self, version: int) -> int:
         """Tokens that policy `version` wrote, if that is the newest one seen; else 0."""

@@ -7,8 +7,6 @@ Invariants
 - `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before.
 """
 
-from __future__ import annotations
-
 import enum
 
 from megatron_async.config.schedule import ScheduleConfig

@@ -7,8 +7,6 @@ Invariants
 - The thresholds are assumed (no source gives numbers); each is a named constant.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

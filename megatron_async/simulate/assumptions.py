@@ -5,8 +5,6 @@ of a data sheet, or in `CODE_CONSTANTS`; all of them are printed, and docs/simul
 assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +42,7 @@ _MEANINGS = {
         "LAYER_INPUT_BYTES": "Planner: of them what is kept when a layer is recomputed.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
         "at once.",
+        "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
     },
     planner: {
         "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "

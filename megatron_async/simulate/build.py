@@ -7,8 +7,6 @@ and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`,
 cost model, or `simulate.kv_capacity_tokens`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from megatron_async.simulate.engine_costs import (
     RooflineEngine,
     read_engine_costs,
 )
+from megatron_async.simulate.episodes import EpisodeSource
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.memory import kv_capacity_tokens, trainer_state_bytes
@@ -87,7 +86,6 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
         config.parallel,
         config.simulate,
         config.trainer.microbatch_tokens,
-        config.engines.tensor,
         config.optimizer.sharded,
     )
 
@@ -103,13 +101,29 @@ def group_source(config: RunConfig) -> GroupSource:
     )
 
 
+def episode_source(config: RunConfig) -> EpisodeSource | None:
+    """Episodes, drawn; None for responses without an environment. Raises UserError."""
+    settings = config.simulate
+    if settings.episode.turns is None:
+        return None
+    return EpisodeSource(
+        settings.episode,
+        settings.lengths,
+        group_size=config.schedule.group_size,
+        longest=config.sampling.max_new_tokens,
+        seed=config.seed,
+    )
+
+
 def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
     """Everything at time zero. Raises UserError for settings that do not fit together."""
     check_placement(config)
     settings = config.simulate
     costs, max_running = engine_costs(config), config.engines.max_running_requests
+    schedule, episodes = config.resolved_schedule, episode_source(config)
+    open_episodes = None if episodes is None else schedule.open_episodes or "auto"
     return World(
-        config.resolved_schedule,
+        schedule.model_copy(update={"open_episodes": open_episodes}),
         settings,
         engines=[
             Engine(f"engine-{i}", costs, settings, max_running) for i in range(config.engines.count)
@@ -117,6 +131,7 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
         most_scorers=config.task.verifier_workers,
         trainer=trainer_costs(config),
         source=group_source(config),
+        episodes=episodes,
         recorder=recorder,
     )
 

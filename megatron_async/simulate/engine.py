@@ -17,9 +17,10 @@ Invariants
   the cache is neither prefilled nor counted twice, unless older weights computed it: after an
   update that keeps the cache, only those that run go on with what they have.
 - A token belongs to the version that the engine held when its decode step ended.
+- What an episode's turn has left in the cache stays there as long as running requests leave room,
+  the one used longest ago going first, and until the weights change. The next turn is prefilled
+  only where that does not hold its input.
 """
-
-from __future__ import annotations
 
 import functools
 import heapq
@@ -43,7 +44,8 @@ class SimulatedRequest:
     """A trajectory, on an engine or between two of them.
 
     `before`: tokens from earlier stints, `reported`: from this one as far as they were taken,
-    `written`: all of these by version. `prefixes`: which prefixes it shares (`Engine`).
+    `written`: all of these by version. `prefixes`: which prefixes it shares (`Engine`). Of an
+    episode `before` counts the environment's tokens too, of which no engine has `unseen` ones.
     While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
     """
 
@@ -57,6 +59,7 @@ class SimulatedRequest:
     finish_at: float = 0.0
     reported: int = 0
     prefixes: int = 0
+    unseen: int = 0
     written: Tokens = field(default_factory=list)
 
     @property
@@ -121,6 +124,7 @@ class Engine:
     _groups: dict[tuple[int, int], int] = field(default_factory=dict)
     _keeps: bool = False
     _full: bool = False
+    _cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
     _finishing: list[tuple[float, int]] = field(default_factory=list)
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _next_report: float = 0.0
@@ -191,6 +195,18 @@ class Engine:
                 self._leave(request)
                 done.append(request)
         return done
+
+    def keep(self, request: SimulatedRequest) -> None:
+        """A turn has ended: what it leaves in the cache."""
+        request.end_stint()
+        self._cached[request.trajectory_id] = request.before
+        self._evict()
+
+    def _evict(self) -> None:
+        room = self.costs.kv_capacity_tokens - self.kv
+        held = sum(self._cached.values())
+        while self._cached and held > room:
+            held -= self._cached.popitem(last=False)[1]
 
     def report_due(self) -> bool:
         """Return whether running requests report their tokens now; once a chunk at most."""
@@ -290,6 +306,8 @@ class Engine:
         most = self.max_running or math.inf
         if not running:
             self._next_report = max(self._next_report, self.steps + settings.chunk_tokens)
+        if self._cached:
+            self._evict()
         entered = []
         for count, request in enumerate(waiting.values(), start=len(running) + 1):
             needed = request.before
@@ -306,19 +324,22 @@ class Engine:
             running[request.trajectory_id] = request
 
     def _enter(self, request: SimulatedRequest, needed: int) -> None:
-        """Prefill the `needed` tokens of a request; it decodes from now on."""
+        """Prefill what is not cached of the `needed` tokens of a request, which decodes then."""
         shared, before = (request.group_id, self.prefixes), request.before
         groups, counters = self._groups, self.counters
         groups[shared] = groups.get(shared, 0) + 1
         request.prefixes = self.prefixes
         self.kv += needed
+        if self._cached and (cached := self._cached.pop(request.trajectory_id, 0)):
+            needed = before - cached  # the prompt is cached with it
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
         counters.prefilled += needed
         if request.was_preempted:
             counters.preempted_prefill += needed
-        elif before:
-            counters.resumed_prefill += needed
+        elif before > request.unseen:
+            counters.resumed_prefill += needed - request.unseen
+        request.unseen = 0
         request.joined = self.steps
         request.finish_at = finish_at = self.steps + request.remaining
         request.reported = 0
@@ -378,4 +399,5 @@ class Engine:
     def load(self, version: int) -> None:
         """Other weights from now on."""
         self.prefixes += self._keeps
+        self._cached.clear()
         self._switches.append((self.steps, version))

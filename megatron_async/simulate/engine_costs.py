@@ -18,8 +18,6 @@ model; Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with con
 (2 active parameters tokens + attention pairs x 4 layers heads head_dim) / (P F e_p).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ The network is what DGX systems of that generation have per GPU (A100: 200 Gb/s,
 PCIe cards: 100 Gb/s, assumed). GPUs without NVLink have PCIe's figure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final

@@ -26,8 +26,6 @@ Invariants
   scale and shape.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Iterator
@@ -65,7 +63,7 @@ class Recorded:
     censored: Flags
     ended: Flags
 
-    def cut_at(self, limit: float) -> Recorded:
+    def cut_at(self, limit: float) -> "Recorded":
         """The same when every response of `limit` tokens or more was cut there."""
         reached = self.lengths >= limit
         return Recorded(

@@ -6,8 +6,6 @@ per token and hidden unit with flash attention and sequence parallelism, 2 bytes
 when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
 """
 
-from __future__ import annotations
-
 from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 
@@ -17,6 +15,8 @@ LAYER_BYTES, LAYER_INPUT_BYTES = 34, 2
 """Of a token and hidden unit in a layer: all activations, and its input alone."""
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
+COMMUNICATOR_BYTES = 1 << 30
+"""NCCL's buffers of a group that weights come by, with NVLS."""
 
 
 def trainer_state_bytes(
@@ -40,6 +40,11 @@ def trainer_state_bytes(
     return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
 
 
+def checkpoint_bytes(shape: ModelShape) -> float:
+    """Bytes of one checkpoint; Muon's is counted as Adam's here too."""
+    return OPTIMIZER_BYTES * shape.parameters
+
+
 def activation_bytes(
     shape: ModelShape,
     layout: ParallelConfig,
@@ -58,6 +63,18 @@ def activation_bytes(
     else:
         kept = layers * in_flight * per_unit * LAYER_BYTES
     return kept + logit_tokens * shape.vocab / layout.tensor * LOGIT_BYTES
+
+
+def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
+    """Bytes on an engine's GPU beside weights and KV cache, in an update from `stages` senders.
+
+    Two buckets are held (`weight_sync/receive_ahead.py`), of which one is the head where that is
+    larger than a bucket. One sender alone sends the embedding first and the head last: both have
+    its size. Each sender has a group of its own.
+    """
+    largest = max(bucket_bytes, BF16 * shape.head_parameters)
+    other = largest if stages == 1 and not shape.tied else bucket_bytes
+    return largest + other + stages * COMMUNICATOR_BYTES
 
 
 def kv_capacity_tokens(

@@ -14,8 +14,6 @@ prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by rene
 as in `trainer_costs`. With overlap a step takes the longer of the two, else their sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -269,6 +267,12 @@ def sufficient_concurrency(config: RunConfig) -> int | None:
     engines = config.engines
     plan = _engine_plan(config, _workload(config), engines.count, engines.tensor, 0.0)
     return None if plan is None else plan.concurrency
+
+
+def training_seconds(config: RunConfig) -> float:
+    """Training on one batch and the weight update after it. Raises UserError."""
+    costs, updates = trainer_costs(config), config.schedule.updates_per_batch
+    return costs.batch_seconds(_workload(config).sequences, updates) + costs.publish_seconds
 
 
 def _requests_allowed(config: RunConfig) -> int | None:

@@ -25,8 +25,6 @@ Invariants
 - The server must be idle otherwise; its weights and settings are not touched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import statistics
@@ -40,9 +38,9 @@ import typer
 import yaml
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
-from megatron_async.disk import writing
 from megatron_async.engines.interface import EngineClient, EngineError, TokenChunk
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import writing
 from megatron_async.rollout.respond import Wanted, read
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
 

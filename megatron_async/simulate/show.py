@@ -1,14 +1,12 @@
 """Tables and plots of simulated points."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import writing
+from megatron_async.files.disk import writing
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import Point
 

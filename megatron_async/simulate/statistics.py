@@ -6,8 +6,6 @@ Invariants
   samples is that of trajectories (`trajectory.sample_lag`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

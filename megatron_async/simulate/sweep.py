@@ -4,8 +4,6 @@ Precedence is that of a run: recipe < preset < file < `--set` < `--presets` < `-
 given by `--presets` does not override what the file sets of the schedule itself.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -16,11 +16,11 @@ One batch of B sequences in H updates:
 - Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks; no
   overlap with the backward pass is assumed.
 
-A weight update moves each engine's bf16 weights once over the links (broadcast to all engines at
-the same time), limited by the side with fewer ranks that hold different parts.
+A weight update moves the bf16 weights once over the network, from one pipeline stage's leader after
+the other to all engines at the same time (`weight_sync/stage_order.py`), at the share of the link
+that a whole update has. Where engines are on the trainer's GPUs, every rank gathers all weights
+over NVLink. Engines and trainer wait meanwhile.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -37,6 +37,7 @@ from megatron_async.simulate.memory import (
     WEIGHT_BYTES,
     trainer_state_bytes,
 )
+from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class TrainerCosts:
     layout: ParallelConfig
     settings: SimulateConfig
     microbatch_tokens: int
-    engine_tensor: int
     sharded_optimizer: bool
 
     @property
@@ -120,10 +120,10 @@ class TrainerCosts:
         e = self.settings.efficiency
         size = BF16 * self.shape.parameters
         if self.settings.placement == "colocated":
-            seconds = size / self.engine_tensor / (self.gpu.nvlink * e.links)
+            seconds = size / (self.gpu.nvlink * e.links)
             return seconds + e.weight_update_overhead_seconds + self.switch_seconds
-        streams = min(self._model_ranks, self.engine_tensor)
-        return size / streams / (self.gpu.network * e.links) + e.weight_update_overhead_seconds
+        sent = SENDERS_AT_ONCE * self.gpu.network * e.weight_update
+        return size / sent + e.weight_update_overhead_seconds
 
     @property
     def switch_seconds(self) -> float:

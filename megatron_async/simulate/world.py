@@ -12,11 +12,10 @@ Invariants
 - A run is a function of its settings: no real clock, no randomness but the group source's.
 - Responses are scored in the order in which they finished, each by one scorer for
   `simulate.reward.verifier_seconds`.
-- The queue sets the number of scorers, by the live pools' own rule (`tasks.scorer_count`); a scorer
+- An environment works for as long as the episode's draw has it, on nothing that others wait for.
+- The queue sets the number of scorers, by the live pools' own rule (`scoring.count`); a scorer
   starts and ends in no time.
 """
-
-from __future__ import annotations
 
 import gc
 import heapq
@@ -24,7 +23,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -35,16 +33,17 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
+from megatron_async.scoring import count as scorer_count
+from megatron_async.scoring.count import ScorerCount
 from megatron_async.simulate.engine import Engine, SimulatedRequest, Tokens
+from megatron_async.simulate.episodes import EpisodeSource, Response
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.statistics import Statistics, StepRow
 from megatron_async.simulate.trainer_costs import TrainerCosts
-from megatron_async.tasks import scorer_count
-from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import PolicyVersion
 
 
-class Scorers:
+class SimulatedScorers:
     """The queue and the scorers that are busy; the caller's clock decides when each has ended."""
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -89,21 +88,8 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-@dataclass(slots=True, eq=False)
-class Response(SimulatedRequest):
-    """A simulated trajectory and its reward."""
-
-    reward: float = 0.0
-
-    def restart(self) -> None:
-        """Back to the prompt."""
-        self.remaining += self.before
-        self.before = self.reported = 0
-        self.written = []
-
-
 class World:
-    """A simulated run; `run` until so many batches are trained."""
+    """A simulated run; `run` trains a number of batches."""
 
     def __init__(
         self,
@@ -114,12 +100,14 @@ class World:
         most_scorers: int,
         trainer: TrainerCosts,
         source: GroupSource,
+        episodes: EpisodeSource | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        self._episodes = episodes
         self._schedule = schedule
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._scorers = Scorers(most_scorers, settings.reward.verifier_seconds)
+        self._scorers = SimulatedScorers(most_scorers, settings.reward.verifier_seconds)
         self._trainer = trainer
         self._source = source
         self._recorder = recorder
@@ -143,6 +131,8 @@ class World:
             ev.Abort: self._abort,
         }
         self._one_by_one: dict[type, Callable[[Any], None]] = {
+            ev.StartEpisode: self._ask_environment,
+            ev.StepEnvironment: self._ask_environment,
             ev.Score: self._score,
             ev.Restart: self._restart,
             ev.Drop: self._drop,
@@ -233,7 +223,11 @@ class World:
         for request in engine.completed():
             self._wrote(request, engine.take_tokens(request))
             self._under_way -= 1
-            self._events.append(ev.Finished(request.trajectory_id))
+            if self._episodes is None:
+                self._events.append(ev.Finished(request.trajectory_id))
+            else:
+                engine.keep(request)
+                self._events.append(ev.TurnEnded(request.trajectory_id))
         for request, written in engine.preempt():
             self._wrote(request, written)
         if engine.report_due():
@@ -278,6 +272,24 @@ class World:
             self._under_way -= len(ended)
             self._events.append(ev.ManyAborted(tuple(ended)))
 
+    def _ask_environment(self, action: ev.StartEpisode | ev.StepEnvironment) -> None:
+        response = self._responses[action.trajectory_id]
+        response.call += 1
+        self._under_way += 1
+        self._later(response.tool_seconds, self._environment_replied, response, response.call)
+
+    def _environment_replied(self, response: Response, call: int) -> None:
+        """Unless the episode was dropped or restarted meanwhile."""
+        self._under_way -= 1
+        number = response.trajectory_id
+        if self._responses.get(number) is not response or response.call != call:
+            return
+        most = min(engine.costs.kv_capacity_tokens for engine in self._engines.values())
+        if response.next_turn(most):
+            self._events.append(ev.EnvironmentReady(number, response.before))
+        else:
+            self._events.append(ev.EpisodeEnded(number))
+
     def _score(self, action: ev.Score) -> None:
         self._under_way += 1
         self._begin_scores(self._scorers.add(action.trajectory_id, self.now))
@@ -294,11 +306,11 @@ class World:
 
     def _restart(self, action: ev.Restart) -> None:
         response = self._responses[action.trajectory_id]
-        self.statistics.wasted(response.tokens)
+        self.statistics.wasted(response.generated)
         response.restart()
 
     def _drop(self, action: ev.Drop) -> None:
-        self.statistics.wasted(self._responses.pop(action.trajectory_id).tokens)
+        self.statistics.wasted(self._responses.pop(action.trajectory_id).generated)
         self.statistics.dropped[action.reason.value] += 1
 
     def _give_prompts(self, action: ev.RequestPrompts) -> None:
@@ -314,6 +326,9 @@ class World:
                 self._responses[trajectory_id] = Response(
                     trajectory_id, number, prompt, 0, length, reward=reward
                 )
+            if self._episodes is not None:
+                for trajectory_id, plan in zip(ids, self._episodes.group(number), strict=True):
+                    self._responses[trajectory_id].plan = plan
             specs.append(ev.GroupSpec(number, ids, prompt))
         self._events.append(ev.PromptsAvailable(tuple(specs)))
 

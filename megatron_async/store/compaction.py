@@ -9,18 +9,16 @@ Invariants
   crash leaves beyond that length is cut off at the next open.
 - Neither commits nor the event loop wait for it: lines are read and written on a thread and a
   connection of their own; the writer's thread only removes, in pieces of milliseconds
-  (`apply_removal`, `remove_chunks`, `give_back_pages`), between commits.
+  (`apply_removal`, `remove_parts`, `give_back_pages`), between commits.
 - No group is ever half there: its rows go together, with the length of its lines, and its chunks
-  after them, as many at once as a piece may hold. A chunk without a trajectory is nobody's (ids are
-  never used twice): what a crash leaves of them goes with the next compaction.
+  and turns after them, as many at once as a piece may hold. One without a trajectory is nobody's
+  (ids are never used twice): what a crash leaves of them goes with the next compaction.
 - One compaction at a time; its error is raised by the next `finish`, which everybody calls before
   the next one starts and before the store is closed.
 - Every piece is limited in time, and so is `finish`. A thread that still writes lines after its
   limit keeps the store locked to its end: nobody else appends to the file meanwhile.
 - What is in memory is forgotten after the removal is committed, never before.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -34,19 +32,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import reason
 from megatron_async.store import export as export
 from megatron_async.store import schema as schema
+from megatron_async.store.documents import Exported
 from megatron_async.store.lineage import Consumption, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Exported, consumed_by, read_group
+from megatron_async.store.reader import consumed_by, read_group
 from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-_CHUNKS_PER_REMOVAL = 2048  # about 3 ms; 20 when SQLite empties its log meanwhile
+_PARTS_PER_REMOVAL = 2048  # about 3 ms; 20 when SQLite empties its log meanwhile
 _PAGES_GIVEN_BACK = 256  # at once: about 4 ms
 T = TypeVar("T")
 
@@ -148,7 +147,7 @@ def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
 
 
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
-    """Remove all but the chunks, in one transaction. Raises DamagedStore."""
+    """Remove all but the chunks and turns, in one transaction. Raises DamagedStore."""
     with connection:  # commits, or rolls back what an error has stopped
         connection.execute("BEGIN IMMEDIATE")
         for group_id in change.groups:
@@ -162,20 +161,22 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
         write_rows(connection, DocumentRow, [sealed(change.exported.to_row())])
 
 
-def chunks_left(file: Path) -> list[int]:
-    """Keys of the chunks whose trajectories are gone, in the order of their pages."""
+def parts_left(file: Path, kind: schema.Kind) -> list[int]:
+    """Keys of chunks or turns whose trajectories are gone, in the order of their pages."""
+    table = schema.TABLES[kind]
     with closing(schema.connect(file, read_only=True)) as connection:
         found = connection.execute(
-            "SELECT chunk_id FROM chunks INDEXED BY chunks_of "  # else it reads all tokens
+            f"SELECT {schema.PARTS[kind]} FROM {table} INDEXED BY {table}_of "  # else: all tokens
             "WHERE trajectory_id NOT IN (SELECT trajectory_id FROM trajectories)"
         )
         return sorted(row[0] for row in found)
 
 
-def remove_chunks(connection: sqlite3.Connection, keys: Sequence[int]) -> None:
-    """Remove them, in one transaction."""
+def remove_parts(connection: sqlite3.Connection, kind: schema.Kind, keys: Sequence[int]) -> None:
+    """Remove chunks or turns, in one transaction."""
+    rows = f"{schema.TABLES[kind]} WHERE {schema.PARTS[kind]}"
     chosen = "SELECT value FROM json_each(?)"
-    connection.execute(f"DELETE FROM chunks WHERE chunk_id IN ({chosen})", (json.dumps(keys),))
+    connection.execute(f"DELETE FROM {rows} IN ({chosen})", (json.dumps(keys),))
 
 
 def give_back_pages(connection: sqlite3.Connection) -> bool:
@@ -236,10 +237,12 @@ class Compactor:
             for group_id in change.groups:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:
                     del state.records[trajectory_id]
-        left = await self._beside(partial(chunks_left, self._place.file), "compaction read nothing")
-        for start in range(0, len(left), _CHUNKS_PER_REMOVAL):
-            keys = left[start : start + _CHUNKS_PER_REMOVAL]
-            await self._run(partial(remove_chunks, keys=keys))
+        for kind in schema.PARTS:
+            find = partial(parts_left, self._place.file, kind)
+            left = await self._beside(find, "compaction read nothing")
+            for start in range(0, len(left), _PARTS_PER_REMOVAL):
+                keys = left[start : start + _PARTS_PER_REMOVAL]
+                await self._run(partial(remove_parts, kind=kind, keys=keys))
         while await self._run(give_back_pages):
             pass
 
@@ -251,7 +254,7 @@ class Compactor:
             piece.append(group_id)
             members = self._state.groups[group_id].trajectory_ids
             rows += sum(1 + self._state.records[i].row.chunks for i in members)
-            if rows >= _CHUNKS_PER_REMOVAL:
+            if rows >= _PARTS_PER_REMOVAL:
                 yield piece
                 piece, rows = [], 0
         if piece:
@@ -272,7 +275,7 @@ class Compactor:
         return await self._beside(write, f"export {file} took no line")
 
     async def _beside(self, work: Callable[[], T], missed: str) -> T:
-        """On a thread of its own. Raises ComponentFailure, with what it `missed`, at the limit."""
+        """Work on a thread; at the limit raises ComponentFailure with what it `missed`."""
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
                 return await asyncio.to_thread(work)

@@ -8,8 +8,6 @@ Invariants
 - The replica has it too, so that a group which was dropped does not come back from there.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

@@ -8,22 +8,21 @@ Invariants
 - A line that is not what compaction writes raises UserError naming the file and the line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from megatron_async.disk import writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
+from megatron_async.store.documents import Exported
 from megatron_async.store.reader import (
-    Exported,
     StoreReader,
     TrajectorySummary,
     read_group,
@@ -32,7 +31,14 @@ from megatron_async.store.reader import (
     trajectory_of,
 )
 from megatron_async.store.schema import BatchRow, TrajectoryRow
-from megatron_async.trajectory.types import PolicyVersion, Prompt, Segment, Trajectory
+from megatron_async.trajectory.types import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+    Turn,
+)
 
 
 def write_lines(
@@ -90,6 +96,7 @@ def _lines(
             "reward_detail": orjson.Fragment(row.reward_detail),
             "batch": None if batch is None else {"lineage": batch.lineage, "step": batch.step},
             "drop_reason": row.drop_reason if batch is None else None,
+            **({"turns": [_turn_line(turn) for turn in tokens.turns]} if tokens.turns else {}),
         }
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -104,6 +111,10 @@ def _segment_line(segment: Segment) -> dict[str, Any]:
         "logprobs": _values(segment.logprobs),
         **({"columns": further} if further else {}),
     }
+
+
+def _turn_line(turn: Turn) -> dict[str, Any]:
+    return {f.name: getattr(turn, f.name) for f in fields(turn) if f.name != "state"}
 
 
 def _values(array: np.ndarray) -> Any:
@@ -178,7 +189,13 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     priority = prompt.get("priority", 0)  # older exports have none
     problem = Prompt(token_ids, row["task"], prompt["payload"], priority)
     segments = tuple(map(_segment, row["segments"]))
-    return trajectory_of(stored, problem, segments, None if batch is None else int(batch["step"]))
+    turns = tuple(map(_turn, row.get("turns", ())))
+    step = None if batch is None else int(batch["step"])
+    return trajectory_of(stored, problem, segments, turns, step)
+
+
+def _turn(row: dict[str, Any]) -> Turn:
+    return Turn(**{**row, "end": None if row["end"] is None else FinishReason(row["end"])})
 
 
 def _segment(row: dict[str, Any]) -> Segment:

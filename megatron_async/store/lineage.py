@@ -13,8 +13,6 @@ Invariants
 - A lineage's number is larger than its parent's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -109,12 +107,12 @@ class Consumption:
     limits: Mapping[int, int]
 
     @classmethod
-    def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> Consumption:
+    def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> "Consumption":
         """Return a lineage by its number. Raises KeyError for an unknown one."""
         return cls({**tree.path(lineage), lineage: number})
 
     @classmethod
-    def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> Consumption:
+    def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> "Consumption":
         """Return the batches that the finalised checkpoint (lineage, number) commits."""
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 

@@ -1,13 +1,13 @@
-"""A store of format 4 becomes one of today's when it is opened to be written.
+"""A store of format 4 or 5 becomes one of today's when it is opened to be written.
 
-Format 5 has the further columns of a chunk, and calls the drop reason `verifier` `scorer`.
+Format 6 has the turns of episodes, which nothing older has. Format 5 has the further columns of a
+chunk, and calls the drop reason `verifier` `scorer`.
 
 Invariants
-- One transaction: a process that dies in it leaves the store as it was.
+- One transaction: a process that dies in it leaves the store as it was. (A table that is only
+  missing is made at each opening.)
 - No row of tokens is written: chunks without further columns are as they were.
 """
-
-from __future__ import annotations
 
 import sqlite3
 
@@ -16,14 +16,15 @@ from megatron_async.store.reader import read_rows
 from megatron_async.store.schema import DocumentRow, TrajectoryRow, sealed, write_rows
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a store of format 4 to today's. Raises DamagedStore."""
+def migrate(connection: sqlite3.Connection, found: int) -> None:
+    """Bring a store of format `found` to today's. Raises DamagedStore."""
     with connection:  # commits, or rolls back what an error has stopped
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute("ALTER TABLE chunks ADD COLUMN columns TEXT")
-        for row in list(read_rows(connection, TrajectoryRow, "drop_reason = 'verifier'")):
-            write_rows(connection, TrajectoryRow, [sealed(row._replace(drop_reason="scorer"))])
-        for document in list(read_rows(connection, DocumentRow)):  # one has tallies by reason
-            content = document.content.replace('"verifier"', '"scorer"')
-            write_rows(connection, DocumentRow, [sealed(document._replace(content=content))])
+        if found == 4:
+            connection.execute("ALTER TABLE chunks ADD COLUMN columns TEXT")
+            for row in list(read_rows(connection, TrajectoryRow, "drop_reason = 'verifier'")):
+                write_rows(connection, TrajectoryRow, [sealed(row._replace(drop_reason="scorer"))])
+            for document in list(read_rows(connection, DocumentRow)):  # one has tallies by reason
+                content = document.content.replace('"verifier"', '"scorer"')
+                write_rows(connection, DocumentRow, [sealed(document._replace(content=content))])
         connection.execute(f"PRAGMA user_version={schema.FORMAT}")

@@ -15,8 +15,6 @@ Invariants
   its own end (`writer`), however long its last write takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -28,10 +26,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_async.disk import CannotWrite, reason
 from megatron_async.errors import UserError
-from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks
-from megatron_async.file_system import existing, file_system_of
+from megatron_async.files.disk import CannotWrite, reason
+from megatron_async.files.lock import FileLock, Holder, LockHeld, NoLocks
+from megatron_async.files.mounts import existing, file_system_of
 from megatron_async.run_directory import write_atomically
 from megatron_async.store import schema as schema
 

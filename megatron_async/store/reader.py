@@ -9,22 +9,20 @@ Invariants
   counts more chunks than that, it was damaged and is marked so (`complete` is false).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
+from megatron_async.store.documents import Counters, Exported, read_rows
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import place_of_reader
 from megatron_async.store.schema import (
@@ -32,11 +30,10 @@ from megatron_async.store.schema import (
     CheckpointRow,
     ChunkRow,
     DamagedStore,
-    DocumentRow,
     GroupRow,
     ProgressRow,
-    R,
     TrajectoryRow,
+    TurnRow,
 )
 from megatron_async.trajectory.columns import token_bytes, unpacked
 from megatron_async.trajectory.types import (
@@ -47,66 +44,10 @@ from megatron_async.trajectory.types import (
     Segment,
     Trajectory,
     TrajectoryState,
+    Turn,
 )
 
-
-class Document:
-    """A row of table `document`: a dataclass as JSON."""
-
-    ID: ClassVar[int]
-
-    def to_row(self) -> DocumentRow:
-        """Return the row to store."""
-        return DocumentRow(self.ID, json.dumps(asdict(self)))  # type: ignore[call-overload]
-
-    @classmethod
-    def read(cls, connection: sqlite3.Connection) -> Self | None:
-        """Inverse of `to_row`. Raises DamagedStore or sqlite3.DatabaseError."""
-        for row in read_rows(connection, DocumentRow, "id = ?", cls.ID):
-            return TypeAdapter(cls).validate_json(row.content)
-        return None
-
-
-@dataclass
-class Counters(Document):
-    """Counts that outlive rows; written by the event loop's side.
-
-    `lines` repeats the table of that name. `prompts` is how far the prompt source has been read; it
-    is smaller than `next_group` where groups were lost, whose prompts are read again.
-    """
-
-    ID = 1
-    next_group: int = 0
-    next_trajectory: int = 0
-    prompts: int = 0
-    lost_trajectories: int = 0
-    lines: list[Lineage] = field(default_factory=list)
-
-
-@dataclass
-class Exported(Document):
-    """Tallies of what compaction removed; written together with the removal.
-
-    `bytes` is the length of the export file then, `groups` are closed intervals of group ids, `at`
-    are the checkpoints that could be restored then.
-    """
-
-    ID = 2
-    bytes: int = 0
-    batched: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    groups: list[tuple[int, int]] = field(default_factory=list)
-    at: list[PolicyVersion] = field(default_factory=list)
-
-    def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
-        """The intervals with these groups added."""
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted([*self.groups, *((g, g) for g in group_ids)]):
-            if merged and low <= merged[-1][1] + 1:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        return merged
+P = TypeVar("P", ChunkRow, TurnRow)
 
 
 @dataclass
@@ -135,15 +76,6 @@ def consumed_by(batches: Iterable[BatchRow], place: Consumption) -> dict[int, Ba
         if place.holds(batch.lineage, batch.step)
         for trajectory_id in batch.ids()
     }
-
-
-def read_rows(
-    connection: sqlite3.Connection, kind: type[R], where: str = "true", *parameters: int
-) -> Iterator[R]:
-    """Rows of a table by key, checked. Raises DamagedStore or sqlite3.DatabaseError."""
-    query = f"SELECT * FROM {schema.TABLES[kind]} WHERE {where} ORDER BY {kind._fields[0]}"
-    for values in connection.execute(query, parameters):
-        yield schema.opened(kind, values)
 
 
 @contextmanager
@@ -189,6 +121,11 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
     return content
 
 
+def newest_turn(connection: sqlite3.Connection) -> int:
+    """The largest key of a turn; 0 where there is none."""
+    return int(connection.execute("SELECT ifnull(max(turn_id), 0) FROM turns").fetchone()[0])
+
+
 def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     """Read a group's row. Raises DamagedStore when it is not there."""
     for row in read_rows(connection, GroupRow, "group_id = ?", group_id):
@@ -196,51 +133,90 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     raise DamagedStore(f"group {group_id} is missing")
 
 
-def read_chunks(
-    connection: sqlite3.Connection, trajectory_ids: Sequence[int]
-) -> dict[int, list[ChunkRow]]:
-    """Every chunk of these trajectories, of all attempts, checked. Raises DamagedStore."""
-    query = (
-        f"SELECT {schema.columns(ChunkRow)} FROM json_each(?) JOIN chunks ON trajectory_id = value"
+@dataclass
+class Parts:
+    """Chunks and turns of trajectories, of all attempts."""
+
+    chunks: dict[int, list[ChunkRow]]
+    turns: dict[int, list[TurnRow]]
+
+
+def read_parts(connection: sqlite3.Connection, trajectory_ids: Sequence[int]) -> Parts:
+    """Every chunk and turn of these trajectories, checked. Raises DamagedStore."""
+    return Parts(
+        _of_trajectories(connection, ChunkRow, trajectory_ids),
+        _of_trajectories(connection, TurnRow, trajectory_ids),
     )
-    found: dict[int, list[ChunkRow]] = {}
+
+
+def _of_trajectories(
+    connection: sqlite3.Connection, kind: type[P], trajectory_ids: Sequence[int]
+) -> dict[int, list[P]]:
+    query = (
+        f"SELECT {schema.columns(kind)} FROM (SELECT value AS asked FROM json_each(?)) "
+        f"JOIN {schema.TABLES[kind]} ON trajectory_id = asked"
+    )
+    found: dict[int, list[P]] = {}
     for values in connection.execute(query, (json.dumps(list(trajectory_ids)),)):
-        chunk = schema.opened(ChunkRow, values)
-        found.setdefault(chunk.trajectory_id, []).append(chunk)
+        row = schema.opened(kind, values)
+        found.setdefault(row.trajectory_id, []).append(row)
     return found
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A trajectory's tokens as they were found, and the chunks that they are from, in order."""
+    """A trajectory's tokens and turns as they were found, and the chunks they are from, in order.
+
+    `turn_keys`: those of the turns' rows.
+    """
 
     segments: tuple[Segment, ...]
     chunks: tuple[ChunkRow, ...]
     complete: bool
+    turns: tuple[Turn, ...] = ()
+    turn_keys: tuple[int, ...] = ()
 
 
-def assemble(row: TrajectoryRow, chunks: Iterable[ChunkRow]) -> Tokens:
-    """Segments from the unbroken chunks of the row's attempt."""
+def assemble(row: TrajectoryRow, parts: Parts) -> Tokens:
+    """Segments from the unbroken chunks of the row's attempt, and its turns."""
+    chunks = parts.chunks.get(row.trajectory_id, ())
     mine = sorted(
         (chunk for chunk in chunks if chunk.attempt == row.attempt), key=lambda chunk: chunk.seq
     )
     unbroken = [chunk for i, chunk in enumerate(mine) if chunk.seq == i]
     complete = len(unbroken) == len(mine) and len(unbroken) >= row.chunks
     segments = []
-    for _, parts in itertools.groupby(unbroken, key=lambda chunk: chunk.segment):
-        together = list(parts)
+    for _, of_segment in itertools.groupby(unbroken, key=lambda chunk: chunk.segment):
+        together = list(of_segment)
         first = together[0]
         blobs = [chunk.data for chunk in together]
         token_ids, logprobs, *more = unpacked(blobs, first.columns)
         version = PolicyVersion(first.lineage, first.number)
         written = (version, first.engine_id, bool(first.environment))
         segments.append(Segment(token_ids, logprobs, *written, tuple(more)))
-    return Tokens(tuple(segments), tuple(unbroken), complete)
+    rows = [t for t in parts.turns.get(row.trajectory_id, ()) if t.attempt == row.attempt]
+    rows.sort(key=lambda turn: turn.number)
+    keys = tuple(turn.turn_id for turn in rows)
+    return Tokens(tuple(segments), tuple(unbroken), complete, tuple(map(turn_of, rows)), keys)
+
+
+def turn_of(row: TurnRow) -> Turn:
+    """The public form."""
+    return Turn(
+        row.number,
+        row.parent,
+        row.segment,
+        json.loads(row.messages),
+        None if row.end is None else FinishReason(row.end),
+        row.reward,
+        None if row.answer is None else json.loads(row.answer),
+        row.state,
+    )
 
 
 def read_tokens(connection: sqlite3.Connection, row: TrajectoryRow) -> Tokens:
-    """Read a trajectory's tokens. Raises DamagedStore."""
-    return assemble(row, read_chunks(connection, [row.trajectory_id]).get(row.trajectory_id, ()))
+    """Read a trajectory's tokens and turns. Raises DamagedStore."""
+    return assemble(row, read_parts(connection, [row.trajectory_id]))
 
 
 def prompt_of(row: GroupRow) -> Prompt:
@@ -250,7 +226,11 @@ def prompt_of(row: GroupRow) -> Prompt:
 
 
 def trajectory_of(
-    row: TrajectoryRow, prompt: Prompt, segments: tuple[Segment, ...], batched_step: int | None
+    row: TrajectoryRow,
+    prompt: Prompt,
+    segments: tuple[Segment, ...],
+    turns: tuple[Turn, ...],
+    batched_step: int | None,
 ) -> Trajectory:
     """The public form; a trajectory consumed on the lineage that is looked at is `batched`."""
     batched = batched_step is not None
@@ -265,6 +245,7 @@ def trajectory_of(
         reward_detail=json.loads(row.reward_detail),
         batched_step=batched_step,
         drop_reason=None if batched or row.drop_reason is None else DropReason(row.drop_reason),
+        turns=turns,
     )
 
 
@@ -285,7 +266,7 @@ class TrajectorySummary:
     @classmethod
     def of(
         cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...]
-    ) -> TrajectorySummary:
+    ) -> "TrajectorySummary":
         """The summary of a trajectory whose response has `tokens` by `versions`."""
         return cls(
             t.trajectory_id,
@@ -311,9 +292,8 @@ class StoreReader:
             self._connection = schema.connect(
                 found.file, read_only=True, immutable=found.is_replica
             )
-            if schema.checked_format(self._connection, found.file) == schema.OLDEST_FORMAT:
-                view = "TEMP VIEW chunks AS SELECT *, NULL AS columns FROM main.chunks"
-                self._connection.execute(f"CREATE {view}")  # the file stays as it is
+            stored = schema.checked_format(self._connection, found.file)
+            schema.show_as_today(self._connection, stored)
 
     def close(self) -> None:
         """Release the file."""
@@ -351,7 +331,7 @@ class StoreReader:
         listed = []
         for row in content.trajectories.values():
             tokens, versions = sizes.get((row.trajectory_id, row.attempt), (0, ()))
-            public = trajectory_of(row, _NO_PROMPT, (), batched_step=batched.get(row.trajectory_id))
+            public = trajectory_of(row, _NO_PROMPT, (), (), batched.get(row.trajectory_id))
             if state is not None and public.state is not state:
                 continue
             listed.append(TrajectorySummary.of(public, tokens, versions))
@@ -369,7 +349,8 @@ class StoreReader:
         with self._naming_damage():
             tokens = read_tokens(self._connection, row)
         batched = self._batched_steps(content).get(trajectory_id)
-        return trajectory_of(row, prompt_of(content.groups[row.group_id]), tokens.segments, batched)
+        prompt = prompt_of(content.groups[row.group_id])
+        return trajectory_of(row, prompt, tokens.segments, tokens.turns, batched)
 
     def _why_missing(self, trajectory_id: int, content: StoreContent) -> str:
         if not 0 <= trajectory_id < content.counters.next_trajectory:

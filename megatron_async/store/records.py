@@ -1,4 +1,4 @@
-"""In-memory record of each trajectory: its state, and its tokens while it is live.
+"""Record, in memory, of each trajectory: its state, and its tokens while it is live.
 
 Invariants
 - State changes only along the arrows of `ALLOWED` (docs/semantics.md section 2). `batched` is not
@@ -7,16 +7,18 @@ Invariants
   segments. The segments of a live record hold all tokens, handed over or not.
 - A segment ends when its author or its columns change and when its request ends (the trajectory
   becomes partial).
-- `request` is the one that may append, and None in every state but `running`.
+- `request` is the one that may append, or the call of the environment that may add a turn. It is
+  None in every state but `running`, and those in which the environment is asked.
+- The turns of a live record are all there, in the order of their numbers. Only the newest one can
+  be without an end, and only it has a snapshot of the environment.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatron_async.store.schema import ChunkRow, TrajectoryRow
+from megatron_async.store.schema import ChunkRow, TrajectoryRow, TurnRow
 from megatron_async.trajectory.columns import Arrays, Types, blob, joined, text
 from megatron_async.trajectory.types import (
     PolicyVersion,
@@ -24,19 +26,22 @@ from megatron_async.trajectory.types import (
     RequestKey,
     Segment,
     TrajectoryState,
+    Turn,
 )
 
 _S = TrajectoryState
 ALLOWED: dict[TrajectoryState, frozenset[TrajectoryState]] = {
-    _S.PENDING: frozenset({_S.RUNNING, _S.DROPPED, _S.PENDING}),
-    _S.RUNNING: frozenset({_S.PARTIAL, _S.FINISHED, _S.DROPPED, _S.PENDING}),
-    _S.PARTIAL: frozenset({_S.RUNNING, _S.FINISHED, _S.DROPPED, _S.PENDING}),
+    _S.PENDING: frozenset({_S.RUNNING, _S.WAITING, _S.DROPPED, _S.PENDING}),
+    _S.RUNNING: frozenset({_S.PARTIAL, _S.WAITING, _S.FINISHED, _S.DROPPED, _S.PENDING}),
+    _S.PARTIAL: frozenset({_S.RUNNING, _S.WAITING, _S.FINISHED, _S.DROPPED, _S.PENDING}),
+    _S.WAITING: frozenset({_S.RUNNING, _S.WAITING, _S.FINISHED, _S.DROPPED, _S.PENDING}),
     _S.FINISHED: frozenset({_S.SCORED, _S.DROPPED, _S.PENDING}),
     _S.SCORED: frozenset({_S.DROPPED, _S.PENDING}),
     _S.DROPPED: frozenset(),
 }
 
 
+Messages = Sequence[Mapping[str, Any]]
 _UNFINISHED = {"finish_reason": None, "reward": None, "reward_detail": "{}"}
 
 
@@ -79,9 +84,17 @@ class GroupRecord:
 class TrajectoryRecord:
     """A trajectory in memory; mutable, owned by the store."""
 
-    def __init__(self, row: TrajectoryRow, segments: tuple[Segment, ...] | None) -> None:
-        """`segments=None`: the tokens are not in memory."""
+    def __init__(
+        self,
+        row: TrajectoryRow,
+        segments: tuple[Segment, ...] | None,
+        turns: tuple[Turn, ...] = (),
+        turn_keys: tuple[int, ...] = (),
+    ) -> None:
+        """`segments=None`: the tokens are not in memory. `turn_keys`: those of the turns' rows."""
         self.row = row
+        self.turns = list(turns)
+        self._turn_keys = list(turn_keys)
         self.batched_step: int | None = None
         self.request: RequestKey | None = None
         self.in_flight = 0  # transaction of the newest chunk
@@ -140,11 +153,18 @@ class TrajectoryRecord:
         self.author = author
 
     def response_end(self) -> tuple[int, int | None]:
-        """Length of the response in memory, and its last token if the policy made it."""
-        length = sum([segment.length for segment in self._segments])
-        if not length or self._segments[-1].author.from_environment:
+        """Length of the response in memory, and its last token if the policy made it.
+
+        Of an episode: that of the newest turn's answer.
+        """
+        segments = self._segments
+        if self.turns:
+            of_turn = segments[self.turns[-1].segment :]
+            segments = [s for s in of_turn if not s.author.from_environment]
+        length = sum([segment.length for segment in segments])
+        if not length or segments[-1].author.from_environment:
             return length, None
-        return length, int(self._segments[-1].parts[-1][0][-1])
+        return length, int(segments[-1].parts[-1][0][-1])
 
     def add(self, arrays: Arrays) -> None:
         """More tokens of the newest segment."""
@@ -175,12 +195,42 @@ class TrajectoryRecord:
         self.buffered = 0
         return chunk
 
+    def add_turn(
+        self, key: int, parent: int | None, messages: Messages, state: bytes | None
+    ) -> None:
+        """A turn begins with what is added next."""
+        self._turn_keys.append(key)
+        self.turns.append(Turn(len(self.turns), parent, len(self._segments), messages, state=state))
+
+    def change_turn(self, **changes: Any) -> None:
+        """Change the newest turn."""
+        self.turns[-1] = replace(self.turns[-1], **changes)
+
+    def turn_row(self) -> TurnRow:
+        """The newest turn as it is stored."""
+        turn = self.turns[-1]
+        return TurnRow(
+            self._turn_keys[-1],
+            self.row.trajectory_id,
+            self.row.attempt,
+            turn.number,
+            turn.parent,
+            turn.segment,
+            None if turn.end is None else turn.end.value,
+            turn.reward,
+            json.dumps(turn.messages),
+            None if turn.answer is None else json.dumps(turn.answer),
+            turn.state,
+        )
+
     def forget_tokens(self) -> None:
-        """Tokens are only on disk from now on."""
+        """Tokens and turns are only on disk from now on."""
         self.in_memory, self.author = False, None
         self._segments.clear()
         self._buffer.clear()
         self.buffered = 0
+        self.turns.clear()
+        self._turn_keys.clear()
 
     def interrupt(self) -> None:
         """Make it partial, whatever it was: its process died, or its last tokens were lost."""

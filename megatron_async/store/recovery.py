@@ -5,8 +5,8 @@ Invariants
   keeps its bytes under its name with `.damaged-N`, and so does its log.
 - The replica takes the place of a database that is damaged, gone or on a node that cannot be
   reached. What it does not hold is lost, and is named; rollouts can be generated again.
-- At most once comes before nothing lost: when transactions are missing that the run has seen
-  (`position`), every group that is not known to be consumed is set aside, never trained again.
+- Losing data is preferred to training it twice: when transactions are missing that the run has
+  seen (`position`), every group that is not known to be consumed is set aside, never trained again.
 - Ids of lost groups are not given out again.
 - A copy is one moment of its source, whatever is written meanwhile; it has its name only when it is
   complete and on disk.
@@ -15,8 +15,6 @@ Invariants
 - One copy at a time, on a thread and a connection of its own: commits do not wait for it. A copy
   that is still being written keeps the store locked.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -31,14 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import ComponentFailure
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import force_to_disk, replace_durably
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
+from megatron_async.store.documents import Counters
 from megatron_async.store.lineage import Lineage
 from megatron_async.store.migration import migrate
 from megatron_async.store.place import Record, StorePlace, leave, read_record
-from megatron_async.store.reader import Counters, read_position, read_rows
+from megatron_async.store.reader import read_position, read_rows
 from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
 
@@ -76,8 +75,8 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
-        if found == schema.OLDEST_FORMAT:
-            migrate(connection)
+        if 0 < found < schema.FORMAT:
+            migrate(connection, found)
         schema.create_tables(connection)
         yield connection
 

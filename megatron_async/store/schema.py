@@ -8,11 +8,9 @@ Invariants
 - The columns of a table are the fields of its rows' class, the key first, bytes last: to rename a
   field or to change its place is another format.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
-- A file of format 4 is migrated by who writes it, and read as it is by who does not; one of any
-  other format is refused, and nothing in it changes.
+- A file of format 4 or 5 is migrated by who writes it, and read as it is by who does not; one of
+  any other format is refused, and nothing in it changes.
 """
-
-from __future__ import annotations
 
 import sqlite3
 import zlib
@@ -23,11 +21,11 @@ from typing import NamedTuple, TypeVar, get_args, get_type_hints
 import numpy as np
 
 from megatron_async.errors import UserError
-from megatron_async.file_system import file_system_of
+from megatron_async.files.mounts import file_system_of
 from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import TrajectoryState
 
-FORMAT = 5
+FORMAT = 6
 OLDEST_FORMAT = 4  # see `migration`
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
@@ -149,6 +147,22 @@ class ChunkRow(NamedTuple):
     data: bytes
 
 
+class TurnRow(NamedTuple):
+    """A turn of an episode (`trajectory.types.Turn`); `messages` and `answer` are JSON."""
+
+    turn_id: int
+    trajectory_id: int
+    attempt: int
+    number: int
+    parent: int | None
+    segment: int
+    end: str | None
+    reward: float
+    messages: str
+    answer: str | None
+    state: bytes | None
+
+
 Kind = type[NamedTuple]
 TABLES: dict[Kind, str] = {
     ProgressRow: "progress",
@@ -159,7 +173,10 @@ TABLES: dict[Kind, str] = {
     GroupRow: "groups",
     TrajectoryRow: "trajectories",
     ChunkRow: "chunks",
+    TurnRow: "turns",
 }
+PARTS: dict[Kind, str] = {ChunkRow: "chunk_id", TurnRow: "turn_id"}
+"""Rows that are parts of a trajectory, with their key; each is of one attempt."""
 _TYPES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 
 
@@ -277,7 +294,9 @@ def create_tables(connection: sqlite3.Connection) -> None:
         connection.execute(
             f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(definitions)}, crc INTEGER)"
         )
-    connection.execute("CREATE INDEX IF NOT EXISTS chunks_of ON chunks (trajectory_id, attempt)")
+    for part in PARTS:
+        name, place = f"{TABLES[part]}_of", f"{TABLES[part]} (trajectory_id, attempt)"
+        connection.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {place}")
     connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version={FORMAT}")
     connection.execute("COMMIT")
@@ -293,6 +312,18 @@ def checked_format(connection: sqlite3.Connection, path: Path) -> int:
     if tables and not OLDEST_FORMAT <= version <= FORMAT:
         raise UserError(
             f"trajectory store {path} has format {version}, and this version of megatron_async "
-            f"reads {OLDEST_FORMAT} and {FORMAT}; go on with the run by the version that wrote it"
+            f"reads {OLDEST_FORMAT} to {FORMAT}; go on with the run by the version that wrote it"
         )
     return version
+
+
+def show_as_today(connection: sqlite3.Connection, found: int) -> None:
+    """Let who only reads find what a file of format `found` lacks; the file stays as it is."""
+    views = []
+    if found < 5:
+        views.append("chunks AS SELECT *, NULL AS columns FROM main.chunks")
+    if found < 6:
+        nothing = ", ".join(f"NULL AS {name}" for name in (*TurnRow._fields, "crc"))
+        views.append(f"turns AS SELECT {nothing} WHERE false")
+    for view in views:
+        connection.execute(f"CREATE TEMP VIEW {view}")

@@ -8,8 +8,6 @@ Invariants
   behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """
 
-from __future__ import annotations
-
 import itertools
 import sqlite3
 from collections import Counter
@@ -18,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megatron_async.disk import replace_durably
 from megatron_async.errors import UserError
+from megatron_async.files.disk import replace_durably
 from megatron_async.store import reader as reader
 from megatron_async.store import recovery as recovery
+from megatron_async.store.documents import Counters, Exported
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Counters, Exported, StoreContent
+from megatron_async.store.reader import StoreContent
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
 from megatron_async.store.schema import BatchRow, DamagedStore
@@ -47,6 +46,7 @@ class StoreState:
     position: int
     batches: dict[int, BatchRow]
     batch_keys: Iterator[int]
+    turn_keys: Iterator[int]
     checkpoints: list[PolicyVersion]
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
@@ -80,6 +80,18 @@ class StoreState:
             for group in self.groups.values()
             if any(self.records[i].live for i in group.trajectory_ids)
         ]
+
+    def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
+        """Members that a batch takes: those not dropped, all scored and in no batch; else
+        ValueError."""
+        members = [self.records[i] for i in group.trajectory_ids]
+        for r in members:
+            if (r.live and r.state is not TrajectoryState.SCORED) or r.batched_step is not None:
+                raise ValueError(
+                    f"group {group.group_id} cannot be batched: trajectory "
+                    f"{r.row.trajectory_id} is {r.shown_state}"
+                )
+        return [r for r in members if r.live]
 
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""
@@ -123,7 +135,7 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.put(record.row)
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has the chunks
+        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has their parts
         writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
 
@@ -205,6 +217,7 @@ def _read_state(
             position=content.position,
             batches={batch.id: batch for batch in content.batches},
             batch_keys=itertools.count(max((b.id for b in content.batches), default=0) + 1),
+            turn_keys=itertools.count(reader.newest_turn(connection) + 1),
             checkpoints=content.checkpoints,
         )
         _begin_line(state, path, step, parent, behind=state.position < needed)
@@ -284,7 +297,7 @@ def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connecti
         for row in content.trajectories.values()
         if row.trajectory_id not in batched and row.drop_reason is None
     ]
-    chunks = reader.read_chunks(connection, live)
+    parts = reader.read_parts(connection, live)
     for row in content.groups.values():
         group = GroupRecord(row.group_id, reader.prompt_of(row), row.trajectory_ids)
         state.groups[row.group_id] = group
@@ -295,9 +308,9 @@ def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connecti
             record = TrajectoryRecord(stored, None)
             record.batched_step = step
         else:
-            tokens = reader.assemble(stored, chunks.get(trajectory_id, ()))
+            tokens = reader.assemble(stored, parts)
             row_found = stored._replace(chunks=len(tokens.chunks))
-            record = TrajectoryRecord(row_found, tokens.segments)
+            record = TrajectoryRecord(row_found, tokens.segments, tokens.turns, tokens.turn_keys)
             if not tokens.complete:
                 raise DamagedStore(f"tokens of trajectory {trajectory_id} are missing")
             if record.state is TrajectoryState.RUNNING:

@@ -16,8 +16,6 @@ Invariants
   so that a stream that outlives its request cannot add to what its successor writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -27,6 +25,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import reason
 from megatron_async.errors import UserError
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import reason
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
+from megatron_async.store.buffers import ChunkBuffers
 from megatron_async.store.compaction import Compactor
+from megatron_async.store.episodes import EpisodeWriter
 from megatron_async.store.export import cut_uncommitted
 from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
 from megatron_async.store.reader import read_tokens, trajectory_of
@@ -59,6 +60,7 @@ from megatron_async.trajectory.types import (
     Segment,
     Trajectory,
     TrajectoryState,
+    Turn,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class TrajectoryStore:
         step: int = 0,
         parent: int | None = None,
         position: int | None = None,
-    ) -> TrajectoryStore:
+    ) -> "TrajectoryStore":
         """Begin lineage `lineage` at policy number `step`, or go on with it if it is the newest.
 
         `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a
@@ -115,13 +117,14 @@ class TrajectoryStore:
         self._branch_points = state.tree.branch_points(state.lineage)
         self._counts = state.counts()  # kept: a person's status is asked for again and again
         self._serials = itertools.count(1)
-        self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
-        self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(place.file, state.position, lock)
+        self._buffers = ChunkBuffers(self._writer, settings.chunk_seconds)
         self._loss_reported = False
         self._compactor = Compactor(place, state, self._writer, settings)
         self._replicator = Replicator(place, self._writer, state.lineage)
+        flush = partial(self._buffers.flush, with_row=True)
+        self.episodes = EpisodeWriter(state, self._writer, self._serials, self._move, flush)
         first_writes(state, self._writer)
 
     @property
@@ -146,8 +149,7 @@ class TrajectoryStore:
         the run directory has, which is removed. Raises ComponentFailure when the thread does not
         end in time; the file stays locked then.
         """
-        if self._timer is not None:
-            self._timer.cancel()
+        self._buffers.close()
         last = self._replicator.last if leave and self._place.away else self._replicator.finish
         async with AsyncExitStack() as ending:  # from the last, each whatever became of the others
             ending.callback(self._replicator.leave)
@@ -200,7 +202,7 @@ class TrajectoryStore:
 
     def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
         self._move(record, state)
-        self._flush(record, with_row=True)
+        self._buffers.flush(record, with_row=True)
         record.author = None
 
     def append(
@@ -235,17 +237,17 @@ class TrajectoryStore:
         now = time.monotonic()
         types = tuple([column.dtype for column in columns]) if columns else ()
         if record.author != (version, engine_id, from_environment, types):
-            self._flush(record)
+            self._buffers.flush(record)
             author = PolicyVersion(int(version[0]), int(version[1]))
             record.begin_segment(Author(author, engine_id, from_environment, types))
         if not record.buffered:
-            self._due[trajectory_id] = now
+            self._buffers.begin(record, now)
         record.add(arrays)
         if end is not None:
             self.end(trajectory_id, end)
         elif record.buffered >= self._settings.chunk_tokens:
-            self._flush(record)
-        self._flush_due(now)
+            self._buffers.flush(record)
+        self._buffers.flush_due(now)
 
     async def written(self, trajectory_id: int) -> None:
         """Wait until every full chunk of it is committed; usually there is none to wait for.
@@ -258,14 +260,16 @@ class TrajectoryStore:
 
     def flush(self) -> None:
         """Hand all that is buffered to the writer."""
-        for waiting in list(self._due):
-            self._flush(self._state.records[waiting])
+        self._buffers.flush_all()
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Finish it: its last token has been appended. Its end is committed when `sync` returns."""
+        """Finish it, or an episode's turn, after its last token. Committed when `sync` returns."""
         record = self._record(trajectory_id)
+        if record.turns:
+            self.episodes.end_turn(record, reason)
+            return
         self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
-        self._flush(record, with_row=True)
+        self._buffers.flush(record, with_row=True)
 
     async def set_reward(
         self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
@@ -288,18 +292,17 @@ class TrajectoryStore:
         record = self._record(trajectory_id)
         with self._counted(record):
             record.restart()
-        self._due.pop(trajectory_id, None)
+        self._buffers.forget(record)
         self._writer.put(record.row)
-        self._writer.execute(
-            "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
-            (trajectory_id, record.row.attempt),
-        )
+        for kind in schema.PARTS:
+            earlier = f"{schema.TABLES[kind]} WHERE trajectory_id = ? AND attempt < ?"
+            self._writer.execute(f"DELETE FROM {earlier}", (trajectory_id, record.row.attempt))
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
         """Take it out of the run, for good and on every lineage."""
         record = self._record(trajectory_id)
         self._move(record, TrajectoryState.DROPPED, drop_reason=reason.value)
-        self._flush(record)
+        self._buffers.flush(record)
         record.forget_tokens()
         self._writer.put(record.row)
 
@@ -314,17 +317,8 @@ class TrajectoryStore:
         found = self._state.batch_at(step)
         if found is not None and found.drop_reason is None:
             raise ValueError(f"step {step} of lineage {self.lineage} has a batch already")
-        members: list[TrajectoryRecord] = []
-        for group_id in group_ids:
-            of_group = [self._state.records[i] for i in self._group(group_id).trajectory_ids]
-            wrong = [r for r in of_group if r.live and r.state is not TrajectoryState.SCORED]
-            wrong += [r for r in of_group if r.batched_step is not None]
-            if wrong:
-                raise ValueError(
-                    f"group {group_id} cannot be batched: trajectory "
-                    f"{wrong[0].row.trajectory_id} is {wrong[0].shown_state}"
-                )
-            members += [r for r in of_group if r.live]
+        groups = map(self._group, group_ids)
+        members = [record for group in groups for record in self._state.batch_members(group)]
         ids = pack_ids(record.row.trajectory_id for record in members)
         key = next(self._state.batch_keys) if found is None else found.id
         self._set_batch(BatchRow(key, self.lineage, step, None, ids))
@@ -334,7 +328,7 @@ class TrajectoryStore:
             record.forget_tokens()
 
     def drop_batch(self, step: int, reason: DropReason) -> int:
-        """The trainer could not use the batch of `step`: its trajectories, so many, are dropped."""
+        """Drop the batch of `step`, which the trainer could not use; return how many it had."""
         batch = self._state.batch_at(step)
         if batch is None:
             raise LookupError(f"step {step} of lineage {self.lineage} has no batch")
@@ -389,12 +383,14 @@ class TrajectoryStore:
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
         """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
         record = self._record(trajectory_id)
-        segments = record.segments() if record.in_memory else self._tokens_on_disk(record)
         prompt = self._group(record.row.group_id).prompt
-        return trajectory_of(record.row, prompt, segments, record.batched_step)
+        segments, turns = record.segments(), tuple(record.turns)
+        if not record.in_memory:
+            segments, turns = self._on_disk(record)
+        return trajectory_of(record.row, prompt, segments, turns, record.batched_step)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
-        """Length of a live trajectory's response, and its last token if the policy made it."""
+        """See `TrajectoryRecord.response_end`."""
         return self._record(trajectory_id).response_end()
 
     def load_group(self, group_id: int) -> Group:
@@ -463,36 +459,10 @@ class TrajectoryStore:
         self._state.batches[batch.id] = batch
         self._writer.put(batch)
 
-    def _flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
-        """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
-        self._due.pop(record.row.trajectory_id, None)
-        chunk = record.take_chunk()
-        if chunk is not None:
-            record.in_flight = self._writer.add_chunk(chunk, record.row if with_row else None)
-        elif with_row:
-            self._writer.put(record.row)
-
-    def _flush_due(self, now: float) -> None:
-        """Write what has waited for `chunk_seconds`, and come back for what is waiting still."""
-        while self._due:
-            trajectory_id, since = next(iter(self._due.items()))
-            if now - since < self._settings.chunk_seconds:
-                break
-            self._flush(self._state.records[trajectory_id])
-        if self._due and self._timer is None:
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                return  # without a loop, the next append looks again
-            self._timer = loop.call_later(self._settings.chunk_seconds, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._flush_due(time.monotonic())
-
-    def _tokens_on_disk(self, record: TrajectoryRecord) -> tuple[Segment, ...]:
+    def _on_disk(self, record: TrajectoryRecord) -> tuple[tuple[Segment, ...], tuple[Turn, ...]]:
         if not self._writer.is_committed(record.in_flight):
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
             self._reading = schema.connect(self._place.file, read_only=True)
-        return read_tokens(self._reading, record.row).segments
+        found = read_tokens(self._reading, record.row)
+        return found.segments, found.turns

@@ -11,8 +11,6 @@ Invariants
   fsync that hangs, nobody else writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import threading
@@ -23,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.disk import leads_to, reason
 from megatron_async.errors import ComponentFailure
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import leads_to, reason
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 
@@ -93,6 +91,12 @@ class StoreWriter:
             yield self._pending
             self._changed.notify()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all that is handed over inside one transaction; a chunk goes first."""
+        with self._gathering():
+            yield
+
     def add_chunk(self, chunk: ChunkRow, trajectory: TrajectoryRow | None = None) -> int:
         """Append a chunk; returns the number of the transaction that it will be in.
 
@@ -100,7 +104,7 @@ class StoreWriter:
         """
         row = schema.sealed(chunk)
         with self._gathering():
-            self._wait_for_room()
+            self._wait_for_room()  # which lets go of what is gathered: nothing may be before it
             self._pending.chunks.append(row)
             self._pending.size += len(chunk.data)
             if trajectory is not None:

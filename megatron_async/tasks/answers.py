@@ -1,7 +1,5 @@
 """Finding the final answer in a response."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

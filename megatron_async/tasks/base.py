@@ -9,13 +9,10 @@ Invariants
   made by `row_payload`: whatever the source, a scorer finds question, answer and metadata there.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +22,6 @@ from megatron_async.config.evaluation import HELDOUT
 from megatron_async.trajectory.types import IntArray, Prompt
 
 BoolArray = npt.NDArray[np.bool_]
-
-SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "verifier_error": "scorer_errors",
-        "verifier_timeout": "scorer_timeouts",
-        "verifier_crash": "scorer_crashes",
-        "verifier_unavailable": "scorer_unavailable",
-    }
-)
-"""How a score can fail: the part of it that counts that, the metric that adds it up."""
-SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
-"""The same, and what a scorer does wrong although the score has come."""
-
-COST: Final = "cost"
-"""The part of a score that is money: added up in the metrics."""
 
 _HASH_RANGE = 1 << 64
 
@@ -116,10 +98,6 @@ class ResponseScore:
     failures: tuple[str, ...] = ()
 
 
-# A reward, None when the scorer failed and that is not a 0, and its named parts.
-Score = tuple[float | None, dict[str, float]]
-
-
 class Task(Protocol):
     """Prompts and worked answers of one task, tokenized for one model."""
 
@@ -134,8 +112,8 @@ class Task(Protocol):
         """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """The numbers of training problems (None: no end) and of held-out ones, at most so many
-        of the latter."""
+        """The numbers of training problems (None: no end) and of held-out ones, of which at most
+        `heldout` count."""
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt or a response, special tokens removed."""
@@ -179,7 +157,7 @@ class ProblemSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores responses. May raise or hang: it runs in a process of its own (`verifier.py`)."""
+    """Scores responses. May raise or hang: it runs in a process of its own (`scoring`)."""
 
     def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
         """The score of a response's text, special tokens already removed."""

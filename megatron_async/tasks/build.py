@@ -42,6 +42,10 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
         from megatron_async.tasks.files import FileProblems
 
         return FileProblems(config, elsewhere)
+    if config.kind == "seeds":
+        from megatron_async.tasks.seeds import SeedProblems
+
+        return SeedProblems(config)
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
     return ReasoningGymProblems(config)

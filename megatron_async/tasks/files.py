@@ -196,7 +196,7 @@ class FileProblems:
         return self._epochs[number].at(place)
 
     def counts(self, heldout: int) -> tuple[int, int]:
-        """Training problems, and those held out, at most so many."""
+        """Number of training problems, and of those held out, at most `heldout`."""
         return sum(len(epochs.kept) for epochs in self._epochs), min(len(self._heldout), heldout)
 
     def heldout(self, count: int) -> list[Problem]:

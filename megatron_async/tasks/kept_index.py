@@ -9,8 +9,6 @@ Invariants
 - Nothing rests on it alone: a row whose problem has another key is refused (`files.py`).
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A layout gives names to columns and, where a data set hides the answer in a solu
 find it. `Columns.problem` turns a row into a problem or refuses it, naming place and column.
 """
 
-from __future__ import annotations
-
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +50,7 @@ class Columns:
     template: str = "{question}"
 
     @classmethod
-    def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> Columns:
+    def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> "Columns":
         """The layout's, and what the settings call otherwise; `template`: the settings' own.
 
         Raises UserError for a template that cannot be read.

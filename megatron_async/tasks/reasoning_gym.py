@@ -1,11 +1,11 @@
-"""Problems and verifiers of reasoning-gym's procedural tasks.
+"""Problems and scorers of reasoning-gym's procedural tasks.
 
 Some tasks can write worked answers, supervised examples, for themselves.
 
 Invariants
 - Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
   chunk: reasoning-gym itself seeds item i with `seed + i`, so its nearby seeds share problems.
-- The payload names the problem (arguments' place in the mixture, chunk seed, offset); the verifier
+- The payload names the problem (arguments' place in the mixture, chunk seed, offset); the scorer
   makes it again and refuses to score when the answer that comes out is another one.
 - Scoring is reasoning-gym's own `score_answer`.
 - Every worked answer ends with `ANSWER_MARKER` and an answer that gets full score.
@@ -16,8 +16,6 @@ step out (and are long), terse ones note the running results, direct ones state 
 model that imitates them all answers many problems without working and gets them wrong; that it
 pays to work is for RL to find out.
 """
-
-from __future__ import annotations
 
 import itertools
 import random
@@ -99,7 +97,7 @@ _SFT_SEED_OFFSET: Final = "worked"
 _SEED_RANGE: Final = 1 << 31
 
 # Tasks of reasoning-gym 0.1.25 on which RL would learn nonsense.
-UNUSABLE: Final = {"game_of_life_halting": "its verifier gives full score to every answer"}
+UNUSABLE: Final = {"game_of_life_halting": "its scorer gives full score to every answer"}
 
 
 class ReasoningGymProblems:
@@ -200,7 +198,7 @@ class ReasoningGymProblems:
 
 
 class ReasoningGymScorer:
-    """reasoning-gym's verifier of one task."""
+    """reasoning-gym's scorer of one task."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
@@ -209,7 +207,7 @@ class ReasoningGymScorer:
     def score(self, payload: Mapping[str, Any], text: str) -> ResponseScore:
         """Score the answer that `text` ends in; without one, reward 0.
 
-        Raises ValueError when the problem cannot be made again, and whatever the verifier raises.
+        Raises ValueError when the problem cannot be made again, and whatever the scorer raises.
         """
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:

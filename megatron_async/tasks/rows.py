@@ -8,8 +8,6 @@ Invariants
 - A row is JSON: nothing but texts, finite numbers, booleans, null, lists and mappings.
 """
 
-from __future__ import annotations
-
 import codecs
 import datetime
 import decimal

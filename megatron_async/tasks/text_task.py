@@ -4,8 +4,6 @@ Chat messages become text by the tokenizer's template, with a mark on the tokens
 wrote.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +28,7 @@ from megatron_async.tasks.base import (
 from megatron_async.tasks.files import ProblemFile
 from megatron_async.tasks.layouts import Columns, chat_messages
 from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
+from megatron_async.tasks.seeds import seed_problem
 from megatron_async.trajectory.types import IntArray, Prompt
 
 
@@ -41,20 +40,25 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def conversation(
-        self, messages: Sequence[Message], stop_token_ids: Collection[int], where: str
+        self,
+        messages: Sequence[Message],
+        stop_token_ids: Collection[int],
+        where: str,
+        **arguments: Any,
     ) -> WorkedExample:
         """A conversation to learn from: all that the assistant wrote, each turn's end included.
 
+        `arguments`: the template's, beside the settings' (`tools`).
         Raises UserError where there is nothing of it, or where the template shows earlier turns
         otherwise once later ones follow (some drop an earlier turn's thoughts).
         """
-        text = self.text(messages, begin=False)
+        text = self.text(messages, begin=False, **arguments)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:number], begin=True)
-            upto = self.text(messages[: number + 1], begin=False).rstrip()
+            before = self.text(messages[:number], begin=True, **arguments)
+            upto = self.text(messages[: number + 1], begin=False, **arguments).rstrip()
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise UserError(
                     f"{where}: the chat template does not show message {number + 1} as it does "
@@ -78,8 +82,11 @@ class ChatTemplate:
         tokens = np.asarray(ids, np.int32)
         return WorkedExample(tokens[:first], tokens[first:], trained[first:])
 
-    def text(self, messages: Sequence[Message], *, begin: bool) -> str:
-        """Messages as text; with `begin` up to where the assistant begins to answer."""
+    def text(self, messages: Sequence[Message], *, begin: bool, **arguments: Any) -> str:
+        """Messages as text; with `begin` up to where the assistant begins to answer.
+
+        `arguments`: the template's, beside the settings'. Raises UserError.
+        """
         system = self._config.system_prompt
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -89,11 +96,14 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=begin,
                 **self._config.chat_template_kwargs,
+                **arguments,
             )
         except Exception as error:  # a template raises what it likes
+            roles = ", ".join(message["role"] for message in messages)
             raise UserError(
-                f"the chat template of model.path fails with task.chat_template_kwargs "
-                f"{self._config.chat_template_kwargs}: {type(error).__name__}: {error}"
+                f"the chat template of model.path fails for messages of {roles} with "
+                f"task.chat_template_kwargs {self._config.chat_template_kwargs}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return str(text)
 
@@ -225,7 +235,7 @@ class TextTask:
                     raise row
                 if "messages" in row and columns.response not in row:
                     messages = chat_messages(row["messages"], f"{where}, column 'messages'")
-                    keys = asked_keys(messages)
+                    keys = self._keys(row, messages)
                 else:
                     messages = ()
                     problem, response = columns.example(row, where)
@@ -237,9 +247,16 @@ class TextTask:
                 elif self._chat is None:
                     raise UserError(f"{where}: chat messages need a model with a chat template")
                 else:
-                    yield self._chat.conversation(messages, self.stop_token_ids, where)
+                    tools = {"tools": row["tools"]} if row.get("tools") else {}
+                    yield self._chat.conversation(messages, self.stop_token_ids, where, **tools)
             except UserError as error:
                 bad.append(str(error))
+
+    def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
+        """Keys of what a conversation asks; all of an environment open alike: its seed counts."""
+        if self._config.kind == "seeds":
+            return {seed_problem(row["seed"]).key} if "seed" in row else set()
+        return asked_keys(messages)
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""

@@ -7,8 +7,6 @@ Invariants
 - The thresholds of ESS, entropy and drift are assumed (no source gives numbers).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,14 +8,12 @@ Invariants
 - The numbers of steps and shares are assumed (no source gives them).
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_async.tasks.base import SCORE_FAILURES
+from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
@@ -25,11 +23,11 @@ AT_BOUND_STEPS: Final = 3
 AT_BOUND_SHARE: Final = 0.8
 """Mean lag over the bound that counts as being at it."""
 NEWEST_SCORES: Final = 200
-"""Scores among which failures are counted, once there are so many."""
+"""Newest scores among which failures are counted, when there are enough."""
 FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of them at which a kind of failure is named."""
 _REMEDIES: Final = {
-    "scorer_errors": "try the reward alone (`megatron-async reward`) and mend it",
+    "scorer_errors": "try the reward alone (`megatron-async reward`) and repair it",
     "scorer_timeouts": "make the reward faster, or raise task.verifier_timeout_seconds",
     "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
     "scorer_unavailable": "look at the service, or lower the reward's concurrency",
@@ -213,49 +211,3 @@ class FailingScores:
                 cause = first.get(kind, "not kept")
                 yield "many_" * (level - 1) + kind, f"{seen}, the first by {cause}; {remedy}"
             self._levels[kind] = max(level, self._levels[kind]) if count else 0
-
-
-class FilteredRounds:
-    """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
-
-    A round is as many responses as a batch has.
-    """
-
-    def __init__(self, batch_trajectories: int, most: int) -> None:
-        self._batch, self._most = batch_trajectories, most
-        self._members = 0
-        self._kept = 0
-
-    @property
-    def rounds(self) -> float:
-        """Batches' worth of responses dropped since a group was kept."""
-        return self._members / self._batch
-
-    @property
-    def hopeless(self) -> bool:
-        """Return whether `most` rounds are dropped in a row."""
-        return self.rounds >= self._most
-
-    def kept(self, complete_groups: int) -> None:
-        """Take the number of complete groups; when it has grown, a group was kept."""
-        if complete_groups > self._kept:
-            self._members = 0
-        self._kept = complete_groups
-
-    def emitted(self) -> None:
-        """A batch has taken what was kept."""
-        self._members = self._kept = 0
-
-    def dropped(self) -> bool:
-        """Count a response of a group without variance; return whether a whole round is full."""
-        self._members += 1
-        return self._members == self._batch
-
-    def sentence(self) -> str:
-        """The warning as a sentence."""
-        return (
-            f"schedule.dynamic_sampling dropped the last {self._members} responses "
-            f"({self.rounds:.0f} batches' worth) and kept none: the rewards within every group are "
-            f"equal; check the scorer ({_LOOK}), choose problems that are solved sometimes, start "
-            "from a fine-tuned model, or set schedule.dynamic_sampling false"
-        )

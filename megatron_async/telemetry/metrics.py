@@ -8,8 +8,6 @@ Invariants
   its lineage, and readers keep the newest line of a step (`read_metrics`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.disk import LineFile, json_lines, writing
+from megatron_async.files.disk import LineFile, json_lines, writing
 from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
 SAME_NUMBERS = frozenset(
@@ -112,7 +110,7 @@ class MetricsWriter:
         finally:
             self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,12 +123,13 @@ def first_accuracy(line: Mapping[str, float]) -> float:
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving lineage, by step. Torn lines are left out."""
+    """Lines of one kind along the surviving lineage, by step. Damaged lines are left out."""
     newest: dict[int, dict[str, float]] = {}
     if not path.exists():
         return []
     for line in json_lines(path.read_bytes()):
-        if line.get("kind") != kind:
+        whole = isinstance(line.get("step"), int) and isinstance(line.get("lineage"), int)
+        if line.get("kind") != kind or not whole:
             continue
         known = newest.get(line["step"])
         if known is None or line["lineage"] >= known["lineage"]:

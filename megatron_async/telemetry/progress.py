@@ -8,8 +8,6 @@ Invariants
 - Lines and panel fit 80 columns.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -25,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async.disk import json_lines, whole_lines_end
+from megatron_async.files.disk import json_lines, whole_lines_end
 from megatron_async.telemetry.metrics import first_accuracy
 
 T = TypeVar("T")
@@ -58,7 +56,7 @@ class Progress:
         self._accuracy: float | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         if self._live_wanted:
             self._live = Live(Text("starting"), console=self._console, refresh_per_second=2)
             self._live.__enter__()
@@ -214,7 +212,7 @@ def _clock(seconds: float) -> str:
 
 
 def _phase(status: Status | None) -> str:
-    """What a run waits for before its first step."""
+    """Name what a run waits for before its first step."""
     if status is None:
         return ""
     if not status or status["engines_up"] < status["engines"]:

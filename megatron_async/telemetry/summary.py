@@ -1,12 +1,10 @@
 """Totals of a run, from its metrics file: for the closing table and the head of the report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.base import SCORE_FAILURES
+from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
@@ -39,6 +37,28 @@ class RunSummary:
     def failures(self) -> str:
         """Number of scores that have failed, in words."""
         return f"{self.failed_scores:,} of {self.scores:,}" if self.scores else "not measured"
+
+    def facts(self, start: str = "at the start") -> list[tuple[str, str]]:
+        """Name and text of each total; `start`: what the first evaluation is called."""
+        rewards = " / ".join(f"{reward:.3f}" for reward in self.rewards)
+        return [
+            (f"held-out accuracy {start}", percent(self.accuracy_first)),
+            ("held-out accuracy after RL", percent(self.accuracy_last)),
+            ("mean reward at the start / at the end", rewards or "not measured"),
+            ("failed scores", self.failures),
+            ("RL steps", str(self.steps)),
+            ("generated tokens", f"{self.generated_tokens:,}"),
+            ("generation, tokens/s", f"{self.generation_tokens_per_second:,.0f}"),
+            ("training, tokens/s", f"{self.training_tokens_per_second:,.0f}"),
+            ("resumed trajectories", percent(self.resumed_share)),
+            ("token lag, mean / largest", f"{self.lag_mean:.2f} / {self.lag_max}"),
+            ("ESS (raw, per token)", "-" if self.ess is None else f"{self.ess:.3f}"),
+        ]
+
+
+def percent(value: float | None) -> str:
+    """A share as text."""
+    return "not measured" if value is None else f"{100 * value:.1f} %"
 
 
 def summarise(directory: RunDirectory) -> RunSummary:

@@ -8,8 +8,6 @@ Invariants
 - Engines are borrowed: they are never started, restarted or stopped here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
@@ -22,10 +20,10 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.driver import Verifier
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import Scorers
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.loop import TrainLoop
@@ -64,7 +62,7 @@ class LocalLink(RolloutLink):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
-    def __enter__(self) -> LocalLink:
+    def __enter__(self) -> "LocalLink":
         self._thread.start()
         self._wait(self._manager.start())
         return self
@@ -94,7 +92,7 @@ class LocalLink(RolloutLink):
 
 
 def train_locally(
-    config: RunConfig, directory: RunDirectory, urls: Sequence[str], verifier: Verifier
+    config: RunConfig, directory: RunDirectory, urls: Sequence[str], scorers: Scorers
 ) -> None:
     """All steps of `config` in this process. The engines at `urls` run `model.path`'s architecture.
 
@@ -103,7 +101,7 @@ def train_locally(
     manager = RolloutManager(
         config,
         task=build_task(config.task, config.model.path, config.eval),
-        verifier=verifier,
+        scorers=scorers,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,
         events_directory=directory.events if config.telemetry.record_events else None,

@@ -3,8 +3,6 @@
 Import it after `trainer.device.import_megatron`, on which its own imports depend.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack
@@ -12,17 +10,18 @@ from dataclasses import asdict
 
 from megatron_async.checkpoint.manager import Checkpoint, CheckpointManager
 from megatron_async.config import RunConfig
-from megatron_async.import_path import load_object
 from megatron_async.models.save import save_hf
+from megatron_async.places.addresses import place_at
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.runtime.import_path import load_object
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
 from megatron_async.train_loop.loop import TrainLoop
-from megatron_async.train_loop.manager_client import RayLink, RolloutLink
+from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
 from megatron_async.train_loop.stop import StopRequest
 from megatron_async.trainer.offload import trainer_memory
@@ -32,7 +31,9 @@ from megatron_async.weight_sync.publisher import WeightPublisher
 from megatron_async.weight_sync.transports.base import seconds_to_give_up
 
 
-def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
+def train(
+    directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
+) -> None:
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
     with ExitStack() as stack:
         session = parallel_session(
@@ -61,7 +62,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         metrics: MetricsWriter | None = None
         before: list[dict[str, float]] = []
         if first:
-            link = _link(directory, config, ray_address, stop, stack)
+            link = _link(directory, config, place_address, stop, stack)
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage)
@@ -89,14 +90,20 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             health=HealthWatch(config.schedule.max_async_level, before),
         ).run()
         if complete and config.checkpoint.export_hf:
-            # A run that was extended by --resume exports anew.
-            rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
-            version = str(trainer.version)
-            save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
+            _export(trainer, directory, config, rank_zero)
         if metrics is not None:
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
         outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.run(lambda: directory.report_outcome(outcome))
+
+
+def _export(
+    trainer: PolicyTrainer, directory: RunDirectory, config: RunConfig, rank_zero: RankZero
+) -> None:
+    """Export for Hugging Face; a run that was extended by --resume exports anew."""
+    rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+    version = str(trainer.version)
+    save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
@@ -109,12 +116,13 @@ def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
 def _link(
     directory: RunDirectory,
     config: RunConfig,
-    ray_address: str,
+    place_address: str,
     stop: StopRequest,
     stack: ExitStack,
 ) -> RolloutLink:
-    link = RayLink(config, ray_address, stop.asked)
-    stack.callback(link.close)
+    place = place_at(place_address, directory.logs)
+    stack.callback(place.close)
+    link = PlacedLink(config, place, stop.asked)
     if config.experiment.ledger is None:
         return link
     ledger = load_object(config.experiment.ledger, "experiment.ledger")
@@ -130,7 +138,7 @@ def writer(
     stage: str = "",
 ) -> MetricsWriter:
     """Return the writer of the run's metrics, which `stack` closes, with its trackers."""
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json", exclude={"engines": {"api_key"}})
     run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage)
     metrics = MetricsWriter(
         directory.metrics_file, start_trackers(config.telemetry, run), lineage=lineage

@@ -15,8 +15,6 @@ Invariants
   position of its newest batch, so that a store that has lost a batch since is found out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -27,11 +25,12 @@ from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.learning import FAILED_SHARES
 from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
-from megatron_async.trainer.hf_config import parameter_dtype
+from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
 from megatron_async.trainer.report import StepReport
 from megatron_async.trainer.step import PolicyTrainer
@@ -227,6 +226,13 @@ class TrainLoop:
             self.metrics.write(evaluation.number, evaluation.metrics(), kind="eval")
             for one in evaluation.results:
                 self.metrics.samples(evaluation.number, one.name, one.samples)
+                if one.failed_judgements >= max(1.0, FAILED_SHARES[0] * one.answers):
+                    message = (
+                        f"{one.failed_judgements} of {one.answers} answers to set {one.name} have "
+                        "no score and count as wrong: logs/scorer-*.log has why; try the reward on "
+                        "its rows (`megatron-async reward`)"
+                    )
+                    self.metrics.warn(evaluation.number, "unscored_answers", message)
 
     # ------------------------------------------------------------ checkpoints and records
 
@@ -285,5 +291,5 @@ class TrainLoop:
             writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S
             writer.histogram(report.step, "rollout/response_length", lengths_S)
-            writer.histogram(report.step, "rollout/reward", batch.rewards_S)
+            writer.histogram(report.step, "rollout/reward", batch.rewards_S[batch.first_E])
             writer.histogram(report.step, "off_policy/log_weight", report.log_weights)

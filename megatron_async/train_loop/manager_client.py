@@ -1,29 +1,23 @@
 """The trainer's connection to the rollout manager: its calls, every one with a time limit.
 
-`RolloutLink` has the calls and their limits, `RayLink` makes them across Ray. Only trainer rank 0
-holds one. A failure of the rollout side arrives as `ComponentFailure` with the manager's own
-sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which the trainer
-attaches anew and goes on. Every call carries the trainer's lineage: the manager refuses one that is
-superseded.
+`RolloutLink` has the calls and their limits, `PlacedLink` makes them to the process of the manager.
+Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
+manager's own sentence, the loss of a manager that is started again as `ManagerLost`, after which
+the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
+refuses one that is superseded.
 """
-
-from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
-
-from megatron_async.awake import AwakeDeadline
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
-from megatron_async.engines.nodes import init_ray
-from megatron_async.errors import ComponentFailure, UserError, one_line
-from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
+from megatron_async.errors import ComponentFailure
+from megatron_async.places.place import Place, PlacedDead, PlacedLost
 from megatron_async.rollout.evaluate import Evaluation
+from megatron_async.rollout.manager_host import MANAGER_NAME
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
@@ -32,10 +26,7 @@ from megatron_async.weight_sync.http import EngineAddress
 
 _SLACK_SECONDS = 30.0
 _CALL_SECONDS = 60.0
-_LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 0.2
-# A dead actor whose restart Ray has not begun yet looks like one that is dead for good.
-_DEAD_SECONDS = 15.0
 
 
 class ManagerLost(ComponentFailure):
@@ -116,44 +107,34 @@ class RolloutLink(ABC):
         self._call("checkpoint_finalised", _CALL_SECONDS, step, list(kept_steps))
 
 
-class RayLink(RolloutLink):
-    """Synchronous calls to the named manager actor of this run's Ray cluster."""
+class PlacedLink(RolloutLink):
+    """Synchronous calls to the manager in its process."""
 
     def __init__(
-        self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
+        self, config: RunConfig, place: Place, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
         """`stop_asked` is looked at during waits for batches and evaluations."""
         super().__init__(config)
-        init_ray(
-            address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
-        )
+        self._manager = place.find(MANAGER_NAME)
         self._stop_asked = stop_asked
-        self._manager: Any = None
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
         began = time.monotonic()
-        deadline, dead_until = began + limit, began + _DEAD_SECONDS
-        if self._manager is None:  # the rollout side creates it while ranks start
-            self._manager = _manager_actor(limit)
         while True:
+            left = began + limit - time.monotonic()
             try:
-                left = max(deadline - time.monotonic(), _RETRY_SECONDS)
-                self._ask("attach", left, resume)
+                self._ask("attach", max(left, _RETRY_SECONDS), resume)
                 return
             except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
-                dead = isinstance(lost.__cause__, ActorDiedError)
-                if time.monotonic() > (dead_until if dead else deadline):
+                if left <= 0 or isinstance(lost.__cause__, PlacedDead):
                     raise ComponentFailure(
                         "the rollout manager did not come back within "
-                        f"{time.monotonic() - began:.0f} s: {lost}"
+                        f"{time.monotonic() - began:.0f} s: {lost}; the log of the rollout side "
+                        "has the reason"
                     ) from lost
             time.sleep(_RETRY_SECONDS)
-
-    def close(self) -> None:
-        """Leave the Ray cluster (it goes on)."""
-        ray.shutdown()
 
     def _call(
         self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
@@ -162,45 +143,14 @@ class RayLink(RolloutLink):
 
     def _ask(self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False) -> Any:
         """The answer, for which this process waits `limit` seconds of its life at most."""
-        answer = self._manager.call.remote(method, *arguments)
-        deadline, ready = AwakeDeadline(limit), False
-        while not ready and deadline.left:
-            ready = bool(ray.wait([answer], timeout=min(deadline.left, _LOOK_SECONDS))[0])
-            deadline.tick()
-            if not ready and unless_stopped and self._stop_asked():
+
+        def while_waiting() -> None:
+            if unless_stopped and self._stop_asked():
                 raise StopAsked
-        try:
-            return ray.get(answer, timeout=_CALL_SECONDS if ready else 0)
-        except RayTaskError as error:
-            if isinstance(error.cause, NotAttached):
-                raise ManagerLost(str(error.cause)) from error
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from error
-            if isinstance(error.cause, ComponentFailure | EngineError):
-                raise ComponentFailure(str(error.cause)) from error
-            # Ray's own wrapper cannot be sent to the other ranks; its text can.
-            cause = one_line(error.cause)
-            raise RuntimeError(f"the rollout manager failed in {method}: {cause}") from error
-        except RayActorError as error:
-            raise ManagerLost(
-                f"the rollout manager has died (waiting for {method}): {one_line(error)}"
-            ) from error
-        except GetTimeoutError as error:
-            raise ComponentFailure(
-                f"the rollout manager did not answer {method} within {limit:.0f} s"
-            ) from error
 
-
-def _manager_actor(seconds: float) -> Any:
-    """The rollout manager of this run's Ray cluster. Raises ComponentFailure after the limit."""
-    deadline = time.monotonic() + seconds
-    while True:
         try:
-            return ray.get_actor(MANAGER_NAME)
-        except (ValueError, RayError) as error:  # ValueError: nobody of that name lives
-            if time.monotonic() > deadline:
-                raise ComponentFailure(
-                    f"waited {seconds:.0f} s for the rollout manager, which the rollout side has "
-                    "not created or has lost for good; its log has the reason"
-                ) from error
-        time.sleep(_RETRY_SECONDS)
+            return self._manager.ask(method, *arguments, limit=limit, while_waiting=while_waiting)
+        except (NotAttached, PlacedLost) as error:
+            raise ManagerLost(str(error)) from error
+        except EngineError as error:
+            raise ComponentFailure(str(error)) from error

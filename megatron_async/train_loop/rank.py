@@ -1,39 +1,41 @@
 """Entry of one trainer rank under torchrun: `-m megatron_async.train_loop.rank RUN_DIR`.
 
-Where the rollout side is comes from the environment (`MEGATRON_ASYNC_RAY_ADDRESS`), set by whoever
+Where the rollout side is comes from the environment (`MEGATRON_ASYNC_PLACE`), set by whoever
 started both. A failure with a sentence is left in the run directory for the supervisor, and so is
 how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `train_loop/stop.py`).
 """
-
-from __future__ import annotations
 
 import os
 import sys
 
 from megatron_async.config import RunConfig
+from megatron_async.places.lifeline import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
 # Set by whoever starts both sides.
-RAY_ADDRESS_VARIABLE = "MEGATRON_ASYNC_RAY_ADDRESS"
+PLACE_VARIABLE = "MEGATRON_ASYNC_PLACE"
 
 
-def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
+def train(
+    directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
+) -> None:
     """Run one rank, from the newest checkpoint to the export."""
     from megatron_async.trainer.device import import_megatron
 
     import_megatron()
     from megatron_async.train_loop import assembly
 
-    assembly.train(directory, config, ray_address, stop)
+    assembly.train(directory, config, place_address, stop)
 
 
 def main(arguments: list[str]) -> int:
     """Exit code of one rank (`train_loop/rank_exit.py`)."""
+    follow_parent()
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.launched(arguments[0])
-    address = os.environ[RAY_ADDRESS_VARIABLE]
+    address = os.environ[PLACE_VARIABLE]
     return exit_code(directory, lambda: train(directory, config, address, stop))
 
 

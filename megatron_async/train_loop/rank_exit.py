@@ -5,16 +5,14 @@ Invariants
   the exit code nor what the rank failed of.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_async.disk import CannotWrite, naming_disk_errors
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite, naming_disk_errors
 from megatron_async.run_directory import RunDirectory
 
 

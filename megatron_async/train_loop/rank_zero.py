@@ -9,8 +9,6 @@ Invariants
   up first, with a sentence of what it waited for, and every rank raises that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +40,7 @@ class RankZero:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def waited_for(cls, seconds: float) -> RankZero:
+    def waited_for(cls, seconds: float) -> "RankZero":
         """Collective: over a group whose operations may take this long."""
         return cls(dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo"))
 

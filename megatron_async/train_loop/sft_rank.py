@@ -3,8 +3,6 @@
 Every rank makes the same batches from the same seed; nothing is sent between them but gradients.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ import numpy.typing as npt
 
 from megatron_async.config import RunConfig
 from megatron_async.config.run import SFTConfig
+from megatron_async.places.lifeline import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.train_loop.rank_exit import exit_code, leave
@@ -99,6 +98,7 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 def main(arguments: list[str]) -> int:
     """Exit code of one rank (`train_loop.rank_exit.py`)."""
+    follow_parent()
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))
 

@@ -9,8 +9,6 @@ Invariants
 - Ranks decide together (`asked_anywhere`): a signal that reached one of them counts for all.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -31,7 +29,7 @@ class StopRequest:
         self._signalled = False
 
     @classmethod
-    def from_environment(cls) -> StopRequest:
+    def from_environment(cls) -> "StopRequest":
         """Make it with the flag file of `launch/`, if any, and the signal handler in place."""
         name = os.environ.get(STOP_FILE_VARIABLE, "")
         request = cls(Path(name) if name else None)

@@ -9,6 +9,7 @@
 - policy_model: GPTModel that ends in token log-probs, not logits.
 - layer_spec, hf_config: Megatron modules and configuration of an architecture.
 - modules: what Megatron lacks or has for GPUs alone: attention, norms, rotary embeddings, a router.
+- experts: the linear layers of all experts of a rank in one product.
 - attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
 - device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.

@@ -12,8 +12,6 @@ float32 on a GPU (flash attention has no float32), it is one `scaled_dot_product
 sequence.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import suppress

@@ -6,25 +6,26 @@ Invariants
 - A choice depends only on `Capabilities` and the settings, so that `doctor` shows what a run does.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron_async_kernels.backend import describe_backend, describe_loss
 
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
-from megatron_async.models.architecture import Architecture
+from megatron_async.models.architecture import Architecture, Experts
 from megatron_async.trainer.attention_kernels import PER_SEQUENCE, choose_kernel, find
 from megatron_async.trainer.device import has_cuda
 
 LayerBackend = Literal["local", "transformer_engine"]
+ExpertBackend = Literal["sequential", "grouped", "transformer_engine"]
+_ROW_BYTES = 16
+"""torch's grouped_mm wants rows of a multiple of these."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Backends:
     found: Capabilities
     layers: LayerBackend
     layers_reason: str
+    experts: ExpertBackend = "sequential"
 
     @property
     def transformer_engine(self) -> bool:
@@ -131,6 +133,12 @@ def detect() -> Capabilities:
     )
 
 
+def parameter_dtype(model: ModelConfig) -> torch.dtype:
+    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
+    return torch.bfloat16 if bf16 else torch.float32
+
+
 def choose(
     model: ModelConfig,
     capabilities: Capabilities | None = None,
@@ -138,17 +146,48 @@ def choose(
 ) -> Backends:
     """The backends of a run with these model settings (and this model, where it is known).
 
-    Raises UserError when `model.attention_backend` asks for what is not there.
+    Raises UserError when `model.attention_backend` or `model.experts` asks for what is not there.
     """
     found = capabilities or detect()
+    layers, reason = _layers(model, found, architecture)
+    chosen = Backends(found, layers, reason)
+    if architecture is None or architecture.experts is None:
+        return chosen
+    return replace(chosen, experts=_experts(model, chosen, architecture, architecture.experts))
+
+
+def _experts(model: ModelConfig, chosen: Backends, a: Architecture, experts: Experts) -> Any:
+    dtype, cuda = parameter_dtype(model), chosen.found.cuda is not None
+    fits = dtype is torch.bfloat16 or not cuda  # float32 on a GPU: not by all versions of torch
+    fits &= (a.hidden_size | experts.ffn_size) * dtype.itemsize % _ROW_BYTES == 0
+    engine = "transformer_engine" if chosen.transformer_engine else "sequential"
+    if model.experts == "auto":
+        return "grouped" if fits else engine
+    if model.experts == "grouped" and not fits:
+        raise UserError(
+            "model.experts is grouped, which takes bfloat16 (on a CPU float32 too) and widths of "
+            f"whole {_ROW_BYTES} bytes: model.dtype is {model.dtype}, the model's hidden_size "
+            f"{a.hidden_size}, the width of its experts {experts.ffn_size}"
+        )
+    if model.experts == "transformer_engine" != engine:
+        raise UserError(
+            f"model.experts is transformer_engine, but its layers are not: {chosen.layers_reason}"
+        )
+    return model.experts
+
+
+def _layers(
+    model: ModelConfig, found: Capabilities, architecture: Architecture | None
+) -> tuple[LayerBackend, str]:
+    """The layers, and why."""
     wanted = model.attention_backend
     if wanted == "sdpa":
-        return Backends(found, "local", "model.attention_backend is sdpa")
+        return "local", "model.attention_backend is sdpa"
     if architecture is not None and architecture.post_norms:
         reason = f"{architecture.family} has layers of its own"
     elif found.usable_transformer_engine:
         reason = f"Transformer Engine {found.transformer_engine} and a GPU"
-        return Backends(found, "transformer_engine", reason)
+        return "transformer_engine", reason
     elif found.cuda is None:
         reason = "no CUDA device"
     elif found.transformer_engine is None:
@@ -157,4 +196,4 @@ def choose(
         reason = f"Transformer Engine is {found.transformer_engine}"
     if wanted == "transformer_engine":
         raise UserError(f"model.attention_backend is transformer_engine, but {reason}")
-    return Backends(found, "local", reason)
+    return "local", reason

@@ -22,8 +22,6 @@ What is redirected
 - `torch.compile`: Megatron's small fused helpers run eagerly, so that no C++ compiler is needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -148,17 +146,17 @@ def _names_cuda(device: Any) -> bool:
 class _NoStream:
     """The one stream of a CPU: everything on it is already done."""
 
-    _instance: ClassVar[_NoStream | None] = None
+    _instance: "ClassVar[_NoStream | None]" = None
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> _NoStream:
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> "_NoStream":
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance
 
-    def wait_stream(self, _other: _NoStream) -> None:
+    def wait_stream(self, _other: "_NoStream") -> None:
         return None
 
-    def record_event(self, _event: Any = None) -> _NoStream:
+    def record_event(self, _event: Any = None) -> "_NoStream":
         """An event on a CPU is as done as the stream itself."""
         return self
 

@@ -11,8 +11,6 @@ Invariants
   tensor rank counts it (the first), an all-reduce over all ranks spreads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 from megatron_async_kernels.loss_types import (
     Denominators,
     LossInputs,
@@ -70,11 +68,14 @@ class GradientResult:
 
 
 class PolicyRunner:
-    """Runs the wrapped model of this rank; holds no state of its own between calls."""
+    """Runs the model of this rank; holds no state of its own between calls.
+
+    `model` is in Megatron's data-parallel wrapper where gradients are asked for.
+    """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: MegatronModule,
         layout: RankLayout,
         *,
         token_budget: int,
@@ -172,7 +173,7 @@ class PolicyRunner:
         logprobs_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
 
         def forward_step(
-            iterator: Iterator[Microbatch], model: DistributedDataParallel
+            iterator: Iterator[Microbatch], model: MegatronModule
         ) -> tuple[Any, Callable[[TokenLogprobs], tuple[Tensor, Tensor, None]]]:
             micro = next(iterator)
             output = model(micro.packed, temperature=batch.temperature, return_entropy=entropy)

@@ -5,7 +5,9 @@ Invariants
   that `capabilities.choose` reports.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +16,48 @@ from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from megatron_async.models.architecture import Architecture
-from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.capabilities import Backends, parameter_dtype
 from megatron_async.trainer.device import has_cuda
-
-
-def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
-    return torch.bfloat16 if bf16 else torch.float32
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks and Gimpel, 2016, section 2)."""
     return F.gelu(x, approximate="tanh")
+
+
+ALIKE: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method": torch.nn.init.zeros_,
+        "output_layer_init_method": torch.nn.init.zeros_,
+        "embedding_init_method": torch.nn.init.zeros_,
+        "use_cpu_initialization": False,
+        "expert_tensor_parallel_size": 1,
+        # Microbatches differ in length, so pipeline stages send each other the shapes.
+        "variable_seq_lengths": True,
+        # Checked even without experts: the other dispatcher cannot vary the length.
+        "moe_token_dispatcher_type": "alltoall",
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        # The gradient is the sum over tokens; dividing by the global count is the step's business.
+        "calculate_per_token_loss": True,
+    }
+)
+"""Settings that do not depend on the model, its layout or the device."""
+
+
+def softmax_scale(a: Architecture) -> float | None:
+    """Scale of attention scores; None: Megatron's own, 1 / sqrt(head_dim).
+
+    YaRN's is in here and not in the angles: Megatron's fused rope drops it from packed sequences.
+    """
+    if a.rope.score_scale == 1:
+        return a.attention_scale
+    return (a.attention_scale or a.head_dim**-0.5) * a.rope.score_scale
 
 
 def transformer_config(
@@ -43,29 +74,20 @@ def transformer_config(
     """
     a = architecture
     dtype = parameter_dtype(model)
-    cuda = has_cuda()
     settings: dict[str, object] = {
+        **ALIKE,
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
         "ffn_hidden_size": a.ffn_size,
         "num_attention_heads": a.num_heads,
         "num_query_groups": a.num_kv_heads,
         "kv_channels": a.head_dim,
-        "softmax_scale": a.attention_scale,
-        "normalization": "RMSNorm",
+        "softmax_scale": softmax_scale(a),
         "layernorm_epsilon": a.norm_eps,
         "layernorm_zero_centered_gamma": a.zero_centered_norm,
         "qk_layernorm": a.qk_norm,
-        "add_bias_linear": False,
         "add_qkv_bias": a.qkv_bias,
-        "gated_linear_unit": True,
         "activation_func": F.silu if a.activation == "silu" else gelu_tanh,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method": torch.nn.init.zeros_,
-        "output_layer_init_method": torch.nn.init.zeros_,
-        "embedding_init_method": torch.nn.init.zeros_,
-        "use_cpu_initialization": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -73,20 +95,12 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.sequence,
-        # Microbatches differ in length, so pipeline stages send each other the shapes.
-        "variable_seq_lengths": True,
-        # Checked even without experts: the other dispatcher cannot vary the length.
-        "moe_token_dispatcher_type": "alltoall",
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "bias_activation_fusion": cuda and a.activation == "silu",
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": has_cuda() and a.activation == "silu",
+        # Without bias and dropout it is one addition, of which torch would compile 8 variants.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
-        # The gradient is the sum over tokens; dividing by the global count is the step's business.
-        "calculate_per_token_loss": True,
     }
     if a.local_window is not None:
         settings["window_size"] = (a.local_window - 1, 0)
@@ -100,7 +114,7 @@ def transformer_config(
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_grouped_gemm=backends.transformer_engine,
+            moe_grouped_gemm=backends.experts == "transformer_engine",
         )
     if trainer.recompute_activations:
         settings.update(

@@ -4,9 +4,7 @@ Local layers run everywhere: Megatron's tensor-parallel linear layers, our packe
 our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Final
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -15,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -30,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_async.models.architecture import Architecture
 from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.experts import GroupedLinear
 from megatron_async.trainer.modules import (
     LocalGlobalSelfAttention,
     PackedAttention,
@@ -38,20 +37,27 @@ from megatron_async.trainer.modules import (
     TorchRouter,
 )
 
+GROUPED_EXPERTS: Final = ModuleSpec(
+    module=TEGroupedMLP,
+    submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear),
+)
+
 
 def block_spec(
     architecture: Architecture, config: TransformerConfig, backends: Backends
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
-    layer, norm = local_layer_spec(architecture), RMSNorm
+    layer, norm = _local_layer_spec(architecture), RMSNorm
     if backends.transformer_engine:
-        layer, norm = _transformer_engine_layer_spec(architecture)
+        layer, norm = _transformer_engine_layer_spec(architecture, backends)
+    if backends.experts == "grouped":
+        layer.submodules.mlp.submodules.experts = GROUPED_EXPERTS
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
     )
 
 
-def local_layer_spec(architecture: Architecture) -> ModuleSpec:
+def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
     """Return the spec of a layer of Megatron's own modules, with packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
@@ -99,13 +105,15 @@ def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleS
     )
 
 
-def _transformer_engine_layer_spec(architecture: Architecture) -> tuple[ModuleSpec, Any]:
+def _transformer_engine_layer_spec(
+    architecture: Architecture, backends: Backends
+) -> tuple[ModuleSpec, Any]:
     """Return its layer (packed `thd` attention, norms in the linear layers) and its norm."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=architecture.experts.num if architecture.experts else None,
-        moe_grouped_gemm=architecture.experts is not None,
+        moe_grouped_gemm=backends.experts == "transformer_engine",
         qk_layernorm=architecture.qk_norm,
     )
     return layer, TENorm

@@ -10,8 +10,6 @@ Invariants
   same plan from the same batch and nothing needs to be communicated.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ Invariants
 - Their angles are gathered by each token's own position, so no loop over sequences is needed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -28,10 +26,11 @@ from megatron_async.trainer.attention_kernels import Stream, packed_attention
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4); (1 + w) when the
+    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4).
 
-    config's `layernorm_zero_centered_gamma` is set. The weight carries `sequence_parallel`, by
-    which Megatron sums its gradient over the tensor ranks that each saw a part of the tokens.
+    It is (1 + w) when the config's `layernorm_zero_centered_gamma` is set. The weight carries
+    `sequence_parallel`, by which Megatron sums its gradient over the tensor ranks that each saw a
+    part of the tokens.
     """
 
     def __init__(
@@ -135,9 +134,10 @@ class RowParallelLinearNorm(RowParallelLinear):
 
 
 class LocalGlobalSelfAttention(SelfAttention):
-    """Self-attention that takes both ropes stacked, [2, T, 1, 1, head_dim], global first, and
+    """Self-attention that takes both ropes and uses its layer's own.
 
-    uses its layer's own; the sliding window is the core attention's business.
+    They are stacked, [2, T, 1, 1, head_dim], global first; the sliding window is the core
+    attention's business.
     """
 
     def forward(
@@ -155,7 +155,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
     Returns float32 [head_dim / 2] on the CPU. The llama3 scaling is that of Llama 3.1's released
     code: wavelengths beyond the original context are divided by `factor`, with a linear blend in
-    the number of rotations between `low_freq_factor` and `high_freq_factor`.
+    the number of rotations between `low_freq_factor` and `high_freq_factor`. YaRN's is a linear
+    blend in the dimension between those that turn `beta_fast` and `beta_slow` times (Peng et al.,
+    arXiv 2309.00071, section 3.2).
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (rope.theta**exponent)
@@ -171,7 +173,24 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         blended = (1 - share) * frequencies / rope.factor + share * frequencies
         scaled = torch.where(long, frequencies / rope.factor, blended)
         return torch.where(short, frequencies, scaled)
+    if rope.kind == "yarn":
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        return 1.0 / (rope.factor * rope.theta**exponent) * (1 - kept) + frequencies * kept
     return frequencies
+
+
+def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
+    """Share of each frequency that is divided, [head_dim / 2]."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension whose frequency turns so many times in the original context."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    place = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((place - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def rotary_angles(inv_freq: Tensor, position_ids_T: Tensor) -> Tensor:

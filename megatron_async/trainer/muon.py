@@ -12,8 +12,6 @@ Invariants
   orthogonalised in the model's, which is enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ Invariants
 - What is in host memory anyway (on a CPU: everything) is left where it is.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import RunConfig
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.optimizer import optimizer_parts
 
 

@@ -11,8 +11,6 @@ Megatron chooses Transformer Engine's or Apex's fused Adam, norm and scaling whe
 installed and torch's AdamW otherwise; the log names it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

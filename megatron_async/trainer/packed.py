@@ -8,8 +8,6 @@ Invariants
   that position belongs to the same sequence (the first token of a sequence has no log-prob).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -10,8 +10,6 @@ Invariants
   tensor-parallel state differs by tensor rank, as Megatron wants it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_async.config.model import ParallelConfig, TrainerConfig
+from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
@@ -79,13 +78,22 @@ def start_process_group(
     timeout = collective_limit(trainer, held_up_seconds)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
-        if "MASTER_ADDR" in os.environ:
+        if folder := os.environ.get(RENDEZVOUS_VARIABLE):
+            # One for each attempt: in that of dead ranks are their addresses.
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            rank, store = int(os.environ["RANK"]), dist.FileStore(f"{folder}/{attempt}")
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        elif "MASTER_ADDR" in os.environ:
             _meet(backend, timeout)
         else:
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
             )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "timeout" not in str(error):
+            raise
         raise ComponentFailure(
             f"the {world_size} trainer ranks did not all join within "
             f"{timeout.total_seconds():g} s: {error}"

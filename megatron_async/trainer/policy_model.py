@@ -9,8 +9,7 @@ Invariants
   no response row reads).
 """
 
-from __future__ import annotations
-
+import logging
 from dataclasses import replace
 
 import torch
@@ -35,6 +34,8 @@ from megatron_async.trainer.layer_spec import block_spec
 from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
 from megatron_async.trainer.parallel import seed_everything
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyModel(GPTModel):
@@ -185,6 +186,7 @@ def build_policy(
     architecture = read_architecture(model_config.path, model_config.family)
     check_layout(architecture, parallel)
     backends = choose(model_config, architecture=architecture)
+    logger.info("layers: %s; experts, if any: %s", backends.layers, backends.experts)
     config = transformer_config(architecture, model_config, parallel, trainer, backends)
     seed_everything(seed)
     spec = block_spec(architecture, config, backends)

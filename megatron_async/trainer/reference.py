@@ -1,13 +1,11 @@
 """`ReferencePolicy`: the weights that log-probs of a frozen reference are computed with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 
 
 class ReferencePolicy:

@@ -12,8 +12,6 @@ Invariants
 - Every rank raises the same error, or none does.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

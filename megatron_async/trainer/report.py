@@ -1,7 +1,5 @@
 """`StepReport`: what one training step did, the same on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ Invariants
   `applied_updates` counts those that were made: Adam's own count.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -32,9 +30,9 @@ from megatron_async.checkpoint.state import load_checkpoint_weights
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.load import load_hf_weights
+from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import PolicyRunner
-from megatron_async.trainer.hf_config import parameter_dtype
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
@@ -74,6 +72,19 @@ class PolicyUpdate:
         return self.reason is None
 
 
+def load_policy(config: RunConfig) -> list[PolicyModel]:
+    """The model chunks of this rank (one) with the weights of `config.model`.
+
+    Raises UserError for a model directory or a layout that does not fit.
+    """
+    model = build_policy(config.model, config.parallel, trainer=config.trainer, seed=config.seed)
+    if config.model.checkpoint:
+        load_checkpoint_weights(model[0], Path(config.model.checkpoint))
+    else:
+        load_hf_weights(model, Path(config.model.path))
+    return model
+
+
 class PolicyTrainer:
     """Construct inside `device_adapter()` after `init_parallel`, on every rank.
 
@@ -99,13 +110,7 @@ class PolicyTrainer:
         self._nonfinite_in_a_row = 0
         self._dtype = parameter_dtype(config.model)
         bf16 = self._dtype.itemsize == 2
-        self.model: list[PolicyModel] = build_policy(
-            config.model, config.parallel, trainer=config.trainer, seed=config.seed
-        )
-        if config.model.checkpoint:
-            load_checkpoint_weights(self.model[0], Path(config.model.checkpoint))
-        else:
-            load_hf_weights(self.model, Path(config.model.path))
+        self.model: list[PolicyModel] = load_policy(config)
         self.layout = rank_layout(current_device())
         self.wrapped = wrap_data_parallel(self.model[0], self._settings, bf16=bf16)
         self.optimizer = build_optimizer(self.wrapped, self._settings, bf16=bf16)

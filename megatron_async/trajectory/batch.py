@@ -9,11 +9,10 @@ Invariants
 - `loss_mask_T` is 1 exactly on trained response tokens; prompts, environment tokens and tokens
   masked for staleness carry 0 and a zero log-prob. The first token of a sequence is never trained.
 - `cu_seqlens_S1` has S + 1 entries, starts with 0, ends with T and never decreases.
-- Sequences of a group are neighbours, so that minibatches of whole groups are slices.
+- Sequences of a group are neighbours, so that minibatches of whole groups are slices; so are those
+  of an episode, its branches, which have one trajectory id.
 - There is no padding anywhere.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +55,11 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return int(self.cu_seqlens_S1.shape[0] - 1)
+
+    @property
+    def first_E(self) -> npt.NDArray[np.int64]:
+        """The first sequence of each trajectory."""
+        return np.flatnonzero(np.diff(self.trajectory_ids_S, prepend=-1))
 
     @property
     def num_tokens(self) -> int:

@@ -14,8 +14,6 @@ Invariants
 - A blob holds one column behind the other, each with the values of all tokens, little-endian.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, Final

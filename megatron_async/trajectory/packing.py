@@ -4,33 +4,34 @@ Invariants
 - The policy number of a token is counted along the current lineage: a token of version (l, a)
   whose lineage parted from that one at n0 counts as number min(a, n0), so that its lag in update n
   is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
-- Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks. Everything else
-  has mask 0, log-prob 0 and lag 0. A token masked for staleness keeps its number in `version_T`,
-  prompt and environment tokens have -1.
-- Groups stay in the order given and their trajectories are neighbours. Dropped trajectories of a
-  group are left out; any other without a reward is an error.
+- Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks, each in one
+  sequence. Everything else has mask 0, log-prob 0 and lag 0. A token of the policy that is not
+  trained keeps its number in `version_T`, prompt and environment tokens have -1.
+- Groups stay in the order given and their trajectories are neighbours, as are the branches of one.
+  Dropped trajectories of a group are left out; any other without a reward is an error.
 """
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.columns import LOGPROBS, NO_TOKENS, TOKEN_IDS, Array, joined
+from megatron_async.trajectory.columns import NO_TOKENS, Array, joined
 from megatron_async.trajectory.types import (
+    BranchRun,
     FinishReason,
     Group,
     IntArray,
     PolicyVersion,
-    Prompt,
     Segment,
     Trajectory,
     TrajectoryState,
 )
 
 NO_VERSION = -1
+TURN_RETURNS = "turn_returns"
+"""The column of what the turn of a trained token returns: the reward from there on."""
 
 
 def pack_groups(
@@ -41,49 +42,43 @@ def pack_groups(
     branch_points: Mapping[int, int],
     temperature: float = 1.0,
     mask_before: int | None = None,
+    discount: float | None = None,
 ) -> TokenBatch:
     """The batch of update `step` on `lineage`, from complete and scored groups.
 
     `branch_points[l]` is the policy number at which lineage l parted from the current one. Tokens
-    of a policy number below `mask_before` are not trained.
-    Raises ValueError for a trajectory that cannot be trained on (no reward, an empty prompt, an
-    unknown lineage, or tokens of a policy newer than `step`), naming it.
+    of a policy number below `mask_before` are not trained. With `discount`, episodes have what
+    each of their turns returns (`TURN_RETURNS`), and the first turn's as their reward.
+    Raises ValueError for a trajectory that cannot be trained on (no reward, a sequence that does
+    not begin with a token of the environment, an unknown lineage, or tokens of a policy newer than
+    `step`), naming it.
     """
     chosen = [
-        trajectory
+        (trajectory, runs)
         for group in groups
         for trajectory in group.trajectories
         if trajectory.state is not TrajectoryState.DROPPED
+        for runs in _trainable(trajectory)
     ]
-    for trajectory in chosen:
-        _check_trainable(trajectory)
-
-    runs = [run for t in chosen for run in (_context(t.prompt), *t.segments)]
-    version_R = np.array(
-        [
-            NO_VERSION
-            if r.from_environment
-            else number_on_lineage(r.version, lineage, branch_points)
-            for r in runs
-        ],
-        dtype=np.int32,
-    )
-    if version_R.size and int(version_R.max()) > step:
-        raise ValueError(
-            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
-            "exist before that update"
-        )
-    length_R = np.array([len(run) for run in runs], dtype=np.int64)
+    sequences = [trajectory for trajectory, _ in chosen]
+    every = [run for _, runs in chosen for run in runs]
+    segments = [run.segment for run in every]
+    version_R = _numbers(segments, step, lineage, branch_points)
+    length_R = np.array([len(segment) for segment in segments], dtype=np.int64)
     version_T: IntArray = np.repeat(version_R, length_R)
 
-    by_policy_T = version_T != NO_VERSION
-    trained_T = by_policy_T.copy()
+    own_T = np.repeat(np.array([run.trained for run in every], dtype=bool), length_R)
+    trained_T = own_T.copy()
     if mask_before is not None:
         trained_T &= version_T >= mask_before
 
+    rewards, columns = [t.reward for t in sequences], _columns(segments)
+    if discount is not None and any(t.turns for t in sequences):
+        rewards, returns_R = _returns(chosen, discount)
+        columns[TURN_RETURNS] = np.repeat(returns_R, length_R)
     cu_seqlens_S1 = np.zeros(len(chosen) + 1, dtype=np.int32)
-    np.cumsum([len(t.prompt.token_ids) + t.response_length for t in chosen], out=cu_seqlens_S1[1:])
-    token_ids_T, logprobs_T = joined([NO_TOKENS, *(run.arrays[:2] for run in runs)])
+    np.cumsum([sum(len(r.segment) for r in runs) for _, runs in chosen], out=cu_seqlens_S1[1:])
+    token_ids_T, logprobs_T = joined([NO_TOKENS, *(segment.arrays[:2] for segment in segments)])
     return TokenBatch(
         step=step,
         token_ids_T=token_ids_T,
@@ -92,16 +87,37 @@ def pack_groups(
         version_T=version_T,
         lag_T=np.where(trained_T, step - version_T, 0).astype(np.int32),
         cu_seqlens_S1=cu_seqlens_S1,
-        rewards_S=np.array([t.reward for t in chosen], dtype=np.float32),
-        group_ids_S=np.array([t.group_id for t in chosen], dtype=np.int64),
-        trajectory_ids_S=np.array([t.trajectory_id for t in chosen], dtype=np.int64),
-        prompt_lengths_S=np.array([len(t.prompt.token_ids) for t in chosen], dtype=np.int32),
-        truncated_S=np.array([t.finish_reason is FinishReason.LENGTH for t in chosen], dtype=bool),
-        resumed_S=np.array([t.resumed for t in chosen], dtype=bool),
-        columns=_columns(runs, len(token_ids_T)),
+        rewards_S=np.array(rewards, dtype=np.float32),
+        group_ids_S=np.array([t.group_id for t in sequences], dtype=np.int64),
+        trajectory_ids_S=np.array([t.trajectory_id for t in sequences], dtype=np.int64),
+        prompt_lengths_S=np.array([_opening(runs) for _, runs in chosen], dtype=np.int32),
+        truncated_S=np.array([t.finish_reason is FinishReason.LENGTH for t in sequences], bool),
+        resumed_S=np.array([t.resumed for t in sequences], dtype=bool),
+        columns=columns,
         temperature=temperature,
-        extra_metrics={"stale_masked_tokens": float((by_policy_T & ~trained_T).sum())},
+        extra_metrics={"stale_masked_tokens": float((own_T & ~trained_T).sum())},
     )
+
+
+def _numbers(
+    segments: Sequence[Segment], step: int, lineage: int, branch_points: Mapping[int, int]
+) -> IntArray:
+    """The policy number of each segment; ValueError for one that is not older than `step`."""
+    version_R = np.array(
+        [
+            NO_VERSION
+            if s.from_environment
+            else number_on_lineage(s.version, lineage, branch_points)
+            for s in segments
+        ],
+        dtype=np.int32,
+    )
+    if version_R.size and int(version_R.max()) > step:
+        raise ValueError(
+            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
+            "exist before that update"
+        )
+    return version_R
 
 
 def number_on_lineage(
@@ -121,28 +137,47 @@ def number_on_lineage(
     return min(version.number, branch_points[version.lineage])
 
 
-def _check_trainable(trajectory: Trajectory) -> None:
+def _trainable(trajectory: Trajectory) -> list[tuple[BranchRun, ...]]:
+    """The branches of a trajectory. Raises ValueError where they cannot be trained."""
     name = f"trajectory {trajectory.trajectory_id}"
     if trajectory.reward is None:
         raise ValueError(f"{name} is {trajectory.state} and has no reward; it cannot be batched")
-    if len(trajectory.prompt.token_ids) == 0:
+    branches = trajectory.runs()
+    if not all(map(_opening, branches)):
         raise ValueError(f"{name} has an empty prompt; its first token would have no log-prob")
+    return branches
 
 
-def _context(prompt: Prompt) -> Segment:
-    """A prompt as what it is to the policy: tokens of the environment."""
-    ids = np.asarray(prompt.token_ids, TOKEN_IDS)
-    return Segment(ids, np.zeros(len(ids), LOGPROBS), PolicyVersion(0, 0), from_environment=True)
+def _opening(runs: Sequence[BranchRun]) -> int:
+    """Tokens of the prompt and of the environment before the policy's first one."""
+    later = enumerate(runs[1:], start=1)
+    own = (i for i, run in later if run.turn is None or not run.segment.from_environment)
+    return sum(len(run.segment) for run in runs[: next(own, len(runs))])
 
 
-def _columns(runs: Sequence[Segment], num_tokens: int) -> dict[str, Array]:
-    """The further columns of any run, 0 elsewhere. Raises TypeError where two of a name differ."""
+def _returns(
+    chosen: Sequence[tuple[Trajectory, Sequence[BranchRun]]], discount: float
+) -> tuple[list[float | None], list[np.float32]]:
+    """The reward from its first turn on for each sequence, that from its turn on for each run.
+
+    Both in the type of rewards in a batch, so that a first turn's are equal.
+    """
+    rewards: list[float | None] = []
+    of_runs: list[np.float32] = []
+    for trajectory, runs in chosen:
+        turns = trajectory.returns(discount) if trajectory.turns else [trajectory.reward]
+        rewards.append(turns[0])
+        of_runs += [np.float32(turns[run.turn or 0] if run.trained else 0.0) for run in runs]
+    return rewards, of_runs
+
+
+def _columns(segments: Sequence[Segment]) -> dict[str, Array]:
+    """The further columns of any, 0 elsewhere. Raises TypeError where two of a name differ."""
     found: dict[str, Array] = {}
-    start = 0
-    for run in runs:
-        for column in run.columns:
+    ends = list(itertools.accumulate(map(len, segments)))
+    for segment, end in zip(segments, ends, strict=True):
+        for column in segment.columns:
             [(name, *_)] = column.dtype.descr
-            whole = found.setdefault(name, np.zeros(num_tokens, column.dtype))
-            np.copyto(whole[start : start + len(run)], column, casting="no")
-        start += len(run)
+            whole = found.setdefault(name, np.zeros(ends[-1], column.dtype))
+            np.copyto(whole[end - len(segment) : end], column, casting="no")
     return {name: whole[name] for name, whole in found.items()}

@@ -4,8 +4,6 @@ A log-prob of a sampled token is at most 0, but for rounding, and above what a f
 of 0 would have: the smallest one is 2^-149, whose logarithm is -103.3.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

@@ -14,8 +14,6 @@ size, and one of which a part was taken with what is left. Lags that reach back 
 are estimates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -40,7 +38,7 @@ class SamplesTrained:
             self.add(step, sizes.get(step, batch_size))
 
     def add(self, step: int, samples: int) -> None:
-        """Batch `step`, the next one, has so many. Raises ValueError for any other step."""
+        """Take the size of batch `step`, the next one. Raises ValueError for any other step."""
         if step != len(self._before) - 1:
             raise ValueError(f"batch {step} is not the next one, {len(self._before) - 1}")
         self._before.append(self._before[-1] + samples)
@@ -55,12 +53,12 @@ class SamplesTrained:
         """Trained by updates `version` .. `step` - 1."""
         return self._before[step] - self._before[version]
 
-    def lag_S(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
-        """Return the lag of each trained sequence; `batch` is the next or an earlier one."""
+    def lag_E(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """Return the lag of each trained trajectory; `batch` is the next or an earlier one."""
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:
             return np.zeros(0, np.int64)
         version_T = np.where(trained_T, batch.version_T, batch.step + 1)
-        oldest_S = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[:-1])
+        oldest_E = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[batch.first_E])
         before = np.asarray(self._before)
-        return before[batch.step] - before[oldest_S[oldest_S <= batch.step]]
+        return before[batch.step] - before[oldest_E[oldest_E <= batch.step]]

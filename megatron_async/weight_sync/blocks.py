@@ -16,8 +16,6 @@ Invariants
 - No more is decompressed than the header's sizes allow.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import struct

@@ -10,8 +10,6 @@ Invariants
 - An error of the work is raised by the next `put` or at the end of the block, never lost.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

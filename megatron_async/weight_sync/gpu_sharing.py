@@ -7,8 +7,6 @@ Invariants
   of CUDA memory can be opened by processes that see that GPU, and an engine sees its own only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

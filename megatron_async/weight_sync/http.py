@@ -8,8 +8,6 @@ Invariants
   in time, and no engine's failure.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -20,8 +18,8 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from megatron_async.awake import STEP_SECONDS, AwakeDeadline
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
 _ANSWER_CHARACTERS = 500
 T = TypeVar("T")
@@ -96,7 +94,7 @@ def json_object(answer: bytes) -> dict[str, Any]:
     """A JSON object, or an empty one where an engine answers with nothing or with plain text."""
     try:
         value = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -167,7 +165,7 @@ class EngineCalls:
         return gather(self.start(path, lambda _: body, timeout_seconds, method))
 
     def close(self) -> None:
-        """Calls under way run into their own limits; nobody waits for them."""
+        """Close without waiting for calls under way, which end at their own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

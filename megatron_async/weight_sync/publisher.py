@@ -17,8 +17,6 @@ Invariants
 - A wait for another rank has the group's time limit.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

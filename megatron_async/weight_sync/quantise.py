@@ -11,8 +11,6 @@ Invariants
 - A weight that is not finite is an error that names the tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.models.shards import Place, Rule, ShardLayout
+from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -50,7 +48,7 @@ def quantise(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_quantised(rule: Rule) -> bool:
     """Return whether the tensors of this rule are matrices of linear layers."""
-    return rule.place is Place.LAYER and rule.layout in _LINEAR and len(rule.shapes[0]) == 2
+    return rule.place is LayerPlace.LAYER and rule.layout in _LINEAR and len(rule.shapes[0]) == 2
 
 
 def quantised_tensors(
@@ -89,7 +87,7 @@ def quantization_config(architecture: Architecture) -> dict[str, Any]:
     kept = [
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
         for rule in rules_of(architecture)
-        if rule.place is Place.LAYER
+        if rule.place is LayerPlace.LAYER
         and rule.layout is ShardLayout.REPLICATED
         and len(rule.shapes[0]) == 2
         for layer in range(architecture.num_layers)

@@ -16,8 +16,6 @@ Invariants
   forgotten when the next update begins (`clear`), and its group is to be ended then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Invariants
   the version that was held stays. A whole version that is damaged is a ComponentFailure.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil
@@ -22,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import CannotWrite
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,

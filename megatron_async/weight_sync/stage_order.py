@@ -12,13 +12,14 @@ Invariants
 `publisher.py` has that of a real trainer; a sender that is alone needs none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from megatron_async.errors import ComponentFailure
+
+# Senders of a trainer that send at the same time; the simulator counts with as many.
+SENDERS_AT_ONCE: Final = 1
 
 
 class EarlierStageFailed(ComponentFailure):

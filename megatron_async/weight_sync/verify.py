@@ -11,8 +11,6 @@ cannot (docs/semantics.md section 5):
 - tokens that an engine samples have ratio 1 under the trainer (`RatioCheck`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -141,7 +139,7 @@ class RatioError:
     largest: float
 
     @classmethod
-    def of(cls, engine_N: FloatArray, trainer_N: FloatArray) -> RatioError:
+    def of(cls, engine_N: FloatArray, trainer_N: FloatArray) -> "RatioError":
         """Compare two arrays [N], N > 0. What is not a number stays so, and passes no check."""
         if engine_N.shape != trainer_N.shape or not engine_N.size:
             raise ValueError(f"log-probs of shapes {engine_N.shape} and {trainer_N.shape}")

@@ -9,8 +9,6 @@ Invariants
   difference in the manifest, `check_shard` on one in a shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -23,8 +21,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from safetensors.torch import save
 
-from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import writing
 from megatron_async.weight_sync.transports.base import Bucket
 
 MANIFEST = "manifest.json"

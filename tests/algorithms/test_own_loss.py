@@ -25,7 +25,7 @@ from megatron_async.algorithms.own_loss import check_own_loss
 from megatron_async.config import build_config, load_config
 from megatron_async.config.load import dump
 from megatron_async.errors import UserError
-from megatron_async.import_path import load_object
+from megatron_async.runtime.import_path import load_object
 from tests.algorithms.batches import current_logprobs, device_batch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss"
@@ -195,9 +195,21 @@ def test_good_ones_pass_the_check() -> None:
     check_own_loss(load_config(EXAMPLE / "config.yaml").algorithm)
 
 
-def test_an_exception_in_the_users_file_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('mine')\n")
-    with pytest.raises(UserError, match=r"KeyError: 'mine' at .*broken\.py:2"):
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1\nraise KeyError('mine')\n", r"KeyError: 'mine' at .*broken\.py:2$"),
+        ("x = 1\ndef f(:\n", r"SyntaxError: invalid syntax at .*broken\.py:2$"),
+        ("x = 1\0\n", r"SyntaxError: source code .* null bytes in .*broken\.py$"),
+        ("raise SystemExit(3)\n", r"SystemExit: 3 at .*broken\.py:1$"),
+    ],
+    ids=["raises", "bad syntax", "null byte", "exits"],
+)
+def test_what_keeps_the_users_file_from_being_imported_names_it(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(UserError, match=sentence):
         algorithm_of(f"{tmp_path}/broken.py:f")
 
 

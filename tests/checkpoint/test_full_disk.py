@@ -12,8 +12,8 @@ from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.manifest import find_latest
 from megatron_async.config.run import CheckpointConfig
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import CannotWrite
 from megatron_async.models.save import save_hf
 from megatron_async.trainer.step import PolicyTrainer
 from tests.small_disk import SmallDisk, small_disk

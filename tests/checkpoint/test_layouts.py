@@ -16,7 +16,7 @@ from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.writer import SaveJob
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.tasks.tiny_model import TinyModel, random_model
+from megatron_async.models.tiny_model import TinyModel, random_model
 from megatron_async.trainer.step import PolicyTrainer
 from tests.distributed import RankFailure, run_ranks
 from tests.trainer.cases import ragged_batch, settings, trainer_session, write_model

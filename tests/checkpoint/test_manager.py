@@ -24,7 +24,7 @@ from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,

@@ -20,8 +20,8 @@ from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.save import write_model_directory
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
 SETTINGS = """

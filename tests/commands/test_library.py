@@ -21,8 +21,8 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.rewards import Sample
-from tests.telemetry.test_report import make_run
+from megatron_async.scoring.rewards import Sample
+from tests.report.test_report import make_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = ("torch", "ray", "transformers", "pydantic", "megatron", "numpy")
@@ -119,6 +119,8 @@ def test_a_reward_leaves_what_is_not_set_to_be_derived(monkeypatch: pytest.Monke
     [config] = started
     assert config.steps == 3 and config.reward[0].name.endswith("test_library.py:own_reward")
     assert config.eval.model_fields_set == {"every_steps"}
+    assert "schedule" not in config.given, "so that another preset takes effect at a resume"
+    assert config.given["reward"].endswith("test_library.py:own_reward")
     on_a_gpu = derive(config, Machine("cuda", "H100", 80e9, cores=32)).config
     assert on_a_gpu.engines.max_total_tokens is None, "the default is a laptop's"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async.models.architecture import served_context
-from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.models.tiny_model import build_tiny_model
 
 SETTINGS = "name: refused\nroot: {root}\nmodel: {{path: {model}}}\n"
 
@@ -104,6 +104,10 @@ def test_every_command_explains_itself() -> None:
     assert "--resume" in done.stdout
 
 
+YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}
+OF_8192 = {"original_max_position_embeddings": 8192}
+
+
 @pytest.mark.parametrize(
     ("model", "context"),
     [
@@ -123,6 +127,8 @@ def test_every_command_explains_itself() -> None:
             },
             131072,
         ),
+        ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_scaling": {**YARN, **OF_8192}}, 40960),
         ({"text_config": {"max_position_embeddings": 8192}}, 8192),
         ({"model_max_length": 512, "max_position_embeddings": 1024}, 512),
         ({}, None),

@@ -210,7 +210,8 @@ def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_chec
         train.resume_command(run.path, ["steps=9"], from_step)
     assert content(run) == before
     if not isinstance(error, UserError | ComponentFailure):
-        assert f"train --resume {run.path} steps=9" in capsys.readouterr().err, "what was asked"
+        asked = "steps=9" if from_step is None else "--from-step=2 steps=9"
+        assert f"train --resume {run.path} {asked}\n" in capsys.readouterr().err
     start.error = None
     train.resume_command(run.path, [], None)
     assert [settings.steps for settings in start.settings] == [9, 8]
@@ -259,3 +260,12 @@ def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
     assert (content(run), run.lock_file.exists(), start.settings) == (before, lock, [])
     with pytest.raises(UserError, match=r"optimizer\.name is .muon"):
         train.resume_command(run.path, ["optimizer.name=muon"], None, dry=True)
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_launch_lists_what_a_resume_changes(run: RunDirectory, dry: bool) -> None:
+    nodes, changes = Cluster(0, None, "1:00:00"), ["schedule.preset=pipeline"]
+    shown = launch_run(None, run.path, changes, nodes, slurm=False, dry_run=dry)
+    assert "# changed: schedule.preset copris → pipeline\n" in shown
+    assert "# changed: schedule.boundary abort → continue\n" in shown
+    assert "# changed: engines.api_key\n" in shown, "without the key itself"

@@ -125,6 +125,15 @@ def test_a_bad_line_is_refused_before_anything_is_scored(
     assert re.search(sentence, str(done.exception))
 
 
+def test_a_response_is_named_by_its_line_of_the_file(tmp_path: Path) -> None:
+    call(tmp_path, [], rewards="exact")  # writes the settings
+    line = '{"response": "4", "prompt": "2+2?", "answer": 4}\n'
+    (tmp_path / "r.jsonl").write_text(f"\n{line}\n{line}")
+    files = ["--config", str(tmp_path / "run.yaml"), "--responses", str(tmp_path / "r.jsonl")]
+    done = CliRunner().invoke(app, ["reward", *files])
+    assert [text[:6] for text in done.stdout.splitlines()[:2]] == ["line 2", "line 4"]
+
+
 def test_a_file_or_a_reward_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = call(tmp_path, [{"response": "a", "index": 0}], rewards="own.py:nothing")
     assert re.search("has no 'nothing'", str(done.exception))

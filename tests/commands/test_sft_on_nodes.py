@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from megatron_async.cli import app
 from megatron_async.config import load_config
 from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.train_loop.sft_rank import train
 

@@ -22,11 +22,11 @@ from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.config.run import SFTConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.tiny_model import build_tiny_model, write_character_tokenizer
 from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_source, build_task
 from megatron_async.tasks.text_task import TextTask
-from megatron_async.tasks.tiny_model import build_tiny_model, write_character_tokenizer
 from megatron_async.train_loop.sft_rank import batches_of
 
 

@@ -13,11 +13,11 @@ from megatron_async.cli import app
 from megatron_async.config import build_config
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export as store_export
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tiny_model import write_character_tokenizer
 from megatron_async.trajectory.types import DropReason
 from tests.trajectory.builders import prompt, scored_group
 

@@ -80,6 +80,9 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
         (["name=../evil"], r"name is '\.\./evil'; .* set root to have it elsewhere"),
         (["name=/tmp/evil"], r"name is '/tmp/evil'; it must be the name of one directory"),
         (["name=.."], r"name is '\.\.'; it must be the name of one directory"),
+        (['name="a\\nb"'], r"it must be the name of one directory, printable"),
+        ([f"name={'é' * 101}"], r"name is 'éé.* of at most 200 bytes"),
+        ([f"eval.sets={{{'x' * 101}: {{path: a}}}}"], r"eval\.sets has the name .* 100 at most"),
         (["steps=yes"], r"steps is True: true and false, also yes, no"),
         (
             ["optimizer.betas=[no, 0.9]"],

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig, load_config
+from megatron_async.scoring.rewards.reward import build_reward
+from megatron_async.scoring.rewards.sample import sample_of
 from megatron_async.tasks import build_source
-from megatron_async.tasks.rewards.reward import build_reward
-from megatron_async.tasks.rewards.sample import sample_of
 
 ROOT = Path(__file__).parents[2]
 MATH = {

@@ -20,6 +20,7 @@ from megatron_async.config.reference import (
     shown_value,
 )
 from megatron_async.errors import UserError
+from tests.syntax import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +103,7 @@ def sentences() -> list[tuple[str, str]]:
         (file.name, node.value)
         for file in (ROOT / "megatron_async").rglob("*.py")
         if file.name != "__init__.py"
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if "\n" not in node.value
     ]

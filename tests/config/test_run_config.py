@@ -10,6 +10,7 @@ import yaml
 from megatron_async.config import RunConfig, dump, load_config
 from megatron_async.config.load import differences, load_run_config
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
+from megatron_async.errors import UserError
 
 SETTINGS = """
 name: a
@@ -83,6 +84,41 @@ def test_a_derived_value_stays_unless_the_preset_brings_its_own(file: Path) -> N
     found = load_run_config(path, ["schedule.preset=pipeline"])
     assert found.engines.max_total_tokens == 7777
     assert found.schedule.overlap
+
+
+def test_a_default_that_is_set_at_a_resume_replaces_what_was_derived(file: Path) -> None:
+    config = load_config(file)
+    fewer = config.eval.model_copy(update={"prompts": 2})
+    path = stored(file, config.model_copy(update={"eval": fewer}))
+    found = load_run_config(path, [f"eval.prompts={config.eval.prompts}"])
+    assert found.eval.prompts == config.eval.prompts
+
+
+def test_what_a_configuration_that_python_makes_sets_was_set(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(RunConfig(steps=7)))
+    found = load_run_config(path, ["schedule.preset=sync"])
+    assert (found.given["steps"], found.schedule.boundary) == (7, "drain")
+
+
+@pytest.mark.parametrize("change", ["given=3", "given.steps=4", "given={}"])
+def test_what_was_set_is_no_setting(file: Path, change: str) -> None:
+    path = stored(file, load_config(file))
+    for one in (file, path):
+        with pytest.raises(UserError, match="unknown setting given"):
+            load_config(one, [change])
+    file.write_text("given: 3")
+    with pytest.raises(UserError, match="given is 3; a run keeps a mapping there"):
+        load_config(file)
+
+
+def test_a_run_as_a_base_brings_what_was_set_and_no_old_preset(file: Path) -> None:
+    stored(file, load_config(file, ON_TOP))
+    file.write_text("base: config.yaml\nschedule: {preset: sync}\n")
+    found = load_config(file)
+    assert (found.schedule.boundary, found.schedule.group_size) == ("drain", 5)
 
 
 def test_a_files_own_name_for_it_is_the_same_run(file: Path) -> None:

@@ -25,7 +25,7 @@ from benchmarks.crash.processes import LONGER, Programme
 from benchmarks.crash.run import RunUnderFire
 from benchmarks.crash.world import Result
 from megatron_async.config import build_config
-from megatron_async.disk import append_json_lines
+from megatron_async.files.disk import append_json_lines
 
 
 def test_a_seed_is_a_sequence_and_another_seed_another_one() -> None:

@@ -2,7 +2,7 @@
 
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
 whole tree at the end of both; the first run then goes back to an older checkpoint. Real engines,
-under `copris`: a killed verifier and the failure table of docs/failures.md, one failure after the
+under `copris`: a killed scorer and the failure table of docs/failures.md, one failure after the
 other in one run, with two engines at first and with only one in its last life.
 """
 
@@ -48,7 +48,7 @@ def goes_back(run: RunUnderFire) -> None:
 @pytest.mark.parametrize(
     ("preset", "plan"),
     [
-        ("async", ["engine", "verifier", "manager", "trainer", "tree"]),
+        ("async", ["engine", "scorer", "manager", "trainer", "tree"]),
         ("pipeline", ["manager", "tree"]),
     ],
 )
@@ -79,11 +79,11 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     )
     runs.append(run)
     run.start()
-    hung = [run.hang("verifier"), run.hang("engine")]
+    hung = [run.hang("scorer"), run.hang("engine")]
     run.wait_for_progress()
     run.wait_until_killed(*hung)
     run.kill("engine")
-    run.kill("verifier")
+    run.kill("scorer")
     run.kill("trainer")
     run.kill("manager")
     run.last_life(14, "engines.count=1")

@@ -21,12 +21,12 @@ from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import read_record, replay
+from megatron_async.scoring.count import ScorerCount
 from megatron_async.store.reader import StoreReader
-from megatron_async.tasks.scorer_count import ScorerCount
-from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 from megatron_async.trajectory.types import Prompt
@@ -142,7 +142,7 @@ def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
 class ByAnswer:
     """Some problems are never solved, some always, the others at every other try."""
 
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_async.config import build_config, load_config
 from megatron_async.errors import UserError
+from megatron_async.files.package_files import ROOT
 from megatron_async.launcher.preflight import check_probe_tolerance
-from megatron_async.shipped import ROOT
 
 
 def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> None:

@@ -1,7 +1,7 @@
 """Every recipe, and with them every schedule preset, on the real engine for a few steps.
 
 One warm SGLang server and one trainer rank in this process; everything between them is the real
-thing: scheduler, store, verifier, loss, weight exchange with its checks.
+thing: scheduler, store, scorer, loss, weight exchange with its checks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ from megatron_async.config.load import merge, read_yaml
 from megatron_async.config.recipes import RECIPES
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
-from megatron_async.tasks.scorer_count import ScorerCount
-from megatron_async.tasks.tiny_model import build_tiny_model
-from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing import local
 from megatron_async.testing.local import train_locally
@@ -74,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
     root = tmp_path_factory.mktemp("engine")
     config = settings("copris", root, model)
-    process = SGLangProcess(model, config.engines, root / "engine.log", in_place=True)
+    process = SGLangProcess(model, config.engines, root / "engine.log")
     process.start()
     yield process
     process.stop()
@@ -86,9 +86,9 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
 ) -> None:
     config = settings(recipe, tmp_path, model)
     # Random weights are never right: a reward that varies in each group gives a gradient.
-    verifier = LengthParity()
+    scorer = LengthParity()
     directory = RunDirectory.create(config)
-    train_locally(config, directory, [engine.url], verifier)
+    train_locally(config, directory, [engine.url], scorer)
 
     lines = read_metrics(directory.metrics_file)
     assert [line["step"] for line in lines] == list(range(STEPS))
@@ -113,9 +113,9 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
 
 
 class LengthParity:
-    """A verifier whose reward depends on the length only: each group has responses of 12 and 16."""
+    """A scorer whose reward depends on the length only: each group has responses of 12 and 16."""
 
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     async def score(
@@ -129,11 +129,11 @@ def test_the_real_verifier_scores_what_the_engine_generates(
 ) -> None:
     config = settings("copris", tmp_path, model)
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.scorers, config.model.path)
+    scorer = LocalScorerPool(config.scorers, config.model.path)
     try:
-        train_locally(config, directory, [engine.url], verifier)
+        train_locally(config, directory, [engine.url], scorer)
     finally:
-        verifier.close()
+        scorer.close()
     rewards = [line["rollout/reward_mean"] for line in read_metrics(directory.metrics_file)]
     assert all(0 <= reward < 0.2 for reward in rewards), "random weights are hardly ever right"
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreContent, StoreReader
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 

@@ -29,59 +29,77 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+# NCCL's own word for "where the hardware has it"; 1 would insist on it.
+ON, OFF = "2", "0"
+
+
 @pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}])
 def test_every_role_on_one_machine_has_the_same(given: dict[str, str]) -> None:
     trainer = shared({**given, **trainer_environment(given, one_machine=True)})
     engine = shared(server_environment(EngineConfig(), "cuda", ["0"], given))
     assert trainer == engine
-    assert {trainer[name] for name in NCCL_CHOICES} == {given.get("NCCL_CUMEM_ENABLE", "0")}
+    wanted = {"NCCL_CUMEM_ENABLE": OFF, "NCCL_NVLS_ENABLE": ON} | given
+    assert {name: trainer[name] for name in NCCL_CHOICES} == wanted
     assert trainer["GLOO_SOCKET_IFNAME"] == trainer["NCCL_SOCKET_IFNAME"] == LOOPBACK
 
 
-def test_every_role_on_several_nodes_has_the_same() -> None:
-    trainer = shared(trainer_environment({}, one_machine=False))
-    node = ray_node_environment({})
-    engine = shared(server_environment(EngineConfig(host="node"), "cuda", ["0"], node))
+@pytest.mark.parametrize("nvls", [True, False])
+def test_every_role_on_several_nodes_has_the_same(nvls: bool) -> None:
+    """Also the engines on a Ray node, which inherit its environment."""
+    engines = EngineConfig(host="node", nvls=nvls)
+    trainer = shared(trainer_environment({}, one_machine=False, nvls=engines.uses_nvls))
+    node = ray_node_environment({}, nvls=engines.uses_nvls)
+    engine = shared(server_environment(engines, "cuda", ["0"], node))
     assert trainer == shared(node) == engine
+    assert trainer["NCCL_NVLS_ENABLE"] == (ON if nvls else OFF)
+
+
+def test_nvls_is_on_unless_its_buffers_would_stay_on_a_gpu_that_is_shared() -> None:
+    assert EngineConfig().uses_nvls
+    assert not EngineConfig(placement="colocated").uses_nvls
+    assert EngineConfig(placement="colocated", nvls=True).uses_nvls
 
 
 def test_a_named_interface_is_used_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LOOPBACK is not None
     monkeypatch.setenv(INTERFACE_VARIABLE, LOOPBACK)
-    found = communication_environment({}, one_machine=False)
+    found = communication_environment({}, one_machine=False, nvls=True)
     assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == LOOPBACK
 
 
 def test_what_a_host_name_resolves_to_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian gives a machine's own name the address 127.0.1.1, which no other node reaches."""
     monkeypatch.setattr("socket.gethostbyname", lambda _name: "127.0.1.1")
-    found = communication_environment({}, one_machine=False).get("GLOO_SOCKET_IFNAME")
+    found = communication_environment({}, one_machine=False, nvls=True).get("GLOO_SOCKET_IFNAME")
     routed = [name for name in psutil.net_if_addrs() if name != LOOPBACK]
     assert found in routed or not routed
 
 
 def test_what_is_set_wins() -> None:
     given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1", "NCCL_DEBUG": "INFO"}
-    assert not set(given) & set(communication_environment(given, one_machine=True))
+    assert not set(given) & set(communication_environment(given, one_machine=True, nvls=True))
 
 
 @pytest.mark.slow
-def test_sglang_sets_for_its_servers_what_the_trainer_has() -> None:
-    """SGLang 0.5.23's own function, with the trainer's variables absent and present."""
+@pytest.mark.parametrize("nvls", [True, False])
+def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool) -> None:
+    """SGLang 0.5.23's own function; where nothing is set it turns both off."""
     pytest.importorskip("sglang")
     base = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    alone = _sglang(base)
-    with_ours = _sglang(server_environment(EngineConfig(), "cuda", None, base))
-    trainer = trainer_environment(base, one_machine=True)
+    found = _sglang(server_environment(EngineConfig(nvls=nvls), "cuda", None, base))
+    trainer = trainer_environment(base, one_machine=True, nvls=nvls)
     for name in NCCL_CHOICES:
-        assert alone[name] == with_ours[name] == trainer[name], name
+        assert found[name] == trainer[name], name
+    if not nvls:
+        alone = _sglang(base)
+        assert {name: alone[name] for name in NCCL_CHOICES} == dict.fromkeys(NCCL_CHOICES, OFF)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["enable_nccl_nvls", "enable_symm_mem"])
 def test_an_argument_that_changes_it_for_servers_alone_is_refused(setting: str) -> None:
     pytest.importorskip("sglang")
-    environment = server_environment(EngineConfig(), "cuda", None, os.environ)
+    environment = server_environment(EngineConfig(nvls=False), "cuda", None, os.environ)
     changed = _sglang(environment, setting)
     assert any(changed[name] != environment[name] for name in NCCL_CHOICES)
     with pytest.raises(ValueError, match="hand buffers over otherwise than the trainer"):

@@ -15,6 +15,7 @@ from megatron_async.engines.interface import EngineStatus, GenerationRequest, To
 from megatron_async.engines.sglang.stream import BadReport, StreamDecoder
 from megatron_async.trajectory.possible import LARGEST_LOGPROB, SMALLEST_LOGPROB
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import json_object
 from tests.engine import make_request
 
 VOCABULARY, STOP = 50, 2
@@ -118,6 +119,10 @@ def report(**changes: Any) -> dict[str, Any]:
     return {"output_ids": changes.pop("output_ids", [4, 5, 6]), "meta_info": {**meta, **changes}}
 
 
+def span(start: Any, end: Any, version: Any = "0.1") -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
 MALFORMED: dict[str, list[dict[str, Any]]] = {
     "a token": [
         {"output_ids": [4, 5.0, 6]},
@@ -141,7 +146,15 @@ MALFORMED: dict[str, list[dict[str, Any]]] = {
     ],
     "policy versions": [
         {"weight_versions": [{"version": "0.1", "start": 0, "end": 2}]},
-        {"weight_versions": [{"version": "newest", "start": 0, "end": 3}]},
+        {"weight_versions": [span(2, 3), span(0, 2)]},
+        {"weight_versions": [span(0, 2), span(0, 1)]},
+        {"weight_versions": [span(0, 2), span(2, 2.5), span(2, 3)]},
+        {"weight_versions": [span("0", 3)]},
+        {"weight_versions": [span(0, 3, "newest")]},
+        {"weight_versions": [span(0, 3, "0.99999999999999999999")]},
+        {"weight_versions": [span(0, 3, "1_0.1")]},
+        {"weight_versions": [span(0, 3, " 0.1")]},
+        {"weight_versions": [span(0, 3, 0.1)]},
     ],
     "the time in the queue": [{"queue_time": "long"}],
 }
@@ -152,6 +165,24 @@ def test_a_report_of_another_form_is_refused(changes: dict[str, Any]) -> None:
     assert len(StreamDecoder().feed(report())[0].token_ids) == 3
     with pytest.raises(BadReport):
         StreamDecoder().feed(report(**changes))
+
+
+def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
+    for odd in (
+        {"error": {"code": 400, "message": "no\n" * 10**6}},
+        {"error": "no\n" * 10**6},
+        report(finish_reason={"type": "abort", "status_code": 500, "message": "no\n" * 10**6}),
+        report(weight_versions=[span(0, 3, "9" * 10**6)]),
+        report(output_ids=["9" * 10**6, 5, 6]),
+    ):
+        with pytest.raises(BadReport) as raised:
+            StreamDecoder().feed(odd)
+        assert len(str(raised.value)) <= 500 and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe", b"3", b"", b"y"])
+def test_an_answer_without_an_object_is_an_empty_one(answer: bytes) -> None:
+    assert json_object(answer) == {}
 
 
 LOAD = {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5}

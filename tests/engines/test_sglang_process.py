@@ -16,10 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.actor import EngineHost
+from megatron_async.engines.host import EngineHost
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     SGLangProcess,
@@ -27,16 +25,17 @@ from megatron_async.engines.sglang.process import (
     server_environment,
     simulated_command,
 )
-from megatron_async.engines.sglang.server import KEY_VARIABLE, LIFELINE_VARIABLE, take_key
+from megatron_async.engines.sglang.server import KEY_VARIABLE, take_key
 from megatron_async.errors import ComponentFailure
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
 
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
 import http.server, subprocess, sys
-from megatron_async.engines.sglang import server as sglang_server
+from megatron_async.places.lifeline import hold_lifeline
 child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
-sglang_server.hold_lifeline()
+hold_lifeline()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
@@ -225,22 +224,11 @@ def test_the_engines_of_a_run_await_their_first_update(
 
     monkeypatch.setattr(sglang_process, "server_command", command)
     settings = EngineConfig(device="cuda", start_timeout_seconds=20.0).model_dump_json()
-    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"), False, 8)
+    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"), 8)
     with pytest.raises(ComponentFailure, match="no such model: elephant"):
         asyncio.run(host.start())
     [asked] = commands
     assert asked[asked.index("--load-format") + 1] == "dummy"
-
-
-def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: Path) -> None:
-    in_place = {
-        preset: build_config({"schedule": {"preset": preset}}).schedule.in_place
-        for preset in SCHEDULE_PRESETS
-    }
-    assert [preset for preset, value in in_place.items() if value] == ["pipeline"]
-    for value in (False, True):
-        command = server_command(EngineConfig(), tmp_path, 1, "cuda", in_place=value)
-        assert ("--disable-overlap-schedule" in command) is value
 
 
 def test_the_key_reaches_a_server_where_no_other_user_can_read_it(

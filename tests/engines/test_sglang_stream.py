@@ -73,7 +73,7 @@ def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataO
     assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-def test_the_first_tokens_say_how_long_the_request_was_queued() -> None:
+def test_the_first_tokens_carry_the_time_in_the_queue() -> None:
     decoder = StreamDecoder()
     first, second = _report([4], 1, [("0.1", 0, 1)]), _report([5, 6], 3, [("0.1", 0, 3)])
     first["meta_info"]["queue_time"] = second["meta_info"]["queue_time"] = 0.0025

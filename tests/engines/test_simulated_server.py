@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig, SimulatedEngineConfig
-from megatron_async.engines.actor import ActorCalls, EngineHost
+from megatron_async.engines.host import EngineHost, HostCalls
 from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
 from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
@@ -117,7 +116,7 @@ def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_
 def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
     server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that has sent tokens of a request knows it, and has answered the abort."""
+    """An engine that has sent tokens of a request has it, and has answered the abort."""
     monkeypatch.setattr("megatron_async.engines.sglang.client._ABORT_AGAIN_SECONDS", 0.01)
 
     async def body(client: SGLangClient) -> list[Any]:
@@ -213,21 +212,28 @@ def test_settings_that_it_cannot_keep_are_refused(settings: Any, sentence: str) 
         build_config({"engines": {"kind": "simulated"}, **settings})
 
 
-def test_streams_through_the_engines_actor_are_those_of_the_server(
+class Here:
+    """A host in this process, called as one that is placed."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+        return await getattr(self._host, method)(*arguments)
+
+
+def test_streams_through_the_engines_host_are_those_of_the_server(
     server: tuple[SGLangProcess, Path],
 ) -> None:
-    """What the actor does, called as Ray calls it; `stop` and `start` are Ray's test."""
+    """What the host does; `start` and `stop` have tests of their own."""
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
-        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), False, 8)
+        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), 8)
         await host.serve(process.url)
-        calls = ("update", "abort", "report")
-        actor = SimpleNamespace(
-            **{name: SimpleNamespace(remote=getattr(host, name)) for name in calls}
-        )
+        placed: Any = Here(host)
         there = await SGLangClient.connect("e", process.url, SETTINGS)
-        client = RelayedEngine(there, ActorCalls(actor, "e", 10.0), Pace())
+        client = RelayedEngine(there, HostCalls(placed, "e", 10.0), Pace())
         long = asyncio.create_task(collect(client, make_request("long", PROMPT, 1900)))
         answers = await asyncio.gather(
             *(collect(client, make_request(f"r{i}", [*PROMPT, i], 50)) for i in range(8))

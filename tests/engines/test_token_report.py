@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,22 @@ def test_a_report_holds_runs_ends_and_failures_of_many_streams() -> None:
     ]
     report = pickle.loads(pickle.dumps(TokenReport.of(items)))
     assert plain(list(report.items())) == plain(items)
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_streams_with_other_columns_are_in_one_report(order: tuple[int, ...]) -> None:
+    routes = np.zeros(2, [("routes", "<i2", (2, 4))])
+    routes["routes"][1] = 7
+    mask = np.ones(2, [("mask", "?")])
+    chunks = [replace(chunk(9 * i, 2), columns=c) for i, c in enumerate([(routes,), (mask,), ()])]
+    items: list[tuple[int, Item]] = [(stream, chunks[stream]) for stream in order]
+    items += [(5, chunks[2]), (5, chunks[0]), (5, chunk(0, 0, end="abort"))]
+    found = list(pickle.loads(pickle.dumps(TokenReport.of(items))).items())
+    last = replace(chunks[0], end="abort")
+    wanted = [*items[:-2], (5, last)]
+    assert plain(found) == plain(wanted)
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        assert [c.tobytes() for c in one.columns] == [c.tobytes() for c in other.columns]
 
 
 def test_a_failure_of_another_kind_comes_as_its_nearest() -> None:

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from megatron_async.models.families import read_architecture
 from megatron_async.models.model_files import expected_tensors
-from megatron_async.tasks.tiny_model import VOCAB_SIZE, write_character_tokenizer
+from megatron_async.models.tiny_model import VOCAB_SIZE, write_character_tokenizer
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parse
+
 KERNELS = Path(__file__).parents[2] / "kernels"
 FILES = sorted(KERNELS.rglob("*.py"))
 
@@ -16,7 +18,7 @@ FILES = sorted(KERNELS.rglob("*.py"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_torch_and_triton_are_all_that_is_imported(file: Path) -> None:
     imported = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -137,6 +137,13 @@ class SlurmCluster:
             assert time.monotonic() < deadline, f"job {job} is {state} after {seconds:g} s"
             time.sleep(_POLL_SECONDS)
         return state
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """AssertionError after the limit."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing came of it in {seconds:g} s"
+            time.sleep(_POLL_SECONDS)
 
     def signal_batch(self, job: str, name: str) -> None:
         """What Slurm does before the time limit: a signal to the job script only."""

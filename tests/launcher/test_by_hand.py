@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megatron_async.commands.launch import Cluster, launch_run
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory, RunOutcome
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
 STEPS = 20

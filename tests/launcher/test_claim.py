@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.config import RunConfig, build_config, dump
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.file_lock import Holder
+from megatron_async.files.disk import CannotWrite
+from megatron_async.files.lock import Holder
 from megatron_async.launcher import node as node_module
 from megatron_async.launcher.claim import RunInUse, claimed, new_run
 from megatron_async.launcher.session import Session
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.rank_exit import exit_code
 from tests.small_disk import SmallDisk

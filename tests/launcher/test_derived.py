@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig, build_config, load_config
-from megatron_async.launcher.derived import Machine, derive, layout_lines
+from megatron_async.errors import UserError
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive, layout_lines
 
 ROOT = Path(__file__).parents[2]
 H100 = Machine("cuda", "H100", 80e9, cores=192)
@@ -126,3 +127,20 @@ def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     assert parser.parse_args(["--model-path", "m", *command[-2:]]) is not None
+
+
+@pytest.mark.parametrize(
+    "argument", [["--mem-fraction-static", "0.95"], ["--mem-fraction-static=0.95"]]
+)
+def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
+    argument: list[str],
+) -> None:
+    """The head (2.1 GB), a bucket (0.5 GB) and a group for each of two stages (1.1 GB each)."""
+    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml")
+    raised = config.engines.model_copy(update={"extra_args": argument})
+    with pytest.raises(UserError, match=r"leaves 4\.0 GB .* a weight update needs 4\.8 GB"):
+        check_engine_memory(config.model_copy(update={"engines": raised}), H100)
+    lower = config.engines.model_copy(update={"extra_args": ["--mem-fraction-static", "0.9"]})
+    check_engine_memory(config.model_copy(update={"engines": lower}), H100)
+    check_engine_memory(config, H100)
+    assert "a weight update 4.8 GB" in "\n".join(layout_lines(config, H100))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,15 @@ import pytest
 from megatron_async import cli
 from megatron_async.config import RunConfig, build_config, load_config
 from megatron_async.errors import UserError
-from megatron_async.launcher.devices import DeviceSplit, split_devices, split_of_this_machine
+from megatron_async.files.package_files import ROOT
+from megatron_async.launcher.devices import (
+    DeviceSplit,
+    check_ray,
+    split_devices,
+    split_of_this_machine,
+)
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.shipped import ROOT
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 EIGHT = [str(index) for index in range(8)]
 
@@ -158,24 +161,29 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     assert not (config_file.parent / "runs").exists()
 
 
-@pytest.mark.slow
-def test_ray_hands_out_the_engines_gpus_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "address", "refusal"),
+    [
+        ({"cluster": "ray"}, "", "cluster ray is used through Ray, which is not installed"),
+        ({}, "127.0.0.1:1", "cluster auto is used through Ray, which is not installed"),
+        ({"cluster": "local"}, "127.0.0.1:1", None),
+        ({}, "", None),
+    ],
+)
+def test_ray_is_needed_only_where_it_is_used(
+    settings: dict[str, str], address: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = build_config(settings)
+    if refusal is None:
+        assert split_of_this_machine(config) == DeviceSplit()
+    else:
+        with pytest.raises(UserError, match=refusal):
+            split_of_this_machine(config)
 
-    from megatron_async.launcher.rollout_side import start_ray
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    start_ray(tmp_path / "ray-token", gpus="2,3")
-    try:
-
-        @ray.remote(num_gpus=1)
-        def gpu() -> str:
-            time.sleep(1.0)  # so that the two calls are there at once
-            return os.environ["CUDA_VISIBLE_DEVICES"]
-
-        assert sorted(ray.get([gpu.remote(), gpu.remote()], timeout=60)) == ["2", "3"]
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3", "the trainers' process has its own"
-    finally:
-        ray.shutdown()
+def test_several_nodes_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"2 nodes are used .*megatron_async\[cluster\]"):
+        check_ray(build_config({}), nodes=2)

@@ -13,7 +13,7 @@ import pytest
 from megatron_async.commands import sft
 from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.nodes import communication_environment
-from megatron_async.launcher import node, supervisor
+from megatron_async.launcher import node, rank_job, supervisor
 from megatron_async.launcher.devices import DeviceSplit
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.run_directory import RunDirectory
@@ -42,16 +42,16 @@ def test_memory_that_an_engine_opens_is_not_in_expandable_segments() -> None:
 
 
 def test_only_what_a_run_has_is_named() -> None:
-    names = {"MEGATRON_ASYNC_RAY_ADDRESS", "MEGATRON_ASYNC_STOP_FILE", "CUDA_VISIBLE_DEVICES"}
+    names = {"MEGATRON_ASYNC_PLACE", "MEGATRON_ASYNC_STOP_FILE", "CUDA_VISIBLE_DEVICES"}
     assert (
         names & set(trainer_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, one_machine=True)) == set()
     )
     added = trainer_environment(
-        {}, one_machine=True, ray_address="a:1", stop_file=Path("/run/stop"), gpus="2,3"
+        {}, one_machine=True, place="ray:a:1", stop_file=Path("/run/stop"), gpus="2,3"
     )
     assert {name: added[name] for name in sorted(names)} == {
         "CUDA_VISIBLE_DEVICES": "2,3",
-        "MEGATRON_ASYNC_RAY_ADDRESS": "a:1",
+        "MEGATRON_ASYNC_PLACE": "ray:a:1",
         "MEGATRON_ASYNC_STOP_FILE": "/run/stop",
     }
 
@@ -68,7 +68,7 @@ class Started(Exception):
 
 
 def on_one_machine(config: RunConfig, directory: RunDirectory) -> None:
-    supervisor.Supervisor(config, directory, DeviceSplit())._start_trainers("a:1")
+    supervisor.Supervisor(config, directory, DeviceSplit())._trainers("a:1")
 
 
 def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:
@@ -81,16 +81,17 @@ def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:
         count=1,
         address="a",
     )
-    node._start_ranks(here, "a:1")
+    node._ranks(here, "a:1")
 
 
 def by_fine_tuning(config: RunConfig, directory: RunDirectory) -> None:
     sft.run_sft(config, directory, directory.path / "out")
 
 
-def as_ray_node(_config: RunConfig, directory: RunDirectory) -> None:
+def as_ray_node(config: RunConfig, directory: RunDirectory) -> None:
     """Manager and engines inherit it."""
     here: Any = SimpleNamespace(
+        config=config,
         directory=directory,
         session=SimpleNamespace(path=directory.path),
         address="a",
@@ -107,14 +108,14 @@ Start = Callable[[RunConfig, RunDirectory], None]
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Mapping[str, str]]:
     """What a process gets that is started this way, from a shell that has set nothing."""
 
-    def start_torchrun(*_: Any, environment: Mapping[str, str], **__: Any) -> None:
+    def torchrun(*_: Any, environment: Mapping[str, str], **__: Any) -> None:
         raise Started(environment)
 
     def child(_command: Any, _log: Any, environment: Mapping[str, str]) -> None:
         raise Started(environment)
 
-    for module in (node, supervisor, sft):
-        monkeypatch.setattr(module, "start_torchrun", start_torchrun)
+    for module in (node, supervisor, rank_job):
+        monkeypatch.setattr(module, "torchrun", torchrun)
     monkeypatch.setattr(node, "Child", child)
     for name in tuple(os.environ):
         if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_", "PYTORCH_", "RAY_ADDRESS")):
@@ -136,7 +137,7 @@ def test_trainer_ranks_have_it_however_they_are_started(
     started: Callable[..., Mapping[str, str]], how: Start, one_machine: bool
 ) -> None:
     found = started(how)
-    shared = communication_environment({}, one_machine=one_machine)
+    shared = communication_environment({}, one_machine=one_machine, nvls=True)
     assert {name: found[name] for name in shared} == shared
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found[ALLOCATOR] == "expandable_segments:True"
@@ -146,7 +147,7 @@ def test_manager_and_engines_of_a_ray_node_have_what_they_share_with_the_ranks(
     started: Callable[..., Mapping[str, str]],
 ) -> None:
     found = started(as_ray_node)
-    shared = communication_environment({}, one_machine=False)
+    shared = communication_environment({}, one_machine=False, nvls=True)
     assert {name: found[name] for name in shared} == shared
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_async.shipped import ROOT
+from megatron_async.files.package_files import ROOT
 
 
 def pins(name: str) -> dict[str, str]:

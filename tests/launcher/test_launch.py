@@ -13,10 +13,10 @@ import pytest
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.package_files import ROOT
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.run_directory import RunDirectory
-from megatron_async.shipped import ROOT
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tiny_model import write_character_tokenizer
 from tests.checkpoint.test_manifest import write
 from tests.hf_models import save_hf_model
 
@@ -64,9 +64,9 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: 
     assert "#SBATCH --nodes=4" in lines, "2 trainer nodes, 3 engines of 4 GPUs on 2 nodes"
     assert "#SBATCH --gpus-per-node=8" in lines
     assert "#SBATCH --time=02:00:00" in lines
-    assert "#SBATCH --signal=B:USR1@120" in lines
+    assert "#SBATCH --signal=B:USR1@180" in lines
     [command] = [line for line in lines if line.startswith("exec ")]
-    assert command.endswith(f"--trainer-nodes=2 {tmp_path}/runs/other")
+    assert command.endswith(f"--trainer-nodes=2 --stop-seconds=90 {tmp_path}/runs/other")
     shown = lines[lines.index(command) + 1 :]
     assert all(line == "" or line.startswith("# ") for line in shown), "still a script"
     text = "\n".join(shown)
@@ -147,6 +147,17 @@ def test_what_is_refused_makes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1e6})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    for slurm in (False, True):
+        with pytest.raises(UserError, match=r"3 checkpoints of 0\.0 GB .* room for 0\.0 GB"):
+            launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
     settings: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +230,7 @@ def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path
     assert "set aside" not in back_to(2, dry_run=True)
     assert (directory.checkpoints / "step_000004").is_dir()
     text = back_to(2, dry_run=False)
-    assert text.startswith(f"# set aside: {directory.checkpoints}/abandoned_0.4\n# one command")
+    assert f"# set aside: {directory.checkpoints}/abandoned_0.4\n# one command" in text
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == [
         "abandoned_0.4",
         "step_000002",

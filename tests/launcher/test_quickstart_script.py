@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.shipped import ROOT
+from megatron_async.files.package_files import ROOT
 
 SHOW = """#!/bin/sh
 echo "environment $VIRTUAL_ENV"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.shipped import ROOT
+from megatron_async.files.package_files import CODE_VARIABLE, ROOT, code_digest
+from megatron_async.launcher import node
 
 NOTE = """#!{python}
 import json, os, sys
@@ -152,6 +153,34 @@ def test_hooks_for_modules_and_containers(machine: Machine) -> None:
     (srun,) = machine.calls("srun")
     assert {"--container-image=/images/a.sqsh", "--container-mounts=/shared"} <= set(srun.arguments)
     assert srun.environment["LOADED"].strip() == "cuda"
+
+
+def test_a_container_has_its_own_environment(machine: Machine) -> None:
+    """The host's `.venv` may not be there, or be another's; the image has one in /opt/venv."""
+    arguments = ("runs/a", "--index", "0", "--count", "1", "--session", "s")
+    image = {"MEGATRON_ASYNC_SRUN_ARGS": "--container-image=/images/a.sqsh"}
+    machine.run("slurm/eval.sbatch", *arguments, MEGATRON_ASYNC_VENV="", **image)
+    machine.run("slurm/eval.sbatch", *arguments, **image)
+    default, chosen = machine.calls("srun")
+    assert "/opt/venv/bin/python" in default.arguments
+    assert f"{machine.root}/venv/bin/python" in chosen.arguments, "what is set wins"
+
+
+def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image keeps the code that it was built with."""
+    arguments = ("runs/a", "--index", "0", "--count", "1", "--session", "s")
+    machine.run("torchrun/trainer.sh", *arguments)
+    (python,) = machine.calls("python")
+    assert python.environment[CODE_VARIABLE] == code_digest()
+    for digest, sentence in (
+        (code_digest(), "there is no run"),
+        ("0" * 64, "is not that of the launch script: build the image anew"),
+    ):
+        monkeypatch.setenv(CODE_VARIABLE, digest)
+        assert node.main(["trainer", *arguments]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_what_processes_need_is_not_set_by_scripts(machine: Machine) -> None:

@@ -25,11 +25,11 @@ from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.engines.nodes import node_address
+from megatron_async.files.package_files import ROOT
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory, RunOutcome
-from megatron_async.shipped import ROOT
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
-from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from tests.launcher.cluster import SlurmCluster, missing_programs
 
@@ -224,14 +224,14 @@ def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
 
 
 def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
-    """Manager, engines and verifiers run on the other node only."""
+    """Manager, engines and scorers run on the other node only."""
     nodes: dict[str, list[str]] = {"rollout": [], "trainer": []}
     for process in processes_of(directory):
         command = process.cmdline()
         if "megatron_async.launcher.node" in command:
             role = command[command.index("megatron_async.launcher.node") + 1]
             nodes[role] += [" ".join(child.cmdline()) for child in process.children(recursive=True)]
-    actors = ("ray::ManagerActor", "ray::EngineHost", "ray::VerifierWorker")
+    actors = ("ray::ManagerHost", "ray::EngineHost", "ray::PlacedWorker")
     for actor in actors:
         assert [line for line in nodes["rollout"] if line.startswith(actor)], actor
         assert not [line for line in nodes["trainer"] if line.startswith(actor)], actor

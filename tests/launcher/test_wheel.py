@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.shipped import ROOT, existing
-from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.files.package_files import ROOT, existing
+from megatron_async.models.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -25,6 +25,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
+YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}
+
+
 def _write(folder: Path, **changes: Any) -> Path:
     config = {**LLAMA, **changes}
     (folder / "config.json").write_text(
@@ -75,6 +78,14 @@ def test_rope_of_transformers_4_and_5_configs(tmp_path: Path) -> None:
     assert old.rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
+def test_yarn_without_an_original_context_has_the_models(tmp_path: Path) -> None:
+    model = _write(tmp_path, max_position_embeddings=32768, rope_scaling=YARN)
+    assert read_architecture(model).rope == Rope(1e4, "yarn", 4.0, original_max_positions=32768)
+    own = {**YARN, "original_max_position_embeddings": 8192, "beta_fast": 16, "beta_slow": 2}
+    found = read_architecture(_write(tmp_path, rope_scaling=own)).rope
+    assert (found.original_max_positions, found.beta_fast, found.beta_slow) == (8192, 16, 2)
+
+
 def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -> None:
     old = read_architecture(
         _write(
@@ -101,7 +112,16 @@ def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -
         ({"hidden_size": ...}, "hidden_size is None"),
         ({"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is 0.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor is 1.2"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale is 1.0"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False"),
+        ({"rope_scaling": {**YARN, "beta_slow": 32}}, "beta_slow is 32.0; it must be below"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 9}, "embeddings is 9"),
+        ({"rope_scaling": YARN, "model_type": "gemma3_text"}, "rope_type is 'yarn'"),
     ],
 )
 def test_what_is_not_supported_is_one_sentence(

@@ -15,7 +15,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
-from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.scoring.count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, Prompt
 
@@ -23,10 +23,10 @@ MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval
 
 
 class Fixed:
-    """A task of numbered prompts that every answer solves; also the verifier."""
+    """A task of numbered prompts that every answer solves; also the scorer."""
 
     stop_token_ids = (2,)
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
@@ -99,7 +99,7 @@ def manager_of(
     return RolloutManager(
         config,
         task=task,  # type: ignore[arg-type]
-        verifier=task,
+        scorers=task,
         launcher=engines,
         store_file=folder / "store.sqlite",
         events_directory=folder / "events",

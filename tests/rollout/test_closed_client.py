@@ -14,15 +14,13 @@ from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.engines.interface import EngineError, GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 
-REPORT = {
-    "output_ids": [7],
-    "meta_info": {
-        "completion_tokens": 1,
-        "output_token_logprobs": [[-1.0, 7, None]],
-        "finish_reason": None,
-        "weight_versions": [{"version": "0.0", "start": 0, "end": 1}],
-    },
+META = {
+    "completion_tokens": 1,
+    "output_token_logprobs": [[-1.0, 7, None]],
+    "finish_reason": None,
+    "weight_versions": [{"version": "0.0", "start": 0, "end": 1}],
 }
+REPORT = {"output_ids": [7], "meta_info": META}
 
 
 def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
@@ -108,6 +106,60 @@ def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None
         assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
         with pytest.raises(EngineError, match="release_memory_occupation failed"):
             await client.release_memory()  # SGLang refuses what it may have done already
+        await client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(aborted: bool) -> None:
+    """Under another id, since SGLang may still abort the first; not where it was to be aborted."""
+
+    async def body() -> None:
+        ids: list[str] = []
+        kept: list[asyncio.StreamWriter] = []
+        news = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = re.search(rb"Content-Length: (\d+)", head)
+                asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
+                if b"/abort_request" in head:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                    continue
+                ids.append(asked["rid"])
+                news.set()
+                if writer in kept:  # it has stood still, and closes what it had kept
+                    for connection in kept:
+                        connection.transport.abort()
+                    return
+                kept.append(writer)
+                while len(ids) < 3:  # three connections are kept
+                    await asyncio.sleep(0.01)
+                last = {**META, "finish_reason": {"type": "length"}}
+                event = b"data: " + orjson.dumps({**REPORT, "meta_info": last}) + b"\n\n"
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(event))
+                writer.write(event)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = SGLangClient("engine0", url, EngineConfig())
+
+        async def ask(name: str) -> list[int]:
+            request = GenerationRequest(name, np.asarray([1, 2], np.int32), 1, SamplingConfig())
+            return [int(t) async for chunk in client.generate(request) for t in chunk.token_ids]
+
+        assert await asyncio.gather(*map(ask, ("t1-1;", "t2-1;", "t3-1;"))) == [[7]] * 3
+        if not aborted:
+            assert await ask("t4-1;") == [7]
+            assert [rid.partition(";")[2] for rid in ids[3:]] == ["t4-1;"] * 2
+            assert len(set(ids)) == 5
+        else:
+            client._unwanted["t4-1;"] = "its id"
+            with pytest.raises(EngineError, match="generation of request t4-1; failed"):
+                await ask("t4-1;")
+            assert len(ids) == 4
         await client.close()
         server.close()
 

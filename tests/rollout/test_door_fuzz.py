@@ -104,6 +104,8 @@ class Changer:
         old = container[key]
         if isinstance(old, int | float) and self._random.random() < 0.4:
             container[key] = old + self._random.choice([-1, 1, 0.5, 64, -0.25])
+        elif container is whole and self._random.random() < 0.2:
+            return b"[" * 100_000
         elif container is not whole and self._random.random() < 0.2:
             del container[key]
         else:
@@ -157,7 +159,7 @@ class ChangingEngines(Engines):
             client = await SGLangClient.connect(
                 engine.engine_id, address, self._config.engines, MODEL.vocab_size
             )
-        except EngineError as error:  # as RayEngineLauncher does
+        except EngineError as error:  # as HostedEngines does
             raise ProcessKilled(str(error)) from error
         self.all.append(engine)
         return client

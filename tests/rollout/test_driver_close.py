@@ -56,8 +56,8 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
     Returns the requests that were sent while it stopped. The scores end meanwhile.
     """
     cancelling, sent = asyncio.Event(), list[str]()
-    verifier, engines = Late(cancelling, outcome), Engines()
-    manager = manager_of(folder, settings("async"), engines, verifier)
+    scorer, engines = Late(cancelling, outcome), Engines()
+    manager = manager_of(folder, settings("async"), engines, scorer)
     await manager.start()
     engine = engines.all[0]
     engine.__class__ = Lingering
@@ -68,7 +68,7 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
     engine.set_weights(PolicyVersion(0, 0))
     await manager.end_update(0, 0, [engine.engine_id], False)
     await manager.verify_update(0, 0, None, False)
-    while not sent or verifier.asked < len(sent) - 1:
+    while not sent or scorer.asked < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)
     await manager.stop()
@@ -93,10 +93,10 @@ def test_a_defect_that_shows_meanwhile_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def defect() -> None:
-        raise LookupError("a defect of the verifier")
+        raise LookupError("a defect of the scorer")
 
     async def body() -> None:
         assert await stop_under_scores(tmp_path, defect) == []
 
     run(body())
-    assert "a defect of the verifier" in caplog.text
+    assert "a defect of the scorer" in caplog.text

@@ -12,94 +12,50 @@ from hypothesis import given
 from megatron_async.rollout.evidence import EngineEvidence, PromptEvidence, hopeless
 
 
-def test_an_idle_engine_is_not_silent_when_it_gets_work() -> None:
+def test_a_request_that_the_engine_aborts_unasked_does_not_end_it() -> None:
     engine = EngineEvidence()
-    assert engine.silence(500.0) == 0.0
-    engine.request_began(500.0)
-    assert engine.silence(503.0) == 3.0
-
-
-def test_a_token_begins_the_silence_anew() -> None:
-    engine = EngineEvidence()
-    engine.request_began(0.0)
-    engine.request_began(4.0)
-    engine.token(5.0)
-    assert engine.silence(7.0) == 2.0
-
-
-def test_the_end_of_the_last_request_ends_it() -> None:
-    engine = EngineEvidence()
-    engine.request_began(0.0)
-    engine.request_ended(90.0)
+    for second in (0.0, 10.0, 20.0):
+        engine.request_began(second)
+        engine.request_ended(second + 5.0, unasked=True)
+    assert engine.silence(100.0) == 15.0
+    engine.token(100.0)
     assert engine.silence(100.0) == 0.0
-    engine.request_began(100.0)
-    assert engine.silence(101.0) == 1.0
 
 
-def test_a_held_engine_is_not_silent_and_starts_anew_when_all_who_hold_it_are_done() -> None:
+def test_load_reports_are_missed_from_the_first_that_cannot_be_read_to_the_next_that_can() -> None:
     engine = EngineEvidence()
-    engine.request_began(0.0)
-    engine.hold("pause", 10.0)
-    engine.hold("update", 11.0)
-    assert engine.held and engine.silence(700.0) == 10.0
-    engine.release("update", 700.0)
-    assert engine.held and engine.silence(800.0) == 10.0
-    engine.release("pause", 800.0)
-    engine.release("pause", 900.0)  # nothing to release
-    assert not engine.held and engine.silence(803.0) == 3.0
-
-
-def test_no_silence_grows_while_tokens_wait_for_a_disk() -> None:
-    engine = EngineEvidence()
-    engine.queue(0, 0.0)
-    engine.request_began(0.0)
-    engine.request_began(0.0)
-    engine.store_begins(10.0)
-    engine.store_begins(11.0)
-    assert (engine.silence(400.0), engine.request_clock(400.0)) == (10.0, 10.0)
-    engine.store_ends(400.0)
-    assert (engine.silence(500.0), engine.request_clock(500.0)) == (10.0, 10.0)
-    engine.store_ends(500.0)
-    assert (engine.silence(503.0), engine.request_clock(503.0)) == (13.0, 13.0)
-
-
-def test_what_was_asked_before_a_hold_or_in_it_is_no_evidence() -> None:
-    engine = EngineEvidence()
-    assert not engine.held_since(0.0)
-    engine.hold("update", 5.0)
-    assert engine.held_since(4.0) and engine.held_since(6.0)
-    engine.release("update", 9.0)
-    assert engine.held_since(4.0) and not engine.held_since(9.5)
-
-
-def test_the_clock_of_requests_stands_while_the_engine_is_held_or_has_a_queue() -> None:
-    engine = EngineEvidence()
-    assert engine.request_clock(50.0) == 0.0, "what the queue is like is not known yet"
-    engine.queue(0, 50.0)
-    assert engine.request_clock(60.0) == 10.0
-    engine.queue(3, 60.0)
-    assert engine.request_clock(100.0) == 10.0
-    engine.queue(0, 100.0)
-    engine.hold("pause", 105.0)
-    assert engine.request_clock(200.0) == 15.0
-    engine.release("pause", 200.0)
-    assert engine.request_clock(201.0) == 16.0
+    assert engine.unreported(500.0) == 0.0
+    engine.queue(None, 500.0)
+    engine.queue(None, 510.0)
+    engine.hold("update", 512.0)
+    engine.release("update", 600.0)
+    assert engine.unreported(603.0) == 15.0
+    assert engine.request_clock(603.0) == 0.0, "its queue is not known"
+    engine.queue(0, 603.0)
+    assert engine.unreported(700.0) == 0.0
 
 
 HAPPENINGS = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "end", "token", "hold", "release", "busy", "free"]),
+        st.sampled_from(["begin", "end", "token", "hold", "release", "store", "stored", "queue"]),
         st.integers(0, 20),
+        st.integers(0, 1),
     ),
-    max_size=40,
+    max_size=60,
 )
 
 
 @given(HAPPENINGS)
-def test_it_is_what_counting_second_by_second_gives(happenings: list[tuple[str, int]]) -> None:
+def test_silence_and_holds_are_what_counting_second_by_second_gives(
+    happenings: list[tuple[str, int, int]],
+) -> None:
+    """Two hold it for reasons of their own; a release of what does not hold it changes nothing."""
     engine, now = EngineEvidence(), 0
-    requests, held, free, silence, clock = 0, False, False, 0, 0
-    for what, seconds in happenings:
+    requests, storing, free, silence, clock = 0, 0, False, 0, 0
+    holds: set[str] = set()
+    released_at = float("-inf")
+    for what, seconds, number in happenings:
+        why = ("pause", "update")[number]
         if what == "begin":
             requests += 1
             engine.request_began(now)
@@ -111,18 +67,47 @@ def test_it_is_what_counting_second_by_second_gives(happenings: list[tuple[str, 
             silence = 0
             engine.token(now)
         elif what == "hold":
-            held = True
-            engine.hold("it", now)
-        elif what == "release" and held:
-            held, silence = False, 0
-            engine.release("it", now)
-        elif what in ("busy", "free"):
-            free = what == "free"
-            engine.queue(0 if free else 1, now)
+            holds.add(why)
+            engine.hold(why, now)
+        elif what == "release":
+            if holds == {why}:
+                silence, released_at = 0, now
+            holds.discard(why)
+            engine.release(why, now)
+        elif what == "store":
+            storing += 1
+            engine.store_begins(now)
+        elif what == "stored" and storing:
+            storing -= 1
+            engine.store_ends(now)
+        elif what == "queue":
+            free = number == 0
+            engine.queue(number, now)
+        assert engine.held == bool(holds)
+        for since in (now, now - seconds, released_at + 1):
+            assert engine.held_since(since) == (bool(holds) or released_at >= since)
         now += seconds
-        silence += seconds * (requests > 0 and not held)
-        clock += seconds * (free and not held)
+        silence += seconds * (requests > 0 and not holds and not storing)
+        clock += seconds * (free and not holds and not storing)
         assert (engine.silence(now), engine.request_clock(now)) == (silence, clock)
+
+
+def test_a_token_clears_the_count_of_engines_that_a_prompt_ended() -> None:
+    """Of eleven engines the sixth made tokens for it before it died."""
+    prompts = PromptEvidence()
+    found = [prompts.engine_died({3}, tokens) for tokens in range(1, 6)]
+    prompts.token(12, 3)
+    found += [prompts.engine_died({3}, tokens) for tokens in range(6, 11)]
+    assert found == [set()] * 10
+    assert prompts.engine_died({3}, 11) == {3}
+
+
+def test_failures_that_were_a_lost_engines_are_no_longer_those_of_its_requests() -> None:
+    prompts = PromptEvidence()
+    found = [prompts.failed(7) for _ in range(5)]
+    prompts.engine_lost([7])
+    assert [*found, *(prompts.failed(7) for _ in range(5))] == [False] * 10
+    assert prompts.failed(7)
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
@@ -193,6 +178,9 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     "its load report does not come for `engines.no_progress_seconds`": (
         lambda: not working().held_since(5.0),
         lambda: not paused_at(4.0).held_since(5.0),
+    ),
+    "no load report that can be read comes for `engines.no_progress_seconds`": (
+        "rollout/test_odd_engines.py::test_an_engine_that_answers_and_does_not_work_is_given_up"
     ),
     "it makes no token for `engines.no_progress_seconds` although it has requests": (
         lambda: working().silence(20.1) > 20.0,

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.tasks.tiny_model import write_character_tokenizer
-from megatron_async.tasks.verifier import LocalVerifierPool
+from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed, run, settings
 from tests.rollout.test_manager import Trainer
@@ -25,7 +25,7 @@ STEPS = 3
 class Pooled(Fixed):
     """The numbered prompts, scored by a pool of scorer processes."""
 
-    def __init__(self, pool: LocalVerifierPool) -> None:
+    def __init__(self, pool: LocalScorerPool) -> None:
         self.pool = pool
 
     @property
@@ -45,7 +45,7 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
     waits = {"trainer": {"wait_for_batch_seconds": 120}}  # processes are started again and again
     config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
     write_character_tokenizer(tmp_path)
-    pool = LocalVerifierPool(config.scorers, str(tmp_path))
+    pool = LocalScorerPool(config.scorers, str(tmp_path))
     counts: Counter[str] = Counter()
     warnings: dict[str, str] = {}
 

@@ -23,20 +23,21 @@ STEPS = 4
 class Ranks(Fixed):
     """The reward is the place by length; one member of every other prompt fails at first."""
 
-    def __init__(self, size: int, fails: bool) -> None:
-        self.size = size
+    def __init__(self, group_size: int, fails: bool) -> None:
+        self.group_size = group_size
         self.fails = fails
         self.calls: Counter[int] = Counter()
 
     async def score_group(
         self, prompt: Prompt, responses: Sequence[Sequence[int]]
     ) -> list[tuple[float | None, dict[str, float]]]:
-        assert len(responses) == self.size, "scored before it was whole"
+        assert len(responses) == self.group_size, "scored before it was whole"
         number = int(prompt.token_ids[1])
         self.calls[number] += 1
-        order = sorted(range(self.size), key=lambda i: len(responses[i]))
+        order = sorted(range(self.group_size), key=lambda i: len(responses[i]))
         scores: list[tuple[float | None, dict[str, float]]] = [
-            (float(order.index(i)), {"length": float(len(responses[i]))}) for i in range(self.size)
+            (float(order.index(i)), {"length": float(len(responses[i]))})
+            for i in range(self.group_size)
         ]
         if self.fails and number % 2 == 0 and self.calls[number] == 1:
             scores[0] = (None, {})
@@ -54,12 +55,12 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
             },
         )
     )
-    verifier = Ranks(config.schedule.group_size, fails=policy != "zero")
+    scorer = Ranks(config.schedule.group_size, fails=policy != "zero")
     regenerated = 0.0
 
     async def body() -> None:
         nonlocal regenerated
-        trainer = Trainer(tmp_path, config, verifier)
+        trainer = Trainer(tmp_path, config, scorer)
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         for step in range(STEPS):
@@ -75,4 +76,4 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
     assert (regenerated > 0) == (policy == "regenerate")
     assert (dropped > 0) == (policy == "drop")
     if policy != "regenerate":
-        assert set(verifier.calls.values()) == {1}
+        assert set(scorer.calls.values()) == {1}

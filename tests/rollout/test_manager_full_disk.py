@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import CannotWrite
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scheduler.record import read_record
 from megatron_async.store.store import TrajectoryStore

@@ -112,9 +112,9 @@ def test_scores_are_counted_on_their_way_and_failures_are_not(tmp_path: Path) ->
     async def body() -> None:
         store = TrajectoryStore.open(tmp_path / "store.sqlite", StoreConfig())
         statistics = RolloutStatistics(overlap=False)
-        verifier: Any = task
+        scorer: Any = task
         scoring = Scoring(
-            store, prompts, verifier, statistics, False, lambda _, reward: ready.append(reward)
+            store, prompts, scorer, statistics, False, lambda _, reward: ready.append(reward)
         )
         for token, prompt in enumerate((first, second)):
             [trajectory] = store.add_group(prompt, 1).trajectories

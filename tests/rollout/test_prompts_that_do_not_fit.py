@@ -183,7 +183,10 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
     assert min(dropped(tmp_path)) == 1
 
 
-def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [34, None])
+def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
+    tmp_path: Path, limit: int | None
+) -> None:
     """Its answer may be damaged, and it would refuse what it really does not take."""
 
     class Damaged(ForwardingClient):
@@ -196,7 +199,7 @@ def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(tmp_p
 
     async def body() -> None:
         config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
-        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=limit)
         trainer = trainer_of(tmp_path, config, OneDamaged(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
@@ -251,43 +254,6 @@ def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
 
     run(body())
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
-
-
-def test_a_token_clears_the_count_of_engines_that_a_prompt_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of eleven engines the sixth made tokens for it before it died."""
-    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
-
-    class DyingAtTimes(Dying):
-        deaths = 0
-
-        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-            fatal = int(request.input_ids[1]) == 3 and self.deaths < 11
-            if fatal and self.deaths != 5:
-                await asyncio.sleep(0.1)
-                self.crash("out of memory")
-                type(self).deaths += 1
-            async for chunk in SimulatedEngine.generate(self, request):
-                yield chunk
-                if fatal:
-                    self.crash("out of memory")
-                    type(self).deaths += 1
-
-    async def body() -> None:
-        trainer = trainer_of_dying_engines(tmp_path, DyingAtTimes, group_size=1)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        step = 0
-        while DyingAtTimes.deaths < 11 or trainer.manager.status()["engines_up"] < 2:
-            while await trainer.manager.next_batch(0) is None:
-                await trainer.publish(0, step)
-            await trainer.publish(0, step := step + 1)
-        assert len(trainer.engines.all) == 2 + 11
-        await trainer.manager.stop()
-
-    run(body())
-    assert dropped(tmp_path) == {}
 
 
 def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(

@@ -5,7 +5,9 @@
 Only when a change of what the scheduler does is meant: `git diff` then shows what has changed, and
 the commit that changes the scheduler takes the records with it.
 
-Each record is a resume: a random world with failures of engines and verifier runs until its trainer
+`<preset>.7.jsonl` are those of format 7 whose first line has a snapshot; nothing writes them anew.
+
+Each record is a resume: a random world with failures of engines and scorer runs until its trainer
 has made two steps and a part of the next; then everything dies, and what follows is recorded, from
 the groups that the store holds on.
 """
@@ -15,10 +17,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from megatron_async.config.schedule import PresetName
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.trajectory.types import PolicyVersion
+from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
 from tests.scheduler.policies import PRESETS, preset
 from tests.scheduler.world import Weather, World, play
 
@@ -30,14 +32,18 @@ FIRST_SEED = 1  # records of equal seeds would be alike under `sync` and `rapid`
 WEATHER = Weather(
     engine_failures=0.01,
     spontaneous_aborts=0.02,
-    verifier_failures=0.03,
+    scorer_failures=0.03,
     regenerate=True,
     slow_scores=0.9,
     equal_rewards=0.1,
 )
 
 
-class RecordedWorld(World):
+EPISODES = "episodes"
+"""The record of `pipeline` with environments."""
+
+
+class Recorded(World):
     """A world that records what its newest scheduler gets and answers."""
 
     def start(self, step: int, version: PolicyVersion) -> None:
@@ -51,10 +57,22 @@ class RecordedWorld(World):
         return actions
 
 
-def golden_record(name: PresetName) -> str:
+class RecordedWorld(Recorded): ...
+
+
+class RecordedEpisodes(Recorded, EpisodeWorld): ...
+
+
+def golden_record(name: str) -> str:
     """The text of one record: a function of the preset and of what the scheduler does."""
-    changes = {"updates_per_batch": 2} if name == "rapid" else {}
-    world = RecordedWorld(preset(name, **changes), WEATHER, seed=FIRST_SEED + PRESETS.index(name))
+    world: Recorded
+    if name == EPISODES:
+        weather = EpisodeWeather(**vars(WEATHER), environment_failures=0.3)
+        world = RecordedEpisodes(preset("pipeline"), weather, seed=FIRST_SEED)
+    else:
+        changes = {"updates_per_batch": 2} if name == "rapid" else {}
+        seed = FIRST_SEED + PRESETS.index(name)
+        world = RecordedWorld(preset(name, **changes), WEATHER, seed)
     play(world, events=0, steps=2)
     world.calm = False
     for _ in range(BEFORE_CRASH):
@@ -66,14 +84,14 @@ def golden_record(name: PresetName) -> str:
     return world.record.getvalue()
 
 
-def path_of(name: PresetName) -> Path:
+def path_of(name: str) -> Path:
     """Where a preset's record lies."""
     return DIRECTORY / f"{name}.jsonl"
 
 
 def main() -> None:
     DIRECTORY.mkdir(exist_ok=True)
-    for name in PRESETS:
+    for name in (*PRESETS, EPISODES):
         path_of(name).write_text(golden_record(name))
         print(path_of(name))
 

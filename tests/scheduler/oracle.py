@@ -119,7 +119,7 @@ class Oracle:
         return [group for group in self.live.values() if group.complete]
 
     def open_groups(self) -> int:
-        """Started groups that are neither batched nor dropped nor, being stale, on their way out"""
+        """Started groups that are not batched, dropped or, being stale, on their way out."""
         drops = self.config.on_stale in ("drop", "wait")
         return sum(
             group.open and not (drops and -1 < group.oldest < self.floor)
@@ -274,10 +274,16 @@ class Oracle:
                     self.paused, resumed = False, True
                 case ev.Warn():
                     assert action.name in SIGNATURES and action.message
+                case _:
+                    self.further(action)
             previous = action
         if isinstance(event, ev.WeightsPublished):
             assert resumed or not self.paused, "engines stay paused after the publication"
         self._after(event)
+
+    def further(self, action: ev.Action) -> None:
+        """Actions of other worlds."""
+        raise AssertionError(f"no such action: {action}")
 
     def _submit(self, action: ev.Submit) -> None:
         t = self.trajectories[action.trajectory_id]

@@ -136,7 +136,7 @@ def test_buffer_order(order: str, expected: list[int]) -> None:
     assert run.submitted() == expected
 
 
-class TestVerifier:
+class TestScorer:
     def test_a_failed_score_drops_the_whole_group(self) -> None:
         run = Script("copris")
         run.prompts(3)

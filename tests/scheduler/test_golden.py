@@ -23,15 +23,13 @@ from megatron_async.scheduler.record import (
     read_record,
     replay,
 )
-from tests.scheduler.golden import COMMAND, path_of
+from tests.scheduler.golden import COMMAND, DIRECTORY, EPISODES, path_of
 from tests.scheduler.policies import PRESETS
 
 REGENERATE = f"If that is meant, run `{COMMAND}` and commit the records with the change."
 
 
-def difference(
-    name: PresetName, make: Callable[[Header], Scheduler] | None = None
-) -> Divergence | None:
+def difference(name: str, make: Callable[[Header], Scheduler] | None = None) -> Divergence | None:
     """As `replay`; a record that this code cannot read fails the test."""
     try:
         return replay(path_of(name), make)
@@ -39,14 +37,20 @@ def difference(
         pytest.fail(f"{error}. {REGENERATE}")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_scheduler_still_acts_as_recorded(name: PresetName) -> None:
+@pytest.mark.parametrize("name", [*PRESETS, EPISODES])
+def test_the_scheduler_still_acts_as_recorded(name: str) -> None:
     found = difference(name)
     assert found is None, f"{path_of(name)}: {found}. {REGENERATE}"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_what_was_read_is_written_again_byte_for_byte(name: PresetName) -> None:
+@pytest.mark.parametrize("name", ["copris.7", "async.7"])
+def test_a_snapshot_of_format_7_goes_on_as_recorded(name: str) -> None:
+    assert '"format_version":7' in (DIRECTORY / f"{name}.jsonl").read_text()
+    assert difference(name) is None
+
+
+@pytest.mark.parametrize("name", [*PRESETS, EPISODES])
+def test_what_was_read_is_written_again_byte_for_byte(name: str) -> None:
     header, exchanges = read_record(path_of(name))
     again = io.StringIO()
     recorder = Recorder(again, header.config, first_step=header.first_step, version=header.version)
@@ -69,12 +73,12 @@ def test_a_scheduler_that_acts_differently_is_noticed(name: PresetName) -> None:
 
 def test_together_they_hold_every_event_and_action_that_a_live_run_has() -> None:
     seen: set[type] = set()
-    for name in PRESETS:
+    for name in (*PRESETS, EPISODES):
         header, exchanges = read_record(path_of(name))
         assert header.version.lineage == 1  # after a resume
         for exchange in exchanges:
             seen |= {type(exchange.event), *map(type, exchange.actions)}
     everything = {*typing.get_args(ev.Event), *typing.get_args(ev.Action)}
     # ManyAborted: `test_many_aborted.py` compares it with one by one. Engines
-    # refuse nothing there (`test_refused.py`), and do not tell how long they queued a request.
+    # refuse nothing there (`test_refused.py`), and do not report how long they queued one.
     assert everything - seen == {ev.ManyAborted, ev.Refused, ev.LeftQueue}

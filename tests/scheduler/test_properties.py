@@ -2,7 +2,7 @@
 
 Failures that are mixed in: engines that die and come back (also with an old version), requests that
 an engine ends by itself, aborts that lose the race against the end, tokens that are reported after
-a weight update, verifiers that fail, sources that run dry, and crashes of everything with a resume
+a weight update, scorers that fail, sources that run dry, and crashes of everything with a resume
 from one of the last checkpoints. After each run the world is calm and must make three more steps.
 """
 
@@ -24,7 +24,7 @@ weathers = st.builds(
     max_running=st.sampled_from([None, None, 1, 3]),
     engine_failures=st.sampled_from([0.0, 0.02]),
     spontaneous_aborts=st.sampled_from([0.0, 0.1]),
-    verifier_failures=st.sampled_from([0.0, 0.0, 0.1]),
+    scorer_failures=st.sampled_from([0.0, 0.0, 0.1]),
     regenerate=st.booleans(),
     slow_scores=st.sampled_from([0.0, 0.0, 0.9]),
     crashes=st.sampled_from([0.0, 0.01]),
@@ -56,7 +56,7 @@ def test_any_composed_policy_keeps_every_rule(
 @pytest.mark.parametrize("name", PRESETS)
 def test_long_runs_with_all_failures_at_once(name: str) -> None:
     weather = Weather(
-        engines=3, engine_failures=0.01, spontaneous_aborts=0.05, verifier_failures=0.03
+        engines=3, engine_failures=0.01, spontaneous_aborts=0.05, scorer_failures=0.03
     )
     for seed in range(8):
         world = World(preset(name), weather, seed)

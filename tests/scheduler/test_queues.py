@@ -27,10 +27,11 @@ def drained(queue: WorkQueue, at_once: int = 1) -> list[int]:
 def test_an_entry_is_queued_once_under_its_newest_state() -> None:
     queue = WorkQueue("longest_first")
     first, second = entries(2)
-    first.tokens, second.tokens = 9, 5
+    first.add_tokens(9, 0)
+    second.add_tokens(5, 0)
     queue.push(first)
     queue.push(second)
-    first.tokens = 0  # restarted
+    first.forget_tokens()  # restarted
     queue.push(first)
     assert drained(queue) == [1, 0]
 
@@ -51,7 +52,7 @@ def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder)
         members = entries(300)
         chance.shuffle(members)
         for entry in members:
-            entry.tokens = chance.randrange(50)
+            entry.add_tokens(chance.randrange(50), 0)
             queue.push(entry)
         for entry in members[::3]:
             queue.remove(entry)
@@ -70,7 +71,7 @@ def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder)
 def test_invalid_places_do_not_pile_up() -> None:
     queue = WorkQueue("newest_first")
     for entry in (members := entries(5000)):
-        entry.tokens = 1
+        entry.add_tokens(1, 0)
         queue.push(entry)
     for entry in members[:-1]:
         queue.remove(entry)

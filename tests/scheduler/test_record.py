@@ -27,6 +27,7 @@ from tests.scheduler.policies import PRESETS, preset
 from tests.scheduler.world import Weather, World
 
 SPEC = ev.GroupSpec(3, (30, 31), 17, 1)
+WAITING = TrajectoryState.WAITING
 EVENTS: list[ev.Event] = [
     ev.PromptsAvailable((SPEC,)),
     ev.PromptsAvailable(()),
@@ -48,6 +49,14 @@ EVENTS: list[ev.Event] = [
     ev.TokensArrived(1, 2, 3),
     ev.LeftQueue(1, 0.25),
     ev.Finished(1),
+    ev.TurnEnded(1),
+    ev.EnvironmentReady(1, 300),
+    ev.EpisodeEnded(1),
+    ev.EnvironmentFailed(1, True),
+    ev.RecoveredEpisodes(
+        (ev.RecoveredGroup(SPEC, (ev.RecoveredTrajectory(30, WAITING, 5, 1, None, 2),)),),
+        ((30, 70),),
+    ),
     ev.Aborted(1),
     ev.ManyAborted(((1,), (2, 5, 3), (3, 1, 2, 4, 3))),
     ev.RewardReady(1, 0.1),
@@ -61,6 +70,8 @@ EVENTS: list[ev.Event] = [
 ACTIONS: list[RecordedAction] = [
     ev.RequestPrompts(2),
     ev.Submit(1, "a", True),
+    ev.StartEpisode(1),
+    ev.StepEnvironment(1),
     ev.Abort(1, "a"),
     ev.Score(1),
     ev.Restart(1),
@@ -78,7 +89,7 @@ ACTIONS: list[RecordedAction] = [
 def record(path: Path, name: str, events: int = 250) -> None:
     """A random run of a preset with failures, recorded."""
     config = preset(name)
-    world = World(config, Weather(engine_failures=0.02, verifier_failures=0.05), seed=3)
+    world = World(config, Weather(engine_failures=0.02, scorer_failures=0.05), seed=3)
     recorder = Recorder(
         path.open("w"), config, first_step=0, version=world.scheduler.view().version
     )
@@ -293,7 +304,7 @@ def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
         ),
         (
             '{"format": "megatron_async.schedule", "format_version": 2}\n',
-            f"has format_version 2, this program reads {FORMAT_VERSION}",
+            f"has format_version 2, this program reads 5 to {FORMAT_VERSION}",
         ),
         (
             f'{{"format": "megatron_async.schedule", "format_version": {FORMAT_VERSION}, '

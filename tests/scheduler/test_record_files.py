@@ -117,7 +117,7 @@ def test_the_last_steps_stay_and_are_replayed_without_those_before(
 
 def test_a_record_of_format_6_has_verifier_for_scorer_and_is_replayed(tmp_path: Path) -> None:
     world = recorded("copris", tmp_path, keep_steps=4)
-    world.weather = Weather(engines=2, verifier_failures=0.3, slow_scores=0.5)
+    world.weather = Weather(engines=2, scorer_failures=0.3, slow_scores=0.5)
     for _ in range(1500):
         world.random_event()
     world.recorder.close()

@@ -46,7 +46,7 @@ def test_an_older_group_is_batched_first_wherever_it_stands(order: tuple[int, in
 
 def found_after_a_crash(config: ScheduleConfig, seed: int) -> tuple[int, list[ev.RecoveredGroup]]:
     """What a random run leaves in the store, and the step that it resumes at."""
-    world = World(config, Weather(verifier_failures=0.05, slow_scores=0.5), seed)
+    world = World(config, Weather(scorer_failures=0.05, slow_scores=0.5), seed)
     for _ in range(150):
         world.random_event()
     step = max(0, world.steps_done - world.random.randrange(2))

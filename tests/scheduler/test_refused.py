@@ -69,5 +69,5 @@ def test_one_that_was_to_start_again_leaves_with_its_group() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_goes_on_past_any_number_of_refusals(name: str, seed: int) -> None:
-    weather = Weather(refusals=0.1, verifier_failures=0.05, engine_failures=0.01, crashes=0.005)
+    weather = Weather(refusals=0.1, scorer_failures=0.05, engine_failures=0.01, crashes=0.005)
     play(World(preset(name), weather, seed), 250, 3)

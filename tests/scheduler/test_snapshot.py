@@ -15,13 +15,14 @@ from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.snapshot import freeze, thaw
 from megatron_async.trajectory.types import PolicyVersion
+from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
 from tests.scheduler.policies import PRESETS, composed, preset, presets
 from tests.scheduler.world import Weather, World
 
 WEATHER = Weather(
     engine_failures=0.02,
     spontaneous_aborts=0.05,
-    verifier_failures=0.05,
+    scorer_failures=0.05,
     regenerate=True,
     slow_scores=0.5,
     crashes=0.01,
@@ -58,9 +59,20 @@ class Twins(World):
         return actions
 
 
+class EpisodeTwins(Twins, EpisodeWorld): ...
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_thawed_scheduler_goes_on_as_the_frozen_one(name: str) -> None:
     world = Twins(preset(name), WEATHER, seed=3)
+    for _ in range(400):
+        world.random_event()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_so_does_one_of_episodes(name: str) -> None:
+    weather = EpisodeWeather(**vars(WEATHER), environment_failures=0.05)
+    world = EpisodeTwins(preset(name), weather, seed=3)
     for _ in range(400):
         world.random_event()
 

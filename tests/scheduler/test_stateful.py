@@ -28,7 +28,7 @@ class Machine(RuleBasedStateMachine):
         source=st.sampled_from([None, 6]),
     )
     def begin(self, config: ScheduleConfig, seed: int, engines: int, source: int | None) -> None:
-        weather = Weather(engines=engines, verifier_failures=0.05, source=source)
+        weather = Weather(engines=engines, scorer_failures=0.05, source=source)
         self.world = World(config, weather, seed)
 
     def can(self, move: str) -> bool:

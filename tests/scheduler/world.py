@@ -1,4 +1,4 @@
-"""A small random world around a scheduler: engines, verifier, trainer, prompt source, crashes.
+"""A small random world around a scheduler: engines, scorer, trainer, prompt source, crashes.
 
 It sends the events that may happen now to the oracle and the scheduler, and carries out the
 actions. All choices come from one `random.Random`, so a run is a function of (config, seed).
@@ -25,7 +25,7 @@ class Weather:
     engine_failures: float = 0.0
     spontaneous_aborts: float = 0.0
     refusals: float = 0.0
-    verifier_failures: float = 0.0
+    scorer_failures: float = 0.0
     crashes: float = 0.0
     regenerate: bool = False
     slow_scores: float = 0.0
@@ -58,8 +58,11 @@ class World:
         self.trainer: int | None = None  # the step it works on
         self.engine_versions: dict[str, PolicyVersion] = {}
         self.late: dict[int, int] = {}
-        self.oracle = Oracle(self.config, step, version)
+        self.oracle = self.new_oracle(step, version)
         self.scheduler = Scheduler(self.config, first_step=step, version=version)
+
+    def new_oracle(self, step: int, version: PolicyVersion) -> Oracle:
+        return Oracle(self.config, step, version)
 
     # ------------------------------------------------------------ the loop
 
@@ -157,9 +160,12 @@ class World:
             self.report_tokens(t)
             if t.state == "running":
                 self.late.pop(t.trajectory_id, None)
-                self.send(ev.Finished(t.trajectory_id))
+                self.send(self.end_of(t))
         else:
             self.report_tokens(t)
+
+    def end_of(self, t: T) -> ev.Event:
+        return ev.Finished(t.trajectory_id)
 
     def aborted(self) -> None:
         t = self._running(aborted=True)
@@ -194,14 +200,14 @@ class World:
         del self.engine_versions[name]
         self.send(ev.EngineDown(name))
 
-    # ------------------------------------------------------------ verifier and prompts
+    # ------------------------------------------------------------ scorer and prompts
 
     def score(self) -> None:
         t = self.random.choice(self.oracle.scoring())
         reward: float | None = float(self.random.randrange(3))
         if self.random.random() < self.weather.equal_rewards:
             reward = 1.0
-        if self.random.random() < self.weather.verifier_failures:
+        if self.random.random() < self.weather.scorer_failures:
             reward = None
         regenerate = self.weather.regenerate and reward is None
         self.send(ev.RewardReady(t.trajectory_id, reward, regenerate))
@@ -255,9 +261,16 @@ class World:
         if early:
             for _ in range(self.weather.engines):
                 self.engine_up()
-        self.send(ev.Recovered(tuple(found)))
+        self.send(self.recovery(found))
         while len(self.engine_versions) < self.weather.engines:
             self.engine_up()
+
+    def recovery(self, found: list[ev.RecoveredGroup]) -> ev.Event:
+        return ev.Recovered(tuple(found))
+
+    def stored_state(self, t: T) -> TrajectoryState:
+        """That of a trajectory that could run."""
+        return TrajectoryState.PARTIAL if t.tokens else TrajectoryState.PENDING
 
     def _stored(self, step: int) -> list[ev.RecoveredGroup]:
         """Unconsumed groups as the store holds them, in any order.
@@ -278,13 +291,12 @@ class World:
                 continue
             trajectories = []
             for t in group.members:
-                waiting = TrajectoryState.PARTIAL if t.tokens else TrajectoryState.PENDING
                 oldest = None if t.oldest is None else min(t.oldest, step)
                 newest = min(t.newest, step) if t.tokens else None
                 trajectories.append(
                     ev.RecoveredTrajectory(
                         t.trajectory_id,
-                        states.get(t.state, waiting),
+                        states.get(t.state) or self.stored_state(t),
                         t.tokens,
                         oldest,
                         t.reward,

@@ -27,7 +27,7 @@ from megatron_async.simulate.lengths import (
 )
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason
-from tests.telemetry.test_report import make_run
+from tests.report.test_report import make_run
 from tests.trajectory.builders import append, prompt
 
 TRUE = {

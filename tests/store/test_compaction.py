@@ -17,11 +17,11 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import compaction, export
-from megatron_async.store.compaction import apply_removal, remove_chunks, restorable
+from megatron_async.store.compaction import apply_removal, remove_parts, restorable
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
-from megatron_async.store.schema import BatchRow
+from megatron_async.store.schema import BatchRow, Kind
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     DropReason,
@@ -217,7 +217,7 @@ def test_commits_come_between_the_pieces_of_a_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is submitted during one piece does not wait for the next."""
-    monkeypatch.setattr(compaction, "_CHUNKS_PER_REMOVAL", 2)
+    monkeypatch.setattr(compaction, "_PARTS_PER_REMOVAL", 2)
     commits: list[int] = []
 
     def noted(connection: sqlite3.Connection, change: compaction.Removal) -> None:
@@ -259,18 +259,18 @@ def test_a_large_group_is_removed_in_pieces_of_limited_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 7
-    monkeypatch.setattr(compaction, "_CHUNKS_PER_REMOVAL", limit)
+    monkeypatch.setattr(compaction, "_PARTS_PER_REMOVAL", limit)
     changed: list[int] = []
     commits: list[int] = []
 
-    def counted(connection: sqlite3.Connection, keys: list[int]) -> None:
+    def counted(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
         before = connection.total_changes
-        remove_chunks(connection, keys)
+        remove_parts(connection, kind, keys)
         changed.append(connection.total_changes - before)
         commits.append(store.position())
         store._writer.put(store._state.counters.to_row())
 
-    monkeypatch.setattr(compaction, "remove_chunks", counted)
+    monkeypatch.setattr(compaction, "remove_parts", counted)
 
     store: TrajectoryStore
 
@@ -319,14 +319,14 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
         assert store._writer.run(_chunks).result(30) == 1
         await store.close()
 
-    def copied_on_the_way(connection: sqlite3.Connection, keys: list[int]) -> None:
+    def copied_on_the_way(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
         if _chunks(connection) == 31 - 7 * pieces:
             snapshot(run, killed)
-        remove_chunks(connection, keys)
+        remove_parts(connection, kind, keys)
 
     with monkeypatch.context() as patched:
-        patched.setattr(compaction, "_CHUNKS_PER_REMOVAL", 7)
-        patched.setattr(compaction, "remove_chunks", copied_on_the_way)
+        patched.setattr(compaction, "_PARTS_PER_REMOVAL", 7)
+        patched.setattr(compaction, "remove_parts", copied_on_the_way)
         asyncio.run(until_the_kill())
     asyncio.run(after_it())
     assert [line["trajectory_id"] for line in exported(killed)] == [0, 1, 2]

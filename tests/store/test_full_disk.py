@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, TrajectoryState

@@ -1,9 +1,13 @@
-"""A store of format 4 goes on as one of format 5, and no row of its tokens changes.
+"""A store of format 4 or 5 goes on as one of today, and no row of its tokens changes.
 
 `format_4.zip` is a run directory that the last code of format 4 wrote, and whose manager died:
 compaction has exported groups 0 (batched at step 0) and 1 (dropped, `verifier`), before checkpoint
 1. Groups 2 (batched at step 1), 3 (dropped, `verifier`), 4 (scored), 5, 6 and 7 (dropped, `stale`)
 are in its database. Tokens are those of `tokens_of`.
+
+`format_5.zip` is that of the last code of format 5: group 0 is exported, 1 batched at step 1, 2 is
+scored, 3 finished and partial, 4 running and pending, 5 dropped (`scorer`). Trajectory 8 has a
+further column.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from megatron_async.store import migration as migration
 from megatron_async.store.drop import drop_group_of
 from megatron_async.store.export import find, summaries
 from megatron_async.store.reader import StoreReader
+from megatron_async.store.schema import FORMAT
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory
 from tests.store.test_formats import content
@@ -78,7 +83,7 @@ def test_a_resume_makes_it_one_of_today_and_goes_on(path: Path) -> None:
             "pending": 1, "partial": 3, "finished": 1, "scored": 4, "batched": 2, "dropped": 5
         }  # fmt: skip
         assert asked(path, CHUNKS) == chunks
-        assert asked(path, "PRAGMA user_version") == [(5,)]
+        assert asked(path, "PRAGMA user_version") == [(FORMAT,)]
         assert not asked(path, "SELECT * FROM trajectories WHERE drop_reason = 'verifier'")
         [(tallies,)] = asked(path, "SELECT content FROM document WHERE id = 2")
         assert '"dropped": {"scorer": 2}' in str(tallies)
@@ -99,7 +104,7 @@ def test_a_resume_makes_it_one_of_today_and_goes_on(path: Path) -> None:
         assert states(reader)[4] == "batched"
 
 
-def test_a_second_open_finds_format_5_and_migrates_nothing(
+def test_a_second_open_finds_todays_format_and_migrates_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop_group_of(path, 8, None)  # another one that opens it to write
@@ -123,7 +128,7 @@ def test_a_process_that_dies_in_the_migration_leaves_format_4(
             TrajectoryStore.open(path, lineage=1, step=1, parent=0)
     assert content(path) == before
     asyncio.run(TrajectoryStore.open(path, lineage=1, step=1, parent=0).close())
-    assert asked(path, "PRAGMA user_version") == [(5,)]
+    assert asked(path, "PRAGMA user_version") == [(FORMAT,)]
 
 
 def test_a_damaged_row_of_format_4_is_noticed_and_its_replica_migrated(path: Path) -> None:
@@ -141,7 +146,7 @@ def test_a_damaged_row_of_format_4_is_noticed_and_its_replica_migrated(path: Pat
     sentence = asyncio.run(scenario())
     assert "a row of table trajectories does not have its checksum (key 6)" in sentence
     assert "its replica takes its place" in sentence
-    assert asked(path, "PRAGMA user_version") == [(5,)]
+    assert asked(path, "PRAGMA user_version") == [(FORMAT,)]
 
 
 def test_chunks_of_today_are_those_of_format_4(path: Path, tmp_path: Path) -> None:
@@ -160,3 +165,48 @@ def test_chunks_of_today_are_those_of_format_4(path: Path, tmp_path: Path) -> No
     asyncio.run(scenario())
     mine = asked(tmp_path / "new" / STORE, CHUNKS)
     assert [row[1:] for row in mine] == [row[1:] for row in asked(path, CHUNKS) if row[1] == 8]
+
+
+@pytest.fixture
+def path_5(tmp_path: Path) -> Path:
+    shutil.unpack_archive(Path(__file__).with_name("format_5.zip"), tmp_path)
+    return tmp_path / STORE
+
+
+_STATES_5 = [*_BATCHED, *_SCORED, "finished", "partial", "running", "pending", *_DROPPED]
+STATES_5 = dict(enumerate(_STATES_5, start=2))
+TOKENS_5 = {2: 20, 3: 20, 4: 12, 5: 12, 6: 20, 7: 9, 8: 11}
+
+
+def test_a_reader_of_format_5_finds_no_turns_and_changes_nothing(path_5: Path) -> None:
+    before = content(path_5)
+    with closing(StoreReader(path_5)) as reader:
+        assert states(reader) == STATES_5
+        for i, count in TOKENS_5.items():
+            found = reader.trajectory(i)
+            assert response(found) == expected(i, count)
+            assert found.turns == ()
+        assert response(find(reader, 0)) == expected(0, 20)
+    assert content(path_5) == before
+
+
+def test_a_resume_makes_format_5_one_of_today_that_holds_episodes(path_5: Path) -> None:
+    chunks = asked(path_5, CHUNKS)
+
+    async def scenario() -> Trajectory:
+        store = TrajectoryStore.open(path_5, lineage=1, step=1, parent=0)
+        assert store.recovery is None
+        assert asked(path_5, CHUNKS) == chunks
+        assert asked(path_5, "PRAGMA user_version") == [(FORMAT,)]
+        assert store.load_trajectory(8).segments[0].columns[0]["routes"][:, 1, 1].tolist() == [
+            *range(11)
+        ]
+        store.episodes.begin_turn(store.episodes.begin_step(9), [1, 2], [], parent=None)
+        await store.sync()
+        found = store.load_trajectory(9)
+        await store.close()
+        return found
+
+    assert len(asyncio.run(scenario()).turns) == 1
+    with closing(StoreReader(path_5)) as reader:
+        assert states(reader)[9] == "waiting"

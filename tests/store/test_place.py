@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from megatron_async import file_system
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
+from megatron_async.files import mounts
 from megatron_async.store.drop import drop_group_of
 from megatron_async.store.place import check_place, make_folder, place_of_writer
 from megatron_async.store.reader import StoreReader
@@ -50,7 +50,7 @@ class Cluster:
         self.store = self.run / STORE
         self.kinds = {"/": "ext4", str(folder / "lustre"): "lustre"}
         monkeypatch.setattr(
-            file_system.psutil,
+            mounts.psutil,
             "disk_partitions",
             lambda all: [SimpleNamespace(mountpoint=m, fstype=k) for m, k in self.kinds.items()],
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite
 from megatron_async.store import export as store_export
 from megatron_async.store.place import lock_store
 from megatron_async.store.reader import StoreReader

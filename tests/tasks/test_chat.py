@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from megatron_async.config.data import ColumnsConfig, FileConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.tasks import build_task
 from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.text_task import TextTask
-from megatron_async.tasks.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 
 TOKENIZER = character_tokenizer()
 TEMPLATE = (

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.tasks import build_task
 from megatron_async.tasks.base import Problem
 from megatron_async.tasks.files import FileProblems, ProblemFile, turn
 from megatron_async.tasks.layouts import Columns
-from megatron_async.tasks.tiny_model import write_character_tokenizer
 
 Rows = list[dict[str, Any]]
 SUMS: Rows = [

@@ -11,13 +11,12 @@ import pytest
 
 from megatron_async.algorithms.metrics import _HEALTH_RULES
 from megatron_async.config.reference import all_sections
-from megatron_async.tasks.base import SCORE_FAILURES, SCORER_FAULTS
+from megatron_async.scoring.interface import SCORE_FAILURES, SCORER_FAULTS
 from megatron_async.telemetry.health import _RULES, ENTROPY_WINDOW, HealthWatch
 from megatron_async.telemetry.learning import (
     NEWEST_SCORES,
     ZERO_REWARD_STEPS,
     FailingScores,
-    FilteredRounds,
     LearningWatch,
 )
 
@@ -128,24 +127,6 @@ def test_every_message_names_its_remedy_and_not_itself() -> None:
         }
         assert named <= settings, f"{name}: {sorted(named - settings)} are no settings"
         assert named or "megatron-async" in message or "docs/" in message, f"{name}: no remedy"
-
-
-def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> None:
-    rounds = FilteredRounds(4, most=3)
-    assert [rounds.dropped() for _ in range(4)] == [False, False, False, True]
-    rounds.kept(0)
-    assert [rounds.dropped() for _ in range(4)] == [False] * 4, "named once"
-    assert not rounds.hopeless
-    rounds.kept(1)
-    assert rounds.rounds == 0
-    for _ in range(12):
-        rounds.dropped()
-    rounds.emitted()
-    assert not rounds.hopeless
-    for _ in range(12):
-        rounds.dropped()
-    assert rounds.hopeless
-    assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()
 
 
 def failing(watch: FailingScores, *faults: str, first: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async.config.run import TelemetryConfig
-from megatron_async.disk import CannotWrite
+from megatron_async.files.disk import CannotWrite
 from megatron_async.telemetry.health import (
     HealthWatch,
     engine_drift,
@@ -46,6 +46,17 @@ def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
         for step in (5, 6):
             writer.write(step, {"x": 100 + step})
     assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 4, 105, 106]
+
+
+def test_lines_with_a_flipped_byte_in_a_name_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, lineage=0) as metrics:
+        for step in range(3):
+            metrics.write(step, {"x": step})
+    whole = path.read_text().splitlines()
+    for name, odd in (("step", "stdp"), ("lineage", "linecge"), ("kind", "knid")):
+        path.write_text("\n".join([whole[0], whole[1].replace(name, odd), whole[2], ""]))
+        assert [line["x"] for line in read_metrics(path)] == [0, 2]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
-import ray
-from ray.exceptions import RaySystemError
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.manager import ResumePoint, RolloutManager
-from megatron_async.train_loop.manager_client import RayLink, RolloutLink, _manager_actor
+from megatron_async.places.place import PlacedDead, PlacedLost
+from megatron_async.rollout.manager import RolloutManager
+from megatron_async.rollout.manager_host import MANAGER_NAME
+from megatron_async.rollout.messages import NotAttached, ResumePoint
+from megatron_async.train_loop.manager_client import ManagerLost, PlacedLink, RolloutLink
 from megatron_async.train_loop.stop import StopAsked
 
 
-class NotingLink(RayLink):
+class NotingLink(PlacedLink):
     """Records the limit of every call in place of making it."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -40,63 +42,68 @@ def test_an_evaluation_may_take_longer_than_an_update() -> None:
 
 
 class Manager:
-    """Ray's handle, whose calls never come to an end."""
+    """A placed manager: `absent` is raised first; an answer is there at the second look."""
 
-    def __init__(self) -> None:
-        self.call = self
+    def __init__(self, absent: Sequence[Exception] = ()) -> None:
+        self.trouble = list(absent)
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
 
-    def remote(self, method: str, *arguments: Any) -> str:
-        return method
+    def find(self, name: str) -> Manager:
+        assert name == MANAGER_NAME
+        return self
 
+    def ask(
+        self, method: str, *arguments: Any, limit: float, while_waiting: Callable[[], None]
+    ) -> None:
+        self.asked.append((method, arguments))
+        if self.trouble:
+            raise self.trouble.pop(0)
+        while_waiting()
 
-def link(
-    monkeypatch: pytest.MonkeyPatch,
-    absent: Sequence[Exception],
-    *,
-    stop: bool = False,
-    config: RunConfig | None = None,
-) -> tuple[RayLink, list[str]]:
-    """Looking for a manager raises `absent` first; an answer is there at the second look.
-
-    Returns what was looked up and asked.
-    """
-    trouble, log = list(absent), []
-
-    def get_actor(name: str) -> Manager:
-        log.append(name)
-        if trouble:
-            raise trouble.pop(0)
-        return Manager()
-
-    looked: list[str] = []
-
-    def at_the_second_look(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        if looked == answers:
-            looked.clear()
-            return answers, []
-        looked[:] = answers
-        log.extend(answers)
-        return [], answers
-
-    monkeypatch.setattr(ray, "init", lambda **options: None)
-    monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(ray, "wait", at_the_second_look)
-    monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
-    return RayLink(config or build_config({}), "127.0.0.1:1", lambda: stop), log
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.asked]
 
 
-def test_attach_waits_for_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody = ValueError("Failed to look up actor with name 'rollout_manager'.")
-    ours, log = link(monkeypatch, [nobody, RaySystemError(RuntimeError("no GCS yet"))])
+def link(manager: Any, *, stop: bool = False, config: RunConfig | None = None) -> PlacedLink:
+    return PlacedLink(config or build_config({}), manager, lambda: stop)
+
+
+def test_attach_waits_for_the_manager() -> None:
+    manager = Manager([PlacedLost("not started yet"), NotAttached("lost half-way")])
+    ours = link(manager)
     ours.attach(ResumePoint(0))
     ours.attach(ResumePoint(0))
-    assert log == ["rollout_manager"] * 3 + ["attach"] * 2
+    assert manager.methods == ["attach"] * 4
 
 
-def test_a_manager_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get_actor", lambda name: (_ for _ in ()).throw(ValueError(name)))
-    with pytest.raises(ComponentFailure, match="waited 0 s for the rollout manager"):
-        _manager_actor(0.1)
+def test_a_manager_that_never_comes_is_named() -> None:
+    config = build_config({"engines": {"start_timeout_seconds": 0.1}})
+    manager = Manager([PlacedLost("rollout-manager is not there")] * 1000)
+    with (
+        mock.patch("megatron_async.train_loop.manager_client._CALL_SECONDS", 0.2),
+        pytest.raises(
+            ComponentFailure, match=r"did not come back within \d s: rollout-manager is not there"
+        ),
+    ):
+        link(manager, config=config).attach(ResumePoint(0))
+
+
+def test_a_manager_that_is_dead_for_good_is_not_waited_for() -> None:
+    manager = Manager([PlacedDead("rollout-manager has died")] * 1000)
+    with pytest.raises(ComponentFailure, match="rollout-manager has died"):
+        link(manager).attach(ResumePoint(0))
+    assert manager.methods == ["attach"]
+
+
+@pytest.mark.parametrize("lost", [PlacedLost("it has died"), NotAttached("a new manager")])
+def test_a_manager_that_is_lost_in_a_call_is_attached_to_again(lost: Exception) -> None:
+    manager = Manager()
+    ours = link(manager)
+    ours.attach(ResumePoint(0))
+    manager.trouble = [lost]
+    with pytest.raises(ManagerLost, match=str(lost)):
+        ours.next_batch()
 
 
 CALLS: dict[str, Callable[[RolloutLink], Any]] = {
@@ -112,43 +119,39 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_every_call_carries_the_lineage_of_its_trainer(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_every_call_carries_the_lineage_of_its_trainer(method: str) -> None:
     """So that the manager can refuse one that was replaced; and its parameters are those sent."""
-    sent: dict[str, tuple[Any, ...]] = {}
-
-    def note(manager: Manager, name: str, *arguments: Any) -> str:
-        sent[name] = arguments
-        return name
-
-    monkeypatch.setattr(Manager, "remote", note)
-    ours, _ = link(monkeypatch, [])
-    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    manager = Manager()
+    ours = link(manager)
     ours.attach(ResumePoint(3, 4))
     CALLS[method](ours)
-    taken = inspect.signature(getattr(RolloutManager, method)).bind(None, *sent[method])
+    asked, sent = manager.asked[-1]
+    assert asked == method
+    taken = inspect.signature(getattr(RolloutManager, method)).bind(None, *sent)
     assert taken.arguments["lineage"] == 3
     assert {taken.arguments.get(name, 4) for name in ("step", "number")} == {4}
 
 
-@pytest.mark.parametrize("method", ["next_batch", "evaluate"])
-def test_what_may_take_long_is_given_up_when_the_run_is_asked_to_stop(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    ours, log = link(monkeypatch, [], stop=True)
+@pytest.mark.parametrize("method", CALLS)
+def test_what_may_take_long_is_given_up_when_the_run_is_asked_to_stop(method: str) -> None:
+    manager = Manager()
+    ours = link(manager, stop=True)
     ours.attach(ResumePoint(0))
-    with pytest.raises(StopAsked):
-        ours.next_batch() if method == "next_batch" else ours.evaluate(3)
-    assert log[-1] == method
+    if method in ("next_batch", "evaluate"):
+        with pytest.raises(StopAsked):
+            CALLS[method](ours)
+    else:
+        CALLS[method](ours)
+    assert manager.methods[-1] == method
 
 
-def test_colocated_engines_end_their_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colocated_engines_end_their_evaluation() -> None:
     """They come to rest after it; only then may the trainer have the memory."""
     engines, schedule = {"placement": "colocated"}, {"preset": "rapid", "updates_per_batch": 2}
     weights = {"transport": "tensor"}
     config = build_config({"engines": engines, "schedule": schedule, "weights": weights})
-    ours, log = link(monkeypatch, [], stop=True, config=config)
+    manager = Manager()
+    ours = link(manager, stop=True, config=config)
     ours.attach(ResumePoint(0))
     ours.evaluate(3)
-    assert log[-1] == "evaluate"
+    assert manager.methods[-1] == "evaluate"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import UpdateReport
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.trainer.report import StepReport
@@ -13,10 +16,8 @@ from tests.trainer.cases import ragged_batch
 ERRORS = {"mean_error": 0.011, "max_error": 0.2, "drift": 1.5}
 
 
-def written(update: UpdateReport) -> dict[str, float]:
-    lines: list[dict[str, float]] = []
-    metrics = SimpleNamespace(write=lambda _step, values: lines.append(values))
-    loop: Any = TrainLoop(
+def loop_with(metrics: SimpleNamespace) -> Any:
+    return TrainLoop(
         config=SimpleNamespace(telemetry=SimpleNamespace(histograms_every=7)),  # type: ignore[arg-type]
         trainer=SimpleNamespace(step=0),  # type: ignore[arg-type]
         publisher=None,  # type: ignore[arg-type]
@@ -24,6 +25,11 @@ def written(update: UpdateReport) -> dict[str, float]:
         link=None,
         metrics=metrics,  # type: ignore[arg-type]
     )
+
+
+def written(update: UpdateReport) -> dict[str, float]:
+    lines: list[dict[str, float]] = []
+    loop = loop_with(SimpleNamespace(write=lambda _step, values: lines.append(values)))
     report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 4, 40, 30, 2, 1.0)
     loop._write(ragged_batch(), report, update, {})
     [line] = lines
@@ -37,3 +43,20 @@ def test_how_far_engines_are_from_the_trainer_is_a_curve() -> None:
     assert {name: line[name] for name in errors} == errors
     without = written(UpdateReport({}, passed=True, evaluation_due=False))
     assert not [name for name in without if name.startswith("weights/probe")]
+
+
+@pytest.mark.parametrize(
+    ("failed", "of", "warned"), [(0, 9, False), (1, 101, False), (2, 200, True)]
+)
+def test_answers_of_an_evaluation_without_a_score_are_named(
+    failed: int, of: int, warned: bool
+) -> None:
+    warnings: list[tuple[int, str, str]] = []
+    ignored = SimpleNamespace(write=lambda *_, kind: None, samples=lambda *_: None)
+    ignored.warn = lambda *warning: warnings.append(warning)
+    result: Any = SimpleNamespace(
+        name="hard", answers=of, failed_judgements=failed, samples=(), metrics=dict
+    )
+    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
+    assert [(step, name) for step, name, _ in warnings] == [(3, "unscored_answers")] * warned
+    assert all(f"{failed} of {of} answers to set hard have no score" in w for _, _, w in warnings)

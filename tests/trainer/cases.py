@@ -13,7 +13,7 @@ import torch
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.models.export import sender_tensors
-from megatron_async.tasks.tiny_model import TinyModel, random_model
+from megatron_async.models.tiny_model import TinyModel, random_model
 from megatron_async.trainer.device import device_adapter
 from megatron_async.trainer.parallel import destroy_parallel, init_parallel
 from megatron_async.trainer.step import PolicyTrainer

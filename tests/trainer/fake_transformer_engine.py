@@ -1,12 +1,17 @@
-"""Prints the parameters that Megatron's layers for Transformer Engine give each family.
+"""Megatron's layers for Transformer Engine, over stand-ins of its modules that compute on a CPU.
 
-    python -m tests.trainer.fake_transformer_engine FOLDER
+    python -m tests.trainer.fake_transformer_engine names FOLDER
+    python -m tests.trainer.fake_transformer_engine compute FOLDER
 
 Transformer Engine has no build without CUDA. Its modules are stand-ins here, with the signatures
-and the names of parameters of its release 2.11 (tests/data/transformer_engine.json); Megatron's
-specs and wrappers are its own. The stand-ins are in place before Megatron is imported, so this
-needs a process of its own. Printed, for each family and kind of layers, as rank 0 of TP 2 x DP 2
-with experts over 2 ranks: the tensors in the published checkpoint -> the parameter and its shape.
+of constructors and calls of its release 2.11 (tests/data/transformer_engine.json), its names of
+parameters and the marks that it leaves on them; what they compute is its documentation's. Specs and
+wrappers are Megatron's own. The stand-ins are in place before Megatron is imported, so this needs a
+process of its own.
+
+`names` prints, for each family and kind of layers, as rank 0 of TP 2 x DP 2 with experts over 2
+ranks: the tensors in the published checkpoint -> the parameter and its shape. `compute` runs models
+at their layouts in ranks and leaves what they found in `FOLDER/found.pickle`.
 """
 
 from __future__ import annotations
@@ -14,20 +19,37 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import pickle
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from inspect import Parameter
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 SIGNATURES: dict[str, list[str]] = json.loads(
     (Path(__file__).parents[1] / "data" / "transformer_engine.json").read_text()
 )
+# Names that Megatron asks for and release 2.11 does not have.
+ABSENT = {
+    ("transformer_engine.pytorch.module.base", "get_workspace"),
+    ("transformer_engine.pytorch.attention", "_SplitAlongDim"),
+}
+
+
+def check_call(of: str, *given: Any, **named: Any) -> dict[str, Any]:
+    """Bind a call to the signature of release 2.11; the arguments by name."""
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in SIGNATURES[of]]
+    return inspect.Signature(parameters).bind_partial(*given, **named).arguments
 
 
 class _Module(torch.nn.Module):
@@ -35,18 +57,34 @@ class _Module(torch.nn.Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.tp_size = given.get("tp_size", 1)
-        taken = SIGNATURES[type(self)._of]
-        inspect.Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in taken]).bind_partial(
-            **given
-        )
+        check_call(type(self)._of, **given)
         self.given = given
+        self.tp_group = given.get("tp_group")
+        self.tp_size = given.get("tp_size", 1) if self.tp_group is None else self.tp_group.size()
+        self.sequence_parallel = self.tp_size > 1 and bool(given.get("sequence_parallel"))
         self.parallel_mode = given.get("parallel_mode")
 
     _of = ""
 
-    def add(self, name: str, *shape: int) -> None:
-        self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+    def add(self, name: str, *shape: int, split: int | None = None, **marks: Any) -> None:
+        """A parameter; `split`: the axis by which tensor ranks have a part of it."""
+        dtype = self.given.get("params_dtype", torch.float32)
+        parameter = torch.nn.Parameter(
+            torch.zeros(shape, dtype=dtype, device=self.given.get("device"))
+        )
+        if split is not None:
+            marks |= {"tensor_model_parallel": True, "partition_dim": split, "partition_stride": 1}
+        for mark, value in marks.items():
+            setattr(parameter, mark, value)
+        self.register_parameter(name, parameter)
+
+    def add_weight(self, name: str) -> None:
+        rows, columns = self.shard()
+        self.add(name, rows, columns, split=1 if self.parallel_mode == "row" else 0)
+
+    def add_bias(self) -> None:
+        assert self.parallel_mode == "column" and not self.given["return_bias"]
+        self.add("bias", self.shard()[0], split=0)
 
     def shard(self) -> tuple[int, int]:
         """Rows and columns of this rank's part of the weight."""
@@ -57,15 +95,33 @@ class _Module(torch.nn.Module):
             return rows, columns // self.tp_size
         return rows, columns
 
+    def product(self, x: Tensor) -> Tensor:
+        """x · weightᵀ, with what tensor ranks exchange before or after."""
+        from megatron.core.tensor_parallel import mappings as m
+
+        if self.parallel_mode == "column" and self.sequence_parallel:
+            x = m.gather_from_sequence_parallel_region(x, group=self.tp_group)
+        elif self.parallel_mode == "column":
+            x = m.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+        out = F.linear(x, self.weight, getattr(self, "bias", None))
+        if self.parallel_mode == "row" and self.sequence_parallel:
+            return m.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        if self.parallel_mode == "row":
+            return m.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        return out
+
 
 class Linear(_Module):
     _of = "Linear"
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.add("weight", *self.shard())
+        self.add_weight("weight")
         if given["bias"]:
-            self.add("bias", self.shard()[0])
+            self.add_bias()
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        return self.product(check_call("Linear.forward", *given, **named)["inp"])
 
 
 class LayerNormLinear(_Module):
@@ -74,10 +130,16 @@ class LayerNormLinear(_Module):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         assert given["normalization"] == "RMSNorm", "no layer_norm_bias"
-        self.add("layer_norm_weight", given["in_features"])
-        self.add("weight", *self.shard())
+        marks = {"sequence_parallel": self.sequence_parallel}
+        self.add("layer_norm_weight", given["in_features"], **marks)
+        self.add_weight("weight")
         if given["bias"]:
-            self.add("bias", self.shard()[0])
+            self.add_bias()
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        x = check_call("LayerNormLinear.forward", *given, **named)["inp"]
+        weight = self.layer_norm_weight
+        return self.product(F.rms_norm(x, weight.shape, weight, self.given["eps"]))
 
 
 class GroupedLinear(_Module):
@@ -87,7 +149,14 @@ class GroupedLinear(_Module):
         super().__init__(**given)
         assert not given["bias"]
         for number in range(given["num_gemms"]):
-            self.add(f"weight{number}", *self.shard())
+            self.add_weight(f"weight{number}")
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        call = check_call("GroupedLinear.forward", *given, **named)
+        counts = call["m_splits"]
+        assert type(counts) is list and sum(counts) == len(call["inp"])
+        parts = zip(call["inp"].split(counts), self.parameters(), strict=True)
+        return torch.cat([F.linear(x, weight) for x, weight in parts])
 
 
 class RMSNorm(_Module):
@@ -95,7 +164,10 @@ class RMSNorm(_Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.add("weight", given["hidden_size"])
+        self.add("weight", given["hidden_size"], sequence_parallel=given["sequence_parallel"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.given["eps"])
 
 
 class DotProductAttention(_Module):
@@ -104,12 +176,58 @@ class DotProductAttention(_Module):
     def __init__(self, num_attention_heads: int, kv_channels: Any, **given: Any) -> None:
         super().__init__(num_attention_heads=num_attention_heads, kv_channels=kv_channels, **given)
 
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """A packed stream, [T, heads, head_dim], of whole sequences without padding."""
+        call = check_call("DotProductAttention.forward", *given, **named)
+        assert call["qkv_format"] == "thd" and call["attn_mask_type"] == "padding_causal"
+        assert call["cu_seqlens_q"].dtype is torch.int32
+        borders = call["cu_seqlens_q"].tolist()
+        assert borders == call["cu_seqlens_kv"].tolist()
+        assert call.get("cu_seqlens_q_padded") is None and call.get("attention_mask") is None
+        query_THD = call["query_layer"]
+        assert borders[0] == 0 and borders[-1] == len(query_THD)
+        longest = max(stop - start for start, stop in pairwise(borders))
+        assert type(call["max_seqlen_q"]) is int and call["max_seqlen_q"] >= longest
+        scale = self.given["softmax_scale"] or query_THD.shape[-1] ** -0.5
+        parts = []
+        for start, stop in pairwise(borders):
+            query, key, value = (
+                call[f"{name}_layer"][start:stop].transpose(0, 1)
+                for name in ("query", "key", "value")
+            )
+            out = F.scaled_dot_product_attention(
+                query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=True
+            )
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts).flatten(1)
+
+
+def apply_rotary_pos_emb(*given: Any, **named: Any) -> Tensor:
+    """The fused kernel: positions begin anew with each sequence, the table is read from its top."""
+    call = check_call("apply_rotary_pos_emb", *given, **named)
+    assert call["fused"] and call["tensor_format"] == "thd" and call["cp_size"] == 1
+    x_THD, angles_L11D = call["t"], call["freqs"]
+    assert x_THD.dim() == 3 and angles_L11D.dtype is torch.float32
+    borders = call["cu_seqlens"].tolist()
+    assert borders[-1] == len(x_THD)
+    lengths = [stop - start for start, stop in pairwise(borders)]
+    assert max(lengths) <= len(angles_L11D), "the table is shorter than a sequence"
+    angles_T1D = torch.cat([angles_L11D[:length, 0] for length in lengths])
+    first, second = x_THD.chunk(2, -1)
+    turned_THD = torch.cat((-second, first), -1)
+    return (x_THD * angles_T1D.cos() + turned_THD * angles_T1D.sin()).to(x_THD.dtype)
+
+
+def _no_offload(*_: Any, **__: Any) -> tuple[Any, Any]:
+    """The context of a forward pass whose activations stay on the GPU, and what follows it."""
+    return nullcontext(), lambda tensor: tensor
+
 
 class _Rest(ModuleType):
     """A module of which nothing is called, only imported."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or (self.__name__, name) in ABSENT:
             raise AttributeError(name)
         found: Any = type(name, (), {})
         if not name[0].isupper():  # what a function hands back here is a pair
@@ -122,7 +240,8 @@ class _Finder:
     """Finds `transformer_engine` and everything in it."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != "transformer_engine":
+        package, _, last = name.rpartition(".")
+        if name.partition(".")[0] != "transformer_engine" or (package, last) in ABSENT:
             return None
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -136,6 +255,10 @@ class _Finder:
         if module.__name__ == "transformer_engine.pytorch":
             for kind in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention):
                 setattr(module, kind.__name__, kind)
+        if module.__name__ == "transformer_engine.pytorch.cpu_offload":
+            module.get_cpu_offload_context = _no_offload  # type: ignore[attr-defined]
+        if module.__name__ == "transformer_engine.pytorch.attention.rope":
+            module.apply_rotary_pos_emb = apply_rotary_pos_emb  # type: ignore[attr-defined]
 
 
 def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
@@ -151,7 +274,11 @@ def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
     found = replace(NO_ENGINE, transformer_engine="2.11.0" if engine else None)
     config = build_config(
         {
-            "model": {"path": str(folder), "dtype": "bfloat16"},
+            "model": {
+                "path": str(folder),
+                "dtype": "bfloat16",
+                "experts": "transformer_engine" if engine else "auto",
+            },
             "parallel": {
                 "ranks": 4,
                 "tensor": 2,
@@ -170,17 +297,136 @@ def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
         }
 
 
-def main() -> None:
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-    from megatron_async.trainer.device import device_adapter
+CASES = ("llama3", "qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "mixtral")
+DENSE_LAYOUTS = ("tp1", "tp2_sp", "tp2_pp2_sp")
+EXPERT_LAYOUTS = ("ep1", "ep4", "tp2_sp_ep2")
+# With Transformer Engine's grouped linear layers, and with one linear layer for each expert.
+EXPERTS = ("transformer_engine", "sequential")
 
-    with device_adapter():
-        result = {
-            folder.name: [parameters(folder, engine) for engine in (False, True)]
-            for folder in sorted(Path(sys.argv[1]).iterdir())
-        }
-    print(json.dumps(result))
+
+def points(experts: str) -> list[tuple[str, str]]:
+    """Models and layouts that are computed with experts of this kind."""
+    moe = ("qwen3_moe", "mixtral")
+    chosen = [(case, layout) for case in moe for layout in EXPERT_LAYOUTS]
+    if experts == "sequential":
+        return chosen[:3]
+    return [(c, layout) for c in CASES if c not in moe for layout in DENSE_LAYOUTS] + chosen
+
+
+@contextmanager
+def engine_found() -> Iterator[None]:
+    """Transformer Engine is there, and a GPU on which it runs."""
+    from megatron_async.trainer import capabilities
+
+    found = capabilities.Capabilities("13.0", "a GPU", "2.11.0", None, None)
+    with mock.patch.object(capabilities, "detect", lambda: found):
+        yield
+
+
+def log_probs(
+    models: dict[str, str], mask_T: Tensor, folder: str, experts: str
+) -> dict[tuple[str, str], Any]:
+    """In each rank, what `test_model_parity` compares with transformers."""
+    from tests.trainer import test_model_parity as parity
+
+    with engine_found():
+        return parity.check_layouts(models, points(experts), mask_T, folder, experts=experts)
+
+
+def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, float]:
+    """In each rank: for models at layouts, how far gradients are from those of local layers."""
+    from megatron_async.config import build_config
+    from megatron_async.trainer.device import device_adapter
+    from megatron_async.trainer.parallel import destroy_parallel, init_parallel
+    from tests.trainer import test_model_parity as parity
+
+    found = {}
+    with device_adapter(), engine_found():
+        for layout in layouts:
+            for name in models if "ep" not in layout else ("qwen3_moe",):
+                changes = {"model": {"path": models[name], "dtype": "float32"}}
+                changes |= {"parallel": {"ranks": parity.RANKS, **parity.ALL_LAYOUTS[layout]}}
+                config = build_config(changes)
+                init_parallel(config.parallel, config.trainer, seed=1)
+                engine, local = (_gradients(config, kind) for kind in ("auto", "sdpa"))
+                assert engine.keys() == local.keys() and len(engine) > 8
+                assert all(float(local[key].norm()) > 0 for key in local if "expert" not in key)
+                found[name, layout] = max(
+                    float((engine[key] - local[key]).norm() / local[key].norm().clamp(1e-3))
+                    for key in local
+                )
+        destroy_parallel()
+    return found
+
+
+def _gradients(config: Any, attention_backend: str) -> dict[str, Tensor]:
+    """Of the sum of log-probs, reduced, by the tensors of the published checkpoint."""
+    from megatron.core import parallel_state
+
+    from megatron_async.algorithms.algorithm import build_sft_algorithm
+    from megatron_async.algorithms.device_batch import DeviceBatch
+    from megatron_async.models.parameters import placed_parameters
+    from megatron_async.trainer.forward import PolicyRunner
+    from megatron_async.trainer.optimizer import wrap_data_parallel
+    from megatron_async.trainer.parallel import rank_layout
+    from megatron_async.trainer.step import load_policy
+    from tests.trainer.cases import ragged_batch
+
+    assert parallel_state.model_parallel_is_initialized()
+    update = {"attention_backend": attention_backend}
+    [model] = load_policy(
+        config.model_copy(update={"model": config.model.model_copy(update=update)})
+    )
+    assert model.backends.transformer_engine == (attention_backend == "auto")
+    wrapped = wrap_data_parallel(model, config.optimizer, bf16=False)
+    wrapped.zero_grad_buffer()
+    layout = rank_layout(torch.device("cpu"))
+    runner = PolicyRunner(wrapped, layout, token_budget=128, hidden_size=32)
+    sft = build_sft_algorithm()
+    batch, denominators = sft.prepare_minibatch(sft.prepare(DeviceBatch.of(ragged_batch()))[0])
+    runner.gradients(batch, sft, denominators, entropy=False)
+    return {
+        " ".join(placed.tensor_names): placed.parameter.main_grad.clone()
+        for placed in placed_parameters([model], model.architecture)
+    }
+
+
+def compute(folder: Path) -> None:
+    """Both of the above, in ranks that are forked from this process."""
+    from tests.distributed import run_ranks
+    from tests.trainer import test_model_parity as parity
+
+    models = {name: str(folder / name) for name in CASES}
+    mask_T = parity.mask_of_responses()
+    few = {name: models[name] for name in ("qwen2_tied", "qwen3")}
+    more = few | {"qwen3_moe": models["qwen3_moe"]}
+    ranks: dict[str, Any] = {"timeout_seconds": 180, "method": "fork"}
+    found: dict[str, Any] = {
+        experts: run_ranks(
+            log_probs, parity.RANKS, models, mask_T, f"{folder}/{experts}", experts, **ranks
+        )
+        for experts in EXPERTS
+    }
+    layouts = ("tp2_sp", "tp2_sp_ep2")
+    found["gradients"] = run_ranks(gradients, parity.RANKS, more, layouts, **ranks)
+    (folder / "found.pickle").write_bytes(pickle.dumps(found))
+
+
+def main(what: str, folder: Path) -> None:
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    from megatron_async.trainer.device import device_adapter, import_megatron
+
+    if what == "compute":
+        import_megatron()
+        compute(folder)
+    else:
+        with device_adapter():
+            result = {
+                family.name: [parameters(family, engine) for engine in (False, True)]
+                for family in sorted(folder.iterdir())
+            }
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -102,9 +102,9 @@ def _dealt(rng: random.Random, layouts: list[ParallelConfig]) -> Iterator[Parall
 
 
 def _layouts(ranks: int, *, experts: bool) -> list[ParallelConfig]:
-    """Every layout of a world of `ranks` that some model of this kind passes `check_layout` at, up
+    """Every layout of `ranks` at which some model of this kind passes `check_layout`.
 
-    to the layers and key/value heads that are drawn.
+    That is, up to the layers and key/value heads that are drawn.
     """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     willing = _architecture(_EXPERTS_EVERYWHERE if experts else _DENSE_EVERYWHERE)

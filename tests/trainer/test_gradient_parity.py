@@ -55,9 +55,9 @@ _ADAM = {"lr": SCALE * 1e7, "eps": 1e7, "betas": [0.9, 0.99]}
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: relative error of each tensor, the two scalars of the step, ours and theirs, and
+    """A measured case: relative error of each tensor, the two scalars of the step, ours and theirs.
 
-    the copies of the new weights that ranks should hold equal and do not.
+    Also the copies of the new weights that ranks should hold equal and do not.
     """
 
     case: RandomCase

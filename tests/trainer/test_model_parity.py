@@ -62,6 +62,7 @@ def check_layouts(
     points: list[tuple[str, str]],
     mask_T: torch.Tensor,
     export_to: str,
+    experts: str = "auto",
 ) -> dict[tuple[str, str], Checked]:
     """In each rank: the models at their layouts, forward and export."""
     from megatron_async.models.load import load_hf_weights
@@ -76,12 +77,15 @@ def check_layouts(
     packed = pack_inputs(ids_T, cu_S1, mask_T)
     results = {}
     with device_adapter():
-        for layout_name, layout in ALL_LAYOUTS.items():
+        for layout_name in dict.fromkeys(at for _, at in points):
+            layout = ALL_LAYOUTS[layout_name]
             parallel = ParallelConfig(ranks=RANKS, **layout)
             init_parallel(parallel, trainer, seed=1)
             for name in (case for case, at in points if at == layout_name):
                 path = models[name]
-                model = ModelConfig(path=path, dtype="float32", family=FAMILIES.get(name, ""))
+                model = ModelConfig(
+                    path=path, dtype="float32", family=FAMILIES.get(name, ""), experts=experts
+                )
                 chunks = build_policy(model, parallel, trainer=trainer, seed=1)
                 load_hf_weights(chunks, path)
                 results[name, layout_name] = _forward(chunks, packed)
@@ -119,6 +123,10 @@ def _forward(chunks: list[Any], packed: Any) -> Checked:
 
 @pytest.fixture(scope="module")
 def response_mask() -> torch.Tensor:
+    return mask_of_responses()
+
+
+def mask_of_responses() -> torch.Tensor:
     """About half of the tokens, never a first one."""
     ids_T, cu_S1 = random_stream(LENGTHS)
     mask_T = torch.rand(ids_T.shape[0], generator=torch.Generator().manual_seed(3)) < 0.5

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from megatron_async.config.model import ModelConfig, ParallelConfig
 from megatron_async.errors import UserError
@@ -109,6 +111,31 @@ class TestRope:
         angles = angles[:, 0, 0]
         assert torch.equal(angles.cos(), cos[0])
         assert torch.equal(angles.sin(), sin[0])
+
+    @pytest.mark.parametrize("changes", [{}, {"beta_fast": 16.0, "beta_slow": 2.0}])
+    def test_yarn_of_qwen2_5_equals_transformers_beyond_its_original_context(
+        self, changes: dict[str, float]
+    ) -> None:
+        """Frequencies bit for bit; the factor on both cosine and sine is squared in the scores."""
+        scaling = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, **changes}
+        config = Qwen2Config(
+            hidden_size=8192,
+            num_attention_heads=64,
+            max_position_embeddings=32768,
+            rope_parameters={**scaling, "original_max_position_embeddings": 32768},
+        )
+        rotary = Qwen2RotaryEmbedding(config)
+        rope = Rope(1e6, "yarn", 4.0, original_max_positions=32768, **changes)
+        frequencies = inverse_frequencies(rope, 128)
+        assert torch.equal(frequencies, rotary.inv_freq)
+        assert rope.score_scale == pytest.approx(rotary.attention_scaling**2, rel=1e-12)
+        positions = torch.tensor([0, 1, 32767, 32768, 131071])
+        cos, _ = rotary(torch.zeros(1), positions[None])
+        ours = rotary_angles(frequencies, positions)[:, 0, 0].cos() * rope.score_scale**0.5
+        torch.testing.assert_close(ours, cos[0], rtol=0, atol=1e-7)
+        ratio = (inverse_frequencies(Rope(1e6), 128) / frequencies).tolist()
+        assert ratio[0] == 1 and ratio[-1] == pytest.approx(4)
+        assert any(1.1 < between < 3.9 for between in ratio)
 
     def test_llama3_scaling_has_all_three_bands_in_this_test(self) -> None:
         plain = inverse_frequencies(Rope(1e4), 8)

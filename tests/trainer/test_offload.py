@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async.config.load import merge
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.offload import (
     AlwaysThere,
     DeviceMemory,

@@ -15,6 +15,7 @@ from megatron_async_kernels import LossInputs
 
 import megatron_async
 from megatron_async.trajectory.batch import TokenBatch
+from tests.syntax import parse
 from tests.trainer.cases import (
     ragged_batch,
     settings,
@@ -113,7 +114,7 @@ def test_fine_tuning_and_scoring_upload_once_too(
 
 def conversions(file: Path) -> Iterator[int]:
     """Lines that make a tensor of an array, or an array of a tensor."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             data = node.args[0] if node.args else None
             named = isinstance(data, ast.Name | ast.Attribute | ast.Subscript)

@@ -112,9 +112,9 @@ def test_every_recipe_makes_a_step(model_dir: Path, recipe: str) -> None:
 
 
 def test_bfloat16_weights_are_trained_through_float32_ones(model_dir: Path) -> None:
-    """Norm weights start at 1, where half a step of bfloat16 is 2e-3 or more: updates of at most
+    """Norm weights start at 1, where half a step of bfloat16 is 2e-3 or more.
 
-    1e-3 reach them only because they add up in float32. Gradients are float32.
+    Updates of at most 1e-3 reach them only because they add up in float32. Gradients are float32.
     """
     changes = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-3}}
     with trainer_with(model_dir, **changes) as trainer:

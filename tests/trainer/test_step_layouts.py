@@ -103,9 +103,10 @@ def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def poisoned_steps(config: RunConfig) -> tuple[bool, bool, bool]:
-    """Skipped? A batch with one sequence that is not finite (so one data-parallel rank alone sees
+    """Return which batches are skipped.
 
-    it), one whose gradient is not finite on the last rank alone, and a sound one after them.
+    One has a sequence that is not finite (which one data-parallel rank alone sees), one a gradient
+    that is not finite on the last rank alone; after them comes a sound one.
     """
     batch = ragged_batch()
     logprobs_T = batch.rollout_logprobs_T.copy()

@@ -57,23 +57,23 @@ def trained(*sizes: int) -> SamplesTrained:
 def test_it_counts_the_batches_from_the_oldest_version_on() -> None:
     counts = trained(32, 32, 8, 32, 32)
     on_policy, older, resumed = ["2.5"], ["2.4"], ["2.2", "2.4", "2.5"]
-    assert counts.lag_S(batch_of(5, on_policy, older, resumed)).tolist() == [0, 32, 8 + 32 + 32]
+    assert counts.lag_E(batch_of(5, on_policy, older, resumed)).tolist() == [0, 32, 8 + 32 + 32]
 
 
 def test_a_token_of_an_abandoned_line_counts_from_where_the_lineages_part() -> None:
     """Version 9 of lineage 1 was never trained on this one: it is as old as the checkpoint, 3."""
     counts = trained(*[10] * 5)
-    assert counts.lag_S(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
+    assert counts.lag_E(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
 
 
 def test_tokens_that_are_not_trained_do_not_count() -> None:
     counts = trained(*[10] * 5)
     batch = batch_of(5, ["2.0", "2.4"], ["2.0"], mask_before=3)
-    assert counts.lag_S(batch).tolist() == [10], "the second one has no trained token at all"
+    assert counts.lag_E(batch).tolist() == [10], "the second one has no trained token at all"
 
 
 def test_a_batch_without_sequences_has_no_lag() -> None:
-    assert trained(10).lag_S(batch_of(1)).tolist() == []
+    assert trained(10).lag_E(batch_of(1)).tolist() == []
 
 
 def test_after_a_resume_it_goes_on_from_what_the_store_holds() -> None:

@@ -33,7 +33,7 @@ def test_applying_a_difference_gives_the_new_bytes(
     assert apply(base, encode(base, new, block)) == new
 
 
-def test_a_difference_that_says_it_is_huge_is_an_error_before_memory_is_taken() -> None:
+def test_a_difference_with_a_huge_size_is_an_error_before_memory_is_taken() -> None:
     base, new = _pair(9, 0, 0.1)
     delta = bytearray(encode(base, new, 2))
     delta[60] ^= 192  # the frame's size of content has eight bytes then, far more than was written

@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_async.models.export import buckets
+from megatron_async.models.shape import ModelShape
+from megatron_async.simulate.memory import COMMUNICATOR_BYTES, update_bytes
 from megatron_async.weight_sync.receive_ahead import ReceiveAhead, load_format, next_bytes_of
 
 
@@ -57,6 +60,26 @@ def test_an_announcement_carries_the_size_of_the_next_bucket() -> None:
     assert next_bytes_of(load_format(0)) == 0
     assert next_bytes_of("flattened_bucket") is None
     assert next_bytes_of(None) is None
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_buffers_take_what_is_counted_on_an_engines_gpu(stages: int) -> None:
+    """Embedding and head are buckets of their own, larger than the others, as in a model of 70B."""
+    shape = ModelShape(16, 2, 2, 2, 8, 32, 64, tied=False)
+    head, size = 2 * shape.head_parameters, 512
+    layers = [("layer", torch.empty(128, dtype=torch.bfloat16)) for _ in range(20)]
+    whole = ("head", torch.empty(head // 2, dtype=torch.bfloat16))
+    sent = [[whole, *layers, whole]] if stages == 1 else [[whole, *layers], [*layers, whole]]
+    most = 0
+    for tensors in sent:
+        sizes = [sum(tensor.nbytes for _, tensor in part) for part in buckets(tensors, size)]
+        ahead, link = ReceiveAhead(), Link(buckets_of(sizes))
+        for number in range(len(sizes)):
+            take(ahead, link, number)
+            if (arrival := ahead._arriving.get("g")) is not None:
+                most = max(most, arrival.buffer.nbytes + arrival.other.nbytes)
+    groups = stages * COMMUNICATOR_BYTES
+    assert head > size and most == update_bytes(shape, size, stages) - groups
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))

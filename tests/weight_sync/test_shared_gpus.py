@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_async.config import build_config
-from megatron_async.engines.actor import EngineHost
+from megatron_async.engines.host import EngineHost
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.gpu_sharing import (
@@ -83,7 +83,7 @@ def test_an_engines_server_sees_its_own_gpus_only(
     shared = {"count": 2, "tensor": 2, "device": "cuda", "placement": "colocated"}
     config = build_config(colocated(4, **shared))
     text = config.engines.model_dump_json()
-    host = EngineHost("engine1", str(tmp_path), text, str(tmp_path / "log"), False, 8, 1)
+    host = EngineHost("engine1", str(tmp_path), text, str(tmp_path / "log"), 8, 1)
     server = host._server
     found = process.server_environment(server.settings, "cuda", server.gpus, dict(os.environ))
     assert found["CUDA_VISIBLE_DEVICES"] == "6,7"

@@ -16,8 +16,6 @@ Invariants
   that short requests are not padded to long ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,11 +10,10 @@ Invariants
   resumed under it.
 - An abort of a request that has brought nothing is repeated until its stream has ended: SGLang
   forgets one that overtakes its request. Of any other, one that SGLang has answered is enough.
+- A call or request on a kept connection that the server had closed is made once more.
 - How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
   gone is noticed by TCP.
 """
-
-from __future__ import annotations
 
 import asyncio
 import errno
@@ -28,7 +27,6 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.door import Door, count_of, load_of
 from megatron_async.engines.interface import (
@@ -50,9 +48,11 @@ from megatron_async.engines.sglang.stream import (
 from megatron_async.engines.sglang.stream_connection import (
     CONNECT_SECONDS,
     KEEP_ALIVE_SECONDS,
+    KeptConnectionLost,
     StreamConnections,
 )
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, one_line
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import json_object
 
@@ -93,7 +93,7 @@ class SGLangClient:
         )
         self._streams = StreamConnections(url, headers)
         self._wire_ids: dict[str, str] = {}
-        self._answered: set[str] = set()  # of `_wire_ids`: tokens of it have come
+        self._answered: set[str] = set()  # names of `_wire_ids` of which tokens have come
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
@@ -129,19 +129,17 @@ class SGLangClient:
         name = request.request_id
         if name in self._wire_ids:
             raise EngineError(f"{self.engine_id}: request {name!r} runs already")
-        wire_id = f"{self._unique}.{next(self._serial)};{name}"
         self._open_session()
-        body = orjson.dumps(self._body(wire_id, request))
-        self._wire_ids[name] = wire_id
+        self._wire_ids[name] = self._wire_id(name)
         decoder, ended = StreamDecoder(), False
         door = Door(request, self._vocabulary, self.longest_tokens)
         try:
-            async with aclosing(self._streams.post("generate", body)) as parts:
+            async with aclosing(self._answer(request)) as parts:
                 async for part in parts:
                     for chunk in decoder.chunks(part):
                         if (finding := door.finding(chunk)) is not None:
                             raise BadReport(f"the engine sent what cannot be: {finding}")
-                        self._answered.add(wire_id)
+                        self._answered.add(name)
                         if chunk.end is not None:
                             ended = True
                             del self._wire_ids[name]
@@ -153,12 +151,32 @@ class SGLangClient:
             what = f"generation of request {name} failed: {_describe(error)}"
             raise self._failure(what) from error
         finally:
-            self._answered.discard(wire_id)
+            self._answered.discard(name)
             if not ended:
-                del self._wire_ids[name]
-                self._in_background(self._abort_unread(wire_id))
+                self._in_background(self._abort_unread(self._wire_ids.pop(name)))
         if not ended:
             raise self._failure(f"the stream of request {name} broke off")
+
+    def _wire_id(self, name: str) -> str:
+        return f"{self._unique}.{next(self._serial)};{name}"
+
+    async def _answer(self, request: GenerationRequest) -> AsyncGenerator[bytes, None]:
+        """The answer to a request, in parts.
+
+        One that a kept connection did not bring to the server is made again, under another id.
+        """
+        name = request.request_id
+        for again in (True, False):
+            body = orjson.dumps(self._body(self._wire_ids[name], request))
+            try:
+                async with aclosing(self._streams.post("generate", body)) as parts:
+                    async for part in parts:
+                        yield part
+                return
+            except KeptConnectionLost:
+                if name in self._unwanted or not again:
+                    raise
+                self._wire_ids[name] = self._wire_id(name)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`.
@@ -167,11 +185,10 @@ class SGLangClient:
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
         if running:
-            unknown = {n: i for n, i in running.items() if i not in self._answered}
-            await self._abort_running(running)
-            self._unwanted |= unknown
+            self._unwanted |= {n: i for n, i in running.items() if n not in self._answered}
             if self._insisting is None or self._insisting.done():
                 self._insisting = self._in_background(self._insist_on_aborts())
+            await self._abort_running(running)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._post("pause_generation", {"mode": mode})
@@ -310,7 +327,7 @@ class SGLangClient:
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise self._failure(f"its {what} cannot be: {error!r}") from error
+            raise self._failure(f"its {what} cannot be: {one_line(error)}") from error
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         return json_object(await self._request("GET", path, None, self._control_seconds))
@@ -361,7 +378,7 @@ def _counter(metrics: bytes, name: bytes) -> float:
 
 
 def _check_own_limits(error: BaseException) -> None:
-    """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
+    """Raise ComponentFailure where this process could not even ask, which is no engine's fault."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
             f"the client of an engine cannot open more connections ({error}): raise the limit of "

@@ -12,8 +12,6 @@ Invariants
   server and in each process that it spawns (one that is forked has them).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.util

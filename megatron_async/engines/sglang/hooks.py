@@ -8,8 +8,6 @@
   HTTP process instead, which has imported everything and runs nothing yet. (CUDA forbids that.)
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any

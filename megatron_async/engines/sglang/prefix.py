@@ -16,8 +16,6 @@ Invariants
 - Requests under the same version share prefixes as before (the members of a group).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"

@@ -15,8 +15,6 @@ Invariants
   repeated with another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,20 +25,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.disk import writing
 from megatron_async.engines.nodes import LOOPBACK, communication_environment, free_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
     KEY_VARIABLE,
-    LIFELINE_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
+from megatron_async.files.disk import writing
+from megatron_async.models.architecture import read_config_json, yarn_context
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -78,17 +78,13 @@ def server_command(
     model_path: Path,
     port: int,
     device: str,
-    in_place: bool = False,
     awaits_weights: bool = False,
 ) -> list[str]:
     """The command line of one server.
 
-    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `in_place`: weights
-    change under running requests that keep their KV cache. The overlap scheduler is off then: with
-    it the last token of the old weights is reported under the new version. (A retracted request's
-    spans, and aborts, are exact either way.) `awaits_weights`: it serves nothing before an update
-    has replaced all weights, so on a GPU none are read from the model's files. In half precision
-    the head's logits stay in float32, as the trainer's do.
+    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `awaits_weights`:
+    it serves nothing before an update has replaced all weights, so on a GPU none are read from the
+    model's files. In half precision the head's logits stay in float32, as the trainer's do.
     """
     dtype = resolve_dtype(settings, device)
     command = [
@@ -106,7 +102,6 @@ def server_command(
         *("--stream-interval", str(settings.stream_interval)),
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
-        *(["--disable-overlap-schedule"] if in_place else []),
         "--enable-metrics",
         *("--log-level", "info"),
         *("--log-level-http", "warning"),
@@ -125,17 +120,27 @@ def server_command(
         command += ["--context-length", str(settings.context_length)]
     if settings.placement == "colocated" and device == "cuda":
         command += ["--enable-memory-saver"]
+    if override := _override(settings, model_path):
+        command += ["--json-model-override-args", json.dumps(override)]
+    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
+        command += ["--load-format", "dummy"]
+    return [*command, *settings.extra_args]
+
+
+def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """Settings of the model that SGLang takes instead of those in its config.json."""
+    override: dict[str, Any] = {}
+    if (model_path / "config.json").is_file():
+        context = yarn_context(read_config_json(model_path))
+        override |= {"max_position_embeddings": context} if context else {}
     if settings.quantization == "fp8":
         # Imported here: whoever only starts servers need not import torch.
         from megatron_async.models.families import read_architecture
         from megatron_async.weight_sync.quantise import quantization_config
 
         # The directory has no fp8 weights: they come with the first update, as every version does.
-        override = {"quantization_config": quantization_config(read_architecture(model_path))}
-        command += ["--json-model-override-args", json.dumps(override)]
-    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
-        command += ["--load-format", "dummy"]
-    return [*command, *settings.extra_args]
+        override["quantization_config"] = quantization_config(read_architecture(model_path))
+    return override
 
 
 def server_environment(
@@ -149,7 +154,8 @@ def server_environment(
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
-    environment |= communication_environment(base, one_machine=settings.host in LOOPBACK)
+    local = settings.host in LOOPBACK
+    environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
@@ -186,14 +192,13 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
 class SGLangProcess:
     """An SGLang server: start, url, alive, stop. Not thread-safe; blocking.
 
-    `in_place`, `awaits_weights`: see `server_command`.
+    `awaits_weights`: see `server_command`.
     """
 
     model_path: Path
     settings: EngineConfig
     log_path: Path
     gpus: Sequence[str] | None = None
-    in_place: bool = False
     awaits_weights: bool = False
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _lifeline: int | None = field(default=None, init=False)
@@ -273,7 +278,7 @@ class SGLangProcess:
             command = simulated_command(self.settings, self.model_path, port)
         else:
             command = server_command(
-                self.settings, self.model_path, port, device, self.in_place, self.awaits_weights
+                self.settings, self.model_path, port, device, self.awaits_weights
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)

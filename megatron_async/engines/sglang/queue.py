@@ -7,8 +7,6 @@ Invariants
 - An urgent request runs before every other that waits; what runs already is left alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"

@@ -9,8 +9,6 @@ It is behind the server's key like all of its endpoints. The transport `delta` c
 lets SGLang load from `path`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ Invariants
 - Requests with a seed of their own, top_p, top_k or min_p are sampled by SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -37,7 +35,7 @@ def in_two_draws(
 
 
 def _draw(weights_SN: torch.Tensor) -> torch.Tensor:
-    """One index for each row, in proportion to its weights."""
+    """Draw an index for each row, in proportion to its weights."""
     cumulative_SN = weights_SN.cumsum(-1, dtype=torch.float64)
     # At most 1 - 2^-53 of the sum, which stays below the sum when it is rounded.
     point_S1 = torch.rand_like(cumulative_SN[:, -1:]) * cumulative_SN[:, -1:]

@@ -13,26 +13,22 @@ the work; a forked one has it already):
 - Of broadcast weights, the next bucket is received while one is loaded (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
 - Requests that verify the engine go before those that wait (queue.py).
+- Weights change in place beside SGLang's overlap scheduler and its watchdog (in_flight.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
-  is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
-  environment. (To SIGTERM alone SGLang listens every five seconds.)
+  is gone or lets go. (To SIGTERM alone SGLang listens every five seconds.)
 - A quicker start, and aborts that can be repeated (hooks.py).
 
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
-LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
+from megatron_async.places.lifeline import hold_lifeline
+
 # The key that clients must show: every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -73,49 +69,27 @@ def install() -> None:
         attention.register(CPU_ATTENTION_BACKEND)
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from megatron_async.engines.sglang import hooks, prefix, queue, sampling, weight_updater
+    from megatron_async.engines.sglang import hooks, in_flight, prefix, queue, sampling
+    from megatron_async.engines.sglang import weight_updater as updater
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
-    ahead = weight_updater.AheadHooks()
+    ahead = updater.AheadHooks()
     drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
     hooks.put_in(
         [
             *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
-            (weight_updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
-            (weight_updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
-            (weight_updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
+            (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
+            (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
+            (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
+            (in_flight.PAUSE, in_flight.after_pause, "AFTER", "long pauses would end engines"),
+            (in_flight.CHANGE, in_flight.around_change, "AROUND", "versions are off by a token"),
         ]
     )
-
-
-def _end_when_starter_is_gone(read_end: int, last_act: Callable[[], None]) -> None:
-    """Block until the other end of the pipe closes, then kill this process group."""
-    while os.read(read_end, 1):
-        pass
-    try:
-        last_act()
-    finally:
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
-    """End this process group when whoever started it is gone, if it left a pipe for that.
-
-    `last_act` is what is done before.
-    """
-    text = os.environ.pop(LIFELINE_VARIABLE, "")
-    if not text:
-        return
-    read_end = int(text)
-    os.set_inheritable(read_end, False)
-    threading.Thread(
-        target=_end_when_starter_is_gone, args=(read_end, last_act), name="lifeline", daemon=True
-    ).start()
 
 
 def _remove_files() -> None:

@@ -10,8 +10,7 @@ Invariants
   started by `server` reports it only at the end).
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,17 +25,22 @@ from megatron_async.engines.interface import GenerationRequest, StreamEnd, Token
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
+_VERSION = re.compile(r"-?\d{1,12}\.\d{1,12}", re.ASCII)  # fits the columns of a report
 _FIRST_ERROR_STATUS = 400
 # Bad request, content too large, content that makes no sense. Others (a missing key or path, too
 # many requests, errors of the server) are not about this request.
 _REFUSAL_STATUSES = (400, 413, 422)
 
-
+_LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
 
 class BadReport(ValueError):
     """SGLang's answer is not of the form that is relied on, or an error; holds the reason."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason` may quote the engine, which may send anything: a sentence is kept of it."""
+        super().__init__(" ".join(reason[:_LONGEST_REASON].split()))
 
 
 class Refusal(BadReport):
@@ -130,17 +134,19 @@ class StreamDecoder:
     def _release(
         self, spans: Sequence[Mapping[str, Any]], end: StreamEnd | None, waited: float
     ) -> list[TokenChunk]:
-        first = self.received - len(self._token_ids)
+        first = at = self.received - len(self._token_ids)
         chunks = []
         for span in spans:
-            start, stop = max(int(span["start"]), first), min(int(span["end"]), self.received)
-            if start < stop:
+            start = max(count_of(span["start"]), first)
+            stop = min(count_of(span["end"]), self.received)
+            if start < stop and start == at:
                 part = slice(start - first, stop - first)
                 tokens = (self._token_ids[part], self._logprobs[part])
                 queued = 0.0 if start else waited
                 chunks.append(_chunk(*tokens, span["version"], queued))
-        if sum(len(chunk.token_ids) for chunk in chunks) != len(self._token_ids):
-            raise BadReport(f"the version spans {list(spans)} do not cover every token")
+                at = stop
+        if at != self.received:
+            raise BadReport(f"the version spans {list(spans)} do not cover every token, in order")
         self._token_ids, self._logprobs = [], []
         if end is not None:
             last = chunks.pop() if chunks else _chunk([], [], spans[-1]["version"])
@@ -176,10 +182,9 @@ def _chunk(
 @lru_cache(16)
 def parse_version(text: str) -> PolicyVersion:
     """A version as the engine reports it. Raises BadReport if it is not `lineage.number`."""
-    try:
-        return PolicyVersion.parse(text)
-    except ValueError as error:
-        raise BadReport(f"the engine reports weights of version {text!r}") from error
+    if _VERSION.fullmatch(text) is None:
+        raise BadReport(f"the engine reports weights of version {text!r}")
+    return PolicyVersion.parse(text)
 
 
 def _end_of(reason: Mapping[str, Any] | None) -> StreamEnd | None:

@@ -7,11 +7,10 @@ asyncio's streams take twice as much as this.
 Invariants
 - What is no HTTP/1.1 answer is a `BadReport`, a connection that ends in the middle of one a
   `ConnectionError`, which also a closed pool raises for what is still read.
-- A connection is used again only after a whole answer, and not when the server may be closing it.
+- A connection is used again only after a whole answer, and not when the server may be closing it;
+  one that a server which stood still has closed all the same is a `KeptConnectionLost`.
 - Unread data is bounded by `_MOST_UNREAD` bytes and one read of the socket.
 """
-
-from __future__ import annotations
 
 import asyncio
 import socket
@@ -29,6 +28,10 @@ CONNECT_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 2.0
 _LONGEST_LINE = 1 << 16
 _MOST_UNREAD = 1 << 17
+
+
+class KeptConnectionLost(ConnectionError):
+    """A connection from an earlier answer ended without a byte of the next one."""
 
 
 class StreamConnection(asyncio.Protocol):
@@ -66,6 +69,11 @@ class StreamConnection(asyncio.Protocol):
     # ------------------------------------------------------------ called by who reads
 
     @property
+    def unanswered(self) -> bool:
+        """Return whether nothing has come of the answer to the last request."""
+        return not (self._status or self._buffer)
+
+    @property
     def reusable(self) -> bool:
         """Return whether the last answer was whole and another request may be sent now."""
         quiet = not (self._ended or self._paused or self._buffer)
@@ -77,7 +85,7 @@ class StreamConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def part(self) -> bytes | None:
-        """What has arrived of the answer's body; None at its end.
+        """Return what has arrived of the answer's body; None at its end.
 
         Raises BadReport (Refusal), ConnectionError.
         """
@@ -153,7 +161,7 @@ class StreamConnection(asyncio.Protocol):
         return body
 
     def _find(self, end: bytes, start: int) -> int:
-        """Where the line from `start` ends; -1: further on than what is there."""
+        """Find the end of the line from `start`; -1: further on than what is there."""
         at = self._buffer.find(end, start)
         if at < 0 and len(self._buffer) - start > _LONGEST_LINE:
             raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
@@ -184,17 +192,23 @@ class StreamConnections:
     async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """The body of the answer, in parts.
 
-        Raises OSError, TimeoutError, BadReport (Refusal), ConnectionError.
+        Raises OSError, TimeoutError, BadReport (Refusal), ConnectionError, KeptConnectionLost.
         """
         head = f"POST /{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         while self._idle and not self._idle[-1].reusable:
             self._idle.pop().close()
-        connection = self._idle.pop() if self._idle else await self._connected()
+        kept = bool(self._idle)
+        connection = self._idle.pop() if kept else await self._connected()
         self._open.add(connection)
         try:
             connection.send(head.encode("latin-1") + body)
             while (part := await connection.part()) is not None:
                 yield part
+        except ConnectionError as error:
+            if kept and connection.unanswered and connection in self._open:
+                self._forget_kept()  # they are as old
+                raise KeptConnectionLost(str(error)) from error
+            raise
         finally:
             if connection in self._open and connection.reusable:
                 self._idle.append(connection)
@@ -204,9 +218,14 @@ class StreamConnections:
 
     def close(self) -> None:
         """End all connections, also those that are read."""
-        for connection in (*self._open, *self._idle):
+        for connection in self._open:
             connection.close()
         self._open.clear()
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
 
     async def _connected(self) -> StreamConnection:

@@ -10,8 +10,6 @@ sender of an update sends something, so a group that was there in a whole update
 has no sender any more. (A group costs threads and connections, and with NCCL device memory.)
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -16,8 +16,6 @@ Invariants
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field

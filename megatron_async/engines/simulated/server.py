@@ -3,7 +3,7 @@
     python -m megatron_async.engines.simulated.server --model-path DIR --port P --settings JSON ...
 
 It answers what `sglang/client.py` and the weight transports ask of a real server, so that a whole
-process tree (Ray, manager, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
+process tree (manager, hosts, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
 `SimulatedEngine`'s: they depend on the prompt alone, so whatever was lost, doubled or mixed up on
 the way shows in the text.
 
@@ -13,8 +13,6 @@ Invariants
   the next token on, and the parameter names are those of the model directory.
 - It ends with whoever started it (the lifeline of sglang/server.py).
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -36,8 +34,9 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 from megatron_async.engines.sglang.queue import URGENT
-from megatron_async.engines.sglang.server import hold_lifeline, take_key
+from megatron_async.engines.sglang.server import take_key
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.places.lifeline import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30

@@ -6,8 +6,6 @@ names and shard rules. Adding a family is adding a file here or naming one of on
 `trainer/layer_spec.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -16,9 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from megatron_async.errors import UserError, shown
-from megatron_async.import_path import is_import_path, load_object
 from megatron_async.models.architecture import Architecture, ConfigReader, read_config_json
 from megatron_async.models.shards import Rule
+from megatron_async.runtime.import_path import is_import_path, load_object
 
 
 @dataclass(frozen=True)

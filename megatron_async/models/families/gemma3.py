@@ -16,6 +16,8 @@ def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("use_bidirectional_attention")
     config.refuse("hidden_activation", (None, "gelu_pytorch_tanh"))
     global_rope, local_rope = _ropes(config)
+    if "yarn" in (global_rope.kind, local_rope.kind):  # would scale the scores of some layers only
+        raise config.error("rope_type", "yarn", "another for gemma3_text")
     return config.dense(
         rope=global_rope,
         local_rope=local_rope,

@@ -8,8 +8,6 @@ Invariants
 - `close` waits a bounded time and then leaves the thread to the end of the process.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megatron_async.import_path import described
+from megatron_async.runtime.import_path import described
 
 Row = Mapping[str, Any]
 
@@ -109,7 +107,7 @@ class BackgroundTracker:
         return news
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Finish what is queued, in at most so many seconds; False when they were not enough."""
+        """Finish what is queued within `seconds`; False when they were not enough."""
         end = time.monotonic() + seconds
         try:
             self._calls.put(lambda: self._tracker.finish(), timeout=seconds)

@@ -1,14 +1,12 @@
 """From settings to trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from megatron_async.config.run import TelemetryConfig
 from megatron_async.errors import UserError
-from megatron_async.import_path import described, is_import_path, load_object
+from megatron_async.runtime.import_path import described, is_import_path, load_object
 from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun, Tracker
 
 BUILT_IN: Final[Mapping[str, str]] = MappingProxyType(

@@ -1,7 +1,5 @@
 """MLflow: a tracking server, or a database in a file (`tracking_uri: sqlite:///FILE`)."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

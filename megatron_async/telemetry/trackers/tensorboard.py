@@ -1,7 +1,5 @@
 """TensorBoard: event files in the run directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

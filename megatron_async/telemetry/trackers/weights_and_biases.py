@@ -1,7 +1,5 @@
 """Weights & Biases, online or offline (`WANDB_MODE=offline`, or the argument `mode`)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -18,8 +18,6 @@ Invariants
   that fails leaves the rest of it to its caller.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import time
@@ -31,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken

@@ -13,8 +13,6 @@ Invariants
 - Every `weights.delta_full_every`-th version has no differences, so that all read it whole.
 """
 
-from __future__ import annotations
-
 import mmap
 import shutil
 from collections.abc import Mapping, Sequence

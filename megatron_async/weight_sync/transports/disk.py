@@ -6,8 +6,6 @@ Invariants
 - Pipeline stages write their shards side by side; the last stage publishes.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path

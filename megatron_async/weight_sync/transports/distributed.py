@@ -14,8 +14,6 @@ Invariants
   (`receive_ahead.py` is the engine's end). An engine has one announcement at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket
@@ -32,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
 from megatron_async.weight_sync.receive_ahead import load_format
 from megatron_async.weight_sync.transports.base import (

@@ -12,8 +12,6 @@ Invariants
 - Nothing but plain tensors is pickled, and only for engines of this run.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import pickle

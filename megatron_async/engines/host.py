@@ -1,0 +1,223 @@
+"""Hosts of inference engines, each in a process of its own, and the launcher that places them.
+
+Invariants
+- A host owns at most one server process. If the host dies, so does its server (its lifeline),
+  wherever it was placed.
+- A restarted engine has a new id: news of its predecessor cannot be mistaken for its own.
+- Every call has a limit; a dead host or server is a ComponentFailure in one sentence.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import RunConfig
+from megatron_async.config.files import vocabulary_of
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import EngineError
+from megatron_async.engines.nodes import NODE_HOST, node_address
+from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
+from megatron_async.engines.token_report import TokenReport
+from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.places.place import Place, Placed
+from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.weight_sync.gpu_sharing import gpus_of
+
+_CALL_SECONDS = 30.0
+_STOP_SECONDS = 60.0
+_START_MARGIN_SECONDS = 60.0
+
+
+class EngineHost:
+    """An engine's server, started, watched and ended from beside it.
+
+    `update`, `abort` and `report` are those of the relay of its server's streams.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        model_path: str,
+        settings_json: str,
+        log_path: str,
+        chunk_tokens: int,
+        shared_index: int | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks.
+
+        `vocabulary`: tokens of the model; None: not known.
+        """
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._engine_id = engine_id
+        settings = EngineConfig.model_validate_json(settings_json)
+        if settings.host == NODE_HOST:
+            settings = settings.model_copy(update={"host": node_address()})
+        self._settings = settings
+        self._chunk_tokens = chunk_tokens
+        self._vocabulary = vocabulary
+        gpus = None
+        if shared_index is not None:
+            gpus = gpus_of(shared_index, settings.tensor, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._server = SGLangProcess(
+            Path(model_path),
+            settings,
+            Path(log_path),
+            gpus=gpus,
+            awaits_weights=True,
+        )
+        self._relay: StreamRelay | None = None
+
+    async def start(self) -> str:
+        """Start the server; returns its URL. Raises ComponentFailure."""
+        await asyncio.to_thread(self._server.start)
+        return await self.serve(self._server.url)
+
+    async def serve(self, url: str) -> str:
+        """Relay the streams of the server at `url`. Raises EngineError."""
+        client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
+        self._relay = StreamRelay(client, self._chunk_tokens)
+        search_rarely()
+        return url
+
+    async def alive(self) -> bool:
+        """Return whether the server process exists."""
+        return self._server.alive()
+
+    async def stop(self) -> None:
+        """End the server; nothing is left of it."""
+        if self._relay is not None:
+            await self._relay.close()
+        await asyncio.to_thread(self._server.stop)
+
+    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+        self._running.update(started, cancelled)
+
+    async def abort(self, requests: Mapping[str, int]) -> None:
+        await self._running.abort(requests)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        return await self._running.report(acknowledged)
+
+    @property
+    def _running(self) -> StreamRelay:
+        if self._relay is None:
+            raise EngineError(f"{self._engine_id} has not started")
+        return self._relay
+
+
+class HostCalls:
+    """The relay in an engine's host (`RelayCalls`)."""
+
+    def __init__(self, host: Placed, engine_id: str, limit_seconds: float) -> None:
+        self._host = host
+        self._engine_id = engine_id
+        self._limit = limit_seconds
+
+    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+        await self._call("update", started, cancelled)
+
+    async def abort(self, requests: Mapping[str, int]) -> None:
+        await self._call("abort", requests)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        report: TokenReport = await self._call("report", acknowledged)
+        return report
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await self._host.call(method, *arguments, limit=self._limit)
+        except ComponentFailure as failure:
+            raise EngineError(f"the relay of {self._engine_id}: {failure}") from failure
+
+
+class HostedEngines:
+    """Starts and stops the engines of a run, each in a host of its own (`EngineLauncher`)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        log_directory: Path,
+        place: Place,
+        host: type[EngineHost] = EngineHost,
+    ) -> None:
+        """`host` is what is placed for each engine."""
+        self._host_class = host
+        self._config = config
+        self._settings = config.engines
+        self._pace = Pace()
+        self._log_directory = log_directory
+        self._place = place
+        self._hosts: dict[int, Placed] = {}
+        self._clients: dict[int, RelayedEngine] = {}
+        self._launches: dict[int, int] = {}
+
+    async def launch(self, index: int) -> RelayedEngine:
+        """A client of engine `index`, started anew. Raises ComponentFailure."""
+        await self.stop(index)
+        launches = self._launches.get(index, 0)
+        self._launches[index] = launches + 1
+        engine_id = f"engine{index}" if launches == 0 else f"engine{index}.{launches}"
+        host = self._hosts[index] = self._start_host(index, engine_id)
+        limit = self._settings.start_timeout_seconds + _START_MARGIN_SECONDS
+        try:
+            url = await host.call("start", limit=limit)
+            server = await SGLangClient.connect(engine_id, url, self._settings)
+        except EngineError as error:
+            await self.stop(index)
+            raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error
+        except BaseException:
+            await self.stop(index)
+            raise
+        calls = HostCalls(host, engine_id, self._settings.no_progress_seconds)
+        client = self._clients[index] = RelayedEngine(server, calls, self._pace)
+        return client
+
+    async def alive(self, index: int) -> bool:
+        """Return whether the server process of engine `index` exists; True while it is unknown."""
+        host = self._hosts.get(index)
+        if host is None:
+            return False
+        try:
+            return bool(await host.call("alive", limit=_CALL_SECONDS))
+        except ProcessKilled:
+            return False
+        except ComponentFailure:
+            return True  # a slow answer of the host is no evidence about the engine
+
+    async def stop(self, index: int) -> None:
+        """End engine `index` with its host; does nothing if it is not there."""
+        client = self._clients.pop(index, None)
+        if client is not None:
+            await client.close()
+        host = self._hosts.pop(index, None)
+        if host is None:
+            return
+        try:
+            await host.call("stop", limit=_STOP_SECONDS)
+        except ComponentFailure:
+            # The host is gone or stuck; its end takes the server along.
+            pass
+        finally:
+            await asyncio.to_thread(host.end)
+
+    def _start_host(self, index: int, engine_id: str) -> Placed:
+        on_gpu = resolve_device(self._settings) == "cuda"
+        # Which GPU an engine is on matters where trainer ranks are on them; a place gives any.
+        shared = on_gpu and self._settings.placement == "colocated"
+        return self._place.start(
+            self._host_class,
+            engine_id,
+            str(self._config.model.path),
+            self._settings.model_dump_json(),
+            str((self._log_directory / f"engine{index}.log").resolve()),
+            self._config.store.chunk_tokens,
+            index if shared else None,
+            vocabulary_of(self._config.model.path),
+            name=f"engine{index}-host",
+            gpus=self._settings.tensor if on_gpu and not shared else 0,
+        )

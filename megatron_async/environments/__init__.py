@@ -1,0 +1,13 @@
+"""Environments: what a policy plays against over many turns; no run takes one yet.
+
+A user's class imports `Answer` and `Step` from here and nothing else.
+
+- interface: what an environment gets and gives back, checked.
+- tools: public methods as tools, and the calls in an answer.
+- player: one object of the user's class, played.
+- conversation: tokens of the turns, by the chat template.
+"""
+
+from megatron_async.environments.interface import Answer, Step, ToolCall
+
+__all__ = ["Answer", "Step", "ToolCall"]

@@ -1,0 +1,136 @@
+"""The interface of environments that users write, and the checks of what these return.
+
+A class has `reset(**row)`, which gives the opening (a text, messages, or None for the row's own
+prompt), and then either `step(answer) -> Step`, or no `step`: its public methods are then tools
+(`tools.py`). It may have `state() -> bytes` and `restore(state, **row)`, `get_reward()` and
+`close()`. Any method may be `async def`.
+
+Invariants
+- What the user's code returns is checked here, once; nothing behind it meets another type.
+- Every refusal is one sentence that names the method and shows what it returned.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from megatron_async.errors import shown
+from megatron_async.scoring.rewards.sample import score_of
+from megatron_async.tasks.base import Message
+
+LARGEST_OBSERVATION: Final = 1 << 20
+"""Characters of one observation; more is a fault of the environment."""
+LARGEST_STATE: Final = 256 << 10
+"""Bytes of `state()`; more, and the episode is replayed in place of restored."""
+_ROLES: Final = ("system", "user", "tool")
+
+Observation = str | Sequence[Message]
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment has returned what it must not, or raised: its episode cannot go on."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool that the policy has called."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the policy, in a turn counted from 0.
+
+    `text`: without the token that ends it and, where a parser found calls, without those.
+    `truncated`: it was cut off at `sampling.max_new_tokens`.
+    """
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    truncated: bool = False
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A reply of the environment: text or messages, the turn's reward, whether it is over.
+
+    `parts`: named numbers for metrics.
+    """
+
+    observation: Observation = ""
+    reward: float = 0.0
+    done: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A checked `Step`: the observation as messages."""
+
+    messages: tuple[Message, ...]
+    reward: float
+    done: bool
+    parts: Mapping[str, float]
+
+
+def opening_of(returned: Any, prompt: Sequence[Message], where: str) -> tuple[Message, ...]:
+    """The first messages of an episode from what `reset` returned. Raises EnvironmentFault."""
+    if returned is None and not prompt:
+        raise EnvironmentFault(
+            f"{where} returned None, and the task's rows have no prompt: return the opening"
+        )
+    return tuple(prompt) if returned is None else _messages(returned, where)
+
+
+def reply_of(returned: Any, where: str) -> Reply:
+    """Check what `step` returned. Raises EnvironmentFault."""
+    if not isinstance(returned, Step):
+        raise EnvironmentFault(f"{where} returned {shown(returned)}; it must be a Step")
+    if not isinstance(returned.done, bool):
+        raise EnvironmentFault(f"{where}: Step.done is {shown(returned.done)}, not a bool")
+    reward, parts = number_of((returned.reward, returned.parts), f"{where}: Step.reward")
+    over = returned.done and returned.observation in ("", (), [])
+    messages = () if over else _messages(returned.observation, where)
+    return Reply(messages, reward, returned.done, parts)
+
+
+def number_of(returned: Any, where: str) -> tuple[float, Mapping[str, float]]:
+    """A reward and its parts, as a reward function may return them. Raises EnvironmentFault."""
+    try:
+        score = score_of(returned)
+    except ValueError as error:
+        raise EnvironmentFault(f"{where}: {error}") from error
+    return score.value, score.parts
+
+
+def _messages(observation: Any, where: str) -> tuple[Message, ...]:
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    if not isinstance(observation, Sequence) or not observation:
+        raise EnvironmentFault(
+            f"{where} returned the observation {shown(observation)}; it must be text or messages"
+        )
+    for message in observation:
+        _check_message(message, where)
+    if sum(len(message["content"]) for message in observation) > LARGEST_OBSERVATION:
+        raise EnvironmentFault(
+            f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
+        )
+    return tuple(dict(message) for message in observation)
+
+
+def _check_message(message: Any, where: str) -> None:
+    good = (
+        isinstance(message, Mapping)
+        and message.get("role") in _ROLES
+        and isinstance(message.get("content"), str)
+        and all(isinstance(part, str) for item in message.items() for part in item)
+    )
+    if not good:
+        raise EnvironmentFault(
+            f"{where} returned the message {shown(message)}; one has a text `content` and a `role` "
+            f"of {', '.join(_ROLES)}"
+        )

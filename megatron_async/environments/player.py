@@ -1,0 +1,166 @@
+"""Plays an environment object of the user's: every call of its methods goes through here.
+
+Invariants
+- Calls of one object never overlap. `async def` runs in the loop, `def` in a thread.
+- Every call has a limit of time. What the user's code raises, or does not end, is an
+  `EnvironmentFault` in one sentence with file and line; an exception of a tool is its answer.
+- An object is used for one episode and closed once.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from megatron_async.environments.interface import (
+    LARGEST_STATE,
+    Answer,
+    EnvironmentFault,
+    Reply,
+    number_of,
+    opening_of,
+    reply_of,
+)
+from megatron_async.environments.tools import CallReader, bound, described, tool_message, tools_of
+from megatron_async.errors import UserError, shown
+from megatron_async.runtime.import_path import described as described_error
+from megatron_async.runtime.import_path import load_object
+from megatron_async.tasks.base import Message
+
+Build = Callable[[], Any]
+
+
+def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
+    """Return what builds one environment object; what cannot is a UserError."""
+    found = load_object(name, "environment.name")
+    if not callable(found):
+        raise UserError(f"environment.name is {name!r}, which is no class or function")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"environment.arguments do not fit {name!r}: {error}") from error
+    return lambda: found(**arguments)
+
+
+class Player:
+    """Plays one environment object. `seconds`: limit of a call; `threads`: where `def` runs."""
+
+    def __init__(self, build: Build, name: str, threads: Executor, seconds: float) -> None:
+        self._name = name
+        self._threads = threads
+        self._seconds = seconds
+        self._build = build
+        self._object: Any = None
+        self._parts: dict[str, float] = {}
+
+    async def reset(self, row: Mapping[str, Any], prompt: Sequence[Message]) -> tuple[Message, ...]:
+        """Build the object and begin. Raises EnvironmentFault."""
+        self._object = await self._run("__init__", self._build)
+        opening = await self._call("reset", **row)
+        if isinstance(opening, str) and prompt and self.tools:
+            # As TRL has it: the opening of a class of tools follows the row's prompt.
+            *before, last = prompt
+            return (*before, {**last, "content": last["content"] + opening})
+        return opening_of(opening, prompt, self._where("reset"))
+
+    @property
+    def tools(self) -> dict[str, Callable[..., Any]]:
+        """The object's tools; none where it has `step`."""
+        return tools_of(self._object, self._name)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates take them. Raises UserError."""
+        return described(self.tools, self._name)
+
+    async def step(self, answer: Answer, reader: CallReader | None = None) -> Reply:
+        """Give the answer to the environment, or its calls to the tools. Raises EnvironmentFault.
+
+        `reader` finds calls in the answer's text.
+        """
+        complaint = ""
+        if reader is not None:
+            text, calls, complaint = reader.read(answer.text)
+            answer = Answer(text, calls, answer.truncated, answer.turn)
+        if hasattr(self._object, "step"):
+            return reply_of(await self._call("step", answer), self._where("step"))
+        replies = [await self._tool(call) for call in answer.tool_calls]
+        replies += [tool_message("error", complaint)] if complaint else []
+        return Reply(tuple(replies), 0.0, not replies, {})
+
+    async def _tool(self, call: Any) -> Message:
+        action = bound(self.tools, call)
+        if isinstance(action, str):
+            return tool_message(call.name, action)
+        try:
+            returned = await self._run(call.name, action, raises=True)
+        except EnvironmentFault:
+            raise
+        except Exception as error:  # noqa: BLE001 - the policy reads what its call has raised
+            return tool_message(call.name, f"Error: {type(error).__name__}: {error}")
+        return tool_message(call.name, returned)
+
+    async def final_reward(self) -> tuple[float, Mapping[str, float]]:
+        """`get_reward()`, or a number `reward` of a class of tools (as TRL's have); else 0.
+
+        Raises EnvironmentFault.
+        """
+        if hasattr(self._object, "get_reward"):
+            return number_of(await self._call("get_reward"), self._where("get_reward"))
+        kept = getattr(self._object, "reward", None)
+        if not hasattr(self._object, "step") and isinstance(kept, int | float):
+            return number_of(kept, self._where("reward"))
+        return 0.0, {}
+
+    async def state(self) -> bytes | None:
+        """A snapshot; None where the class makes none, or a larger one than is kept."""
+        if not (hasattr(self._object, "state") and hasattr(self._object, "restore")):
+            return None
+        snapshot = await self._call("state")
+        if not isinstance(snapshot, bytes):
+            raise EnvironmentFault(
+                f"{self._where('state')} returned {shown(snapshot)}; it must be bytes"
+            )
+        return snapshot if len(snapshot) <= LARGEST_STATE else None
+
+    async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
+        """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
+        self._object = await self._run("__init__", self._build)
+        await self._call("restore", snapshot, **row)
+
+    async def close(self) -> None:
+        """End the object. Raises EnvironmentFault."""
+        ending, self._object = self._object, None
+        if hasattr(ending, "close"):
+            await self._run("close", ending.close)
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        found = getattr(self._object, method, None)
+        if found is None:
+            raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")
+        return await self._run(method, lambda: found(*arguments, **named))
+
+    async def _run(self, method: str, action: Build, *, raises: bool = False) -> Any:
+        where = self._where(method)
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(self._seconds)
+        try:
+            async with limit:
+                if self._is_async(method):
+                    return await action()
+                returned = await loop.run_in_executor(self._threads, action)
+                return await returned if inspect.isawaitable(returned) else returned
+        except Exception as error:  # the user's code may raise anything
+            if limit.expired():
+                raise EnvironmentFault(
+                    f"{where} took longer than {self._seconds:g} s (environment.step_seconds)"
+                ) from error
+            if raises:
+                raise
+            raise EnvironmentFault(f"{where} raised {described_error(error)}") from error
+
+    def _is_async(self, method: str) -> bool:
+        return inspect.iscoroutinefunction(getattr(self._object, method, None))
+
+    def _where(self, method: str) -> str:
+        return f"{self._name.rpartition(':')[2]}.{method}"

@@ -1,0 +1,121 @@
+"""A class whose public methods are tools, and the calls that a policy writes.
+
+Invariants
+- A tool is described to the policy by its types and its docstring; one that cannot be described is
+  refused by name before anything starts.
+- Whatever is wrong with a call (no such tool, broken JSON, wrong arguments, an exception) is
+  the tool's answer to the policy; none ends an episode.
+- What looks like a call and cannot be read stays in the text: no character of an answer vanishes.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from megatron_async.environments.interface import ToolCall
+from megatron_async.errors import UserError, shown
+from megatron_async.tasks.base import Message
+
+NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
+"""Public methods of an environment that are no tools."""
+
+Tool = Callable[..., Any]
+
+
+def tools_of(environment: Any, name: str) -> dict[str, Tool]:
+    """The public methods of an environment that has no `step`, by name."""
+    if hasattr(environment, "step"):
+        return {}
+    tools: dict[str, Tool] = {
+        method: member
+        for method, member in inspect.getmembers(environment, inspect.isroutine)
+        if not method.startswith("_") and method not in NOT_TOOLS
+    }
+    if not tools:
+        raise UserError(
+            f"environment.name {name!r} has neither `step` nor a public method to be a tool"
+        )
+    return tools
+
+
+def described(tools: Mapping[str, Tool], name: str) -> list[dict[str, Any]]:
+    """The tools as chat templates take them (JSON schemas). Raises UserError."""
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for method, tool in tools.items():
+        try:
+            schemas.append(get_json_schema(tool))
+        except Exception as error:  # it raises several kinds about types and docstrings
+            raise UserError(
+                f"environment.name {name!r}: the tool {method!r} cannot be described: {error} "
+                "(a tool needs typed arguments and a docstring with `Args:`; a method that is "
+                "none begins with _)"
+            ) from error
+    return schemas
+
+
+class CallReader:
+    """Finds the calls in what a policy has written, by one of SGLang's parsers."""
+
+    def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._parser = parser
+        self._schemas = schemas
+
+    def check(self) -> None:
+        """Check that there is such a parser. Raises UserError."""
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        known = FunctionCallParser.ToolCallParserEnum
+        if self._parser not in known:
+            raise UserError(
+                f"environment.tool_parser is {self._parser!r}; it must be one of "
+                f"{', '.join(sorted(known))}"
+            )
+
+    def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
+        """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""
+        from sglang.srt.entrypoints.openai.protocol import Tool as ToolModel
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        parser = FunctionCallParser(
+            [ToolModel.model_validate(schema) for schema in self._schemas], self._parser
+        )
+        if not parser.has_tool_call(text):
+            return text, (), ""
+        try:
+            rest, items = parser.parse_non_stream(text)
+            calls = tuple(_call(item.name or "", item.parameters) for item in items)
+        except (ValueError, TypeError, KeyError) as error:
+            return text, (), f"Error: the call cannot be read: {error}"
+        # The parser leaves out unknown tools and broken JSON, with their text.
+        if len(calls) < max(1, text.count(parser.detector.bot_token or text)):
+            names = ", ".join(str(schema["function"]["name"]) for schema in self._schemas)
+            return text, calls, f"Error: a call cannot be read, or its tool is none of: {names}"
+        return rest, calls, ""
+
+
+def _call(name: str, parameters: str) -> ToolCall:
+    arguments = json.loads(parameters or "{}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name!r} are {shown(arguments)}, not an object")
+    return ToolCall(name, arguments)
+
+
+def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
+    """The call to make, or the sentence for the policy that it cannot be made."""
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools)}"
+    try:
+        arguments = inspect.signature(tool).bind(**call.arguments)
+    except TypeError as error:
+        return f"Error: {call.name}: {error}"
+    return lambda: tool(*arguments.args, **arguments.kwargs)
+
+
+def tool_message(name: str, returned: Any) -> Message:
+    """The message in which the policy reads what a tool has returned."""
+    content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+    return {"role": "tool", "name": name, "content": content}

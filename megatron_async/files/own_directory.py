@@ -1,0 +1,64 @@
+"""Directories below /tmp that only this user reaches, for sockets and files that processes share.
+
+    /tmp/megatron-async-UID/RANDOM/    mode 700; `lock` is held by whoever made it
+
+Not below TMPDIR: the name of a socket must stay short, and file locks need a local disk.
+
+Invariants
+- What is left of one whose maker has died is removed when the next one is made.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_async.errors import UserError
+
+
+@contextmanager
+def own_directory() -> Iterator[Path]:
+    """A new directory, removed after the block."""
+    parent = user_directory("megatron-async")
+    for earlier in parent.iterdir():
+        _remove_if_left(earlier)
+    directory = parent / secrets.token_hex(4)
+    directory.mkdir(mode=0o700)
+    lock = os.open(directory / "new", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (directory / "new").rename(directory / "lock")  # held before anybody finds it
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def user_directory(name: str) -> Path:
+    """`/tmp/NAME-UID`, which only this user reaches. Raises UserError when another one has it."""
+    path = Path(f"/tmp/{name}-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise UserError(f"{path}, where sockets are kept, belongs to somebody else")
+    path.chmod(0o700)
+    return path
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Remove a directory unless its maker lives."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)

@@ -1,0 +1,141 @@
+"""Builds the quickstart's model: a Qwen3 of one to three million parameters, with random weights.
+
+Its character tokenizer is in Hugging Face format, for models that are trained from nothing.
+
+Invariants
+- The same `TinyModel` and seed give the same bytes of weights, whatever the thread count.
+- Heads, KV heads, hidden size, feed-forward size and vocabulary divide by two, so that TP=2 works.
+- The directory is complete before it appears: it is written beside its place and renamed, so a
+  killed build never leaves half a model.
+- One token per character: printable ASCII, newline and tab; anything else is `<unk>`.
+- `decode(encode(text)) == text` for every text of those characters that spells no special token.
+- Ids never change: a checkpoint of one run loads with the tokenizer of another.
+- The vocabulary has exactly `VOCAB_SIZE` rows, a multiple of 128, so that it divides over
+  tensor-parallel ranks without Megatron padding it; rows without a character are never encoded.
+- The directory that `write_character_tokenizer` leaves is read by `AutoTokenizer` and by SGLang,
+  offline and without code of ours.
+"""
+
+import os
+import shutil
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
+
+PAD_TOKEN: Final = "<pad>"
+EOS_TOKEN: Final = "<eos>"
+UNK_TOKEN: Final = "<unk>"
+PAD_ID: Final = 0
+EOS_ID: Final = 1
+UNK_ID: Final = 2
+VOCAB_SIZE: Final = 128
+MODEL_MAX_LENGTH: Final = 4096
+
+CHARACTERS: Final = (
+    string.digits + string.ascii_lowercase + string.ascii_uppercase + string.punctuation + " \n\t"
+)
+
+
+def character_vocabulary() -> dict[str, int]:
+    """Token text to id: three specials, the characters, then unused rows up to `VOCAB_SIZE`."""
+    tokens = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *CHARACTERS]
+    tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer itself. It adds no special token of its own to what it encodes."""
+    backend = Tokenizer(models.BPE(vocab=character_vocabulary(), merges=[], unk_token=UNK_TOKEN))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=UNK_TOKEN,
+        model_max_length=MODEL_MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_character_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which must exist."""
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Shape of the model. `init_std`: standard deviation of all matrices at the start."""
+
+    hidden_size: int = 160
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 448
+    init_std: float = 0.05
+
+    def config(self) -> Qwen3Config:
+        """The Hugging Face configuration (tied embeddings, no chat template, no sliding window)."""
+        return Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.ffn_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=MODEL_MAX_LENGTH,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            initializer_range=self.init_std,
+            pad_token_id=PAD_ID,
+            bos_token_id=None,
+            eos_token_id=EOS_ID,
+            dtype="float32",
+        )
+
+
+def build_tiny_model(directory: Path, seed: int, shape: TinyModel | None = None) -> int:
+    """Write weights, config and tokenizer into the new `directory`; the number of parameters.
+
+    Raises UserError when `directory` exists already.
+    """
+    if directory.exists():
+        raise UserError(f"model directory {directory} exists already")
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model = random_model(shape or TinyModel(), seed)
+    with writing(directory):
+        partial.mkdir(parents=True)
+        model.save_pretrained(str(partial))
+        write_character_tokenizer(partial)
+        partial.rename(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_model(shape: TinyModel, seed: int) -> Qwen3ForCausalLM:
+    """Fresh weights: normal matrices, norms one. Leaves the global random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(shape.config())
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, parameter in sorted(model.named_parameters()):
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.normal_(0.0, shape.init_std, generator=generator)
+    return model.float()

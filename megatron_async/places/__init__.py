@@ -1,0 +1,9 @@
+"""Start, call, watch and end a class in a process of its own, on this machine or on many.
+
+- place: the protocol that the product uses, and its errors. addresses: finds a place again.
+- local: processes of this machine, called over Unix sockets. host: such a process from inside.
+- sockets: their calls. lifeline: why a process ends with whoever started it.
+- on_ray: actors of a Ray cluster. ray_cluster: that cluster's start, its key and its files. Only
+  these two import Ray.
+- placed: the object in its process, alike in both: it packs what its methods return or raise.
+"""

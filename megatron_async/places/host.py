@@ -1,0 +1,46 @@
+"""The process of an object of the local place: `-m megatron_async.places.host NAME SOCKET`.
+
+Standard input holds the pickled class and its arguments. Calls come over the listening socket with
+this number, which whoever started the process has made: they can be there before the process is.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.placed import PlacedObject
+from megatron_async.places.sockets import serve
+
+
+async def _serve(listening: socket.socket) -> None:
+    what, arguments = pickle.load(sys.stdin.buffer)
+    placed = PlacedObject(what, *arguments)
+    await serve(listening, placed.handle)
+
+
+def _quick_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed, as it is with SGLang and with Ray."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def main(socket_number: int) -> None:
+    """Serve until killed."""
+    hold_lifeline()
+    # It asks trainers to stop, and nobody may die of it; what is started here inherits that.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    os.set_inheritable(socket_number, False)
+    with asyncio.Runner(loop_factory=_quick_loops()) as runner:
+        runner.run(_serve(socket.socket(fileno=socket_number)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[2]))

@@ -1,0 +1,271 @@
+"""The local place: each object is a process of this machine, called over a Unix socket.
+
+In a directory of its own (files/own_directory.py), the socket of what was started under a name has
+that name.
+
+Invariants
+- A socket is there from before its process is started until it has died for good: a call waits in
+  it while the process starts, or is started again.
+- A process has a session of its own and a lifeline to its starter; `end` kills what it started too.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
+from megatron_async.files.disk import writing
+from megatron_async.files.own_directory import own_directory
+from megatron_async.places import sockets
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
+from megatron_async.places.placed import request_of, result_of
+from megatron_async.runtime.time_limits import AwakeTimeout
+
+VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+_END_SECONDS: Final = 10.0
+
+
+@contextmanager
+def local_place(logs: Path, gpus: str | None = None) -> "Iterator[LocalPlace]":
+    """A place of this machine, ended with the block.
+
+    `gpus`: those that may be used, as in CUDA_VISIBLE_DEVICES; None: those of this process.
+    """
+    with own_directory() as directory:
+        place = LocalPlace(directory, logs, gpus)
+        try:
+            yield place
+        finally:
+            place.close()
+
+
+def visible_gpus() -> list[str]:
+    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get(VISIBLE_VARIABLE)
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+class LocalPlace:
+    """Processes of this machine (`Place`). For several threads."""
+
+    one_machine = True
+
+    def __init__(self, directory: Path, logs: Path, gpus: str | None = None) -> None:
+        self.address = f"local:{directory}"
+        self._directory, self._logs, self._gpus = directory, logs, gpus
+        self._free: list[str] | None = None if gpus is None else gpus.split(",")
+        self._started: list[_Process] = []
+
+    def start(
+        self,
+        what: type,
+        *arguments: Any,
+        name: str,
+        restarts: int = 0,
+        gpus: int = 0,
+        here: bool = False,
+    ) -> "LocalPlaced":
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # more would fight the other processes
+        taken = self._take(gpus, name)
+        if visible := (",".join(taken) if gpus else self._gpus):
+            environment[VISIBLE_VARIABLE] = visible
+        process = _Process(
+            self._directory / name,
+            pickle.dumps((what, arguments)),
+            self._logs / f"{name}.log",
+            environment,
+            restarts,
+            lambda: self._give_back(taken),
+        )
+        self._started.append(process)
+        return LocalPlaced(self._directory / name, self._logs, process)
+
+    def find(self, name: str) -> "LocalPlaced":
+        return LocalPlaced(self._directory / name, self._logs)
+
+    def close(self) -> None:
+        for process in self._started:
+            process.end()
+
+    def _take(self, count: int, name: str) -> list[str]:
+        if not count:
+            return []
+        if self._free is None:
+            self._free = visible_gpus()
+        if count > len(self._free):
+            raise ComponentFailure(f"{name} needs {count} GPUs, and {len(self._free)} are free")
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _give_back(self, taken: list[str]) -> None:
+        self._free = sorted([*(self._free or []), *taken])
+
+
+class LocalPlaced:
+    """An object in a process of this machine (`Placed`); `process`: if it was started here."""
+
+    def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
+        self._path, self._process = path, process
+        self._log = logs / f"{path.name}.log"
+
+    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+        try:
+            async with AwakeTimeout(limit):
+                reply = await sockets.call(self._path, request_of(method, arguments))
+        except TimeoutError as error:
+            raise self._late(method, limit) from error
+        except sockets.Broken as error:
+            raise await asyncio.to_thread(self._lost, method) from error
+        return self._result(reply, method)
+
+    def ask(
+        self,
+        method: str,
+        *arguments: Any,
+        limit: float,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> Any:
+        try:
+            request = request_of(method, arguments)
+            reply = sockets.ask(self._path, request, limit, while_waiting)
+        except TimeoutError as error:
+            raise self._late(method, limit) from error
+        except sockets.Broken as error:
+            raise self._lost(method) from error
+        return self._result(reply, method)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+
+    def _result(self, reply: bytes, method: str) -> Any:
+        return result_of(reply, f"{self._path.name} failed in {method}", str(self._log))
+
+    def _late(self, method: str, limit: float) -> CallLate:
+        return CallLate(f"{self._path.name} did not answer {method} within {limit:g} s")
+
+    def _lost(self, method: str) -> PlacedLost:
+        """Explain a broken connection, which comes a moment before the end of its process."""
+        why = "" if self._process is None else self._process.death()
+        sentence = f"{self._path.name} has died (waiting for {method}){why}"
+        return PlacedLost(sentence) if self._path.exists() else PlacedDead(sentence)
+
+
+class _Process:
+    """The process of an object, started again as often as it may be; watched by a thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        content: bytes,
+        log: Path,
+        environment: dict[str, str],
+        restarts: int,
+        ended: Callable[[], None],
+    ) -> None:
+        self._path, self._content, self._log = path, content, log
+        self._environment, self._restarts, self._ended = environment, restarts, ended
+        self._ending = False
+        self._why = ""
+        self._changed = threading.Condition()
+        self._listening = sockets.listen(path)
+        try:
+            self._spawn()
+        except BaseException:
+            self._close()
+            raise
+        self._watch = threading.Thread(target=self._look_after, name=path.name, daemon=True)
+        self._watch.start()
+
+    def _spawn(self) -> None:
+        """Start the process; its lifeline is held here."""
+        given = os.memfd_create(self._path.name)
+        os.write(given, self._content)
+        os.lseek(given, 0, os.SEEK_SET)
+        read_end, self._lifeline = os.pipe()
+        number = self._listening.fileno()
+        self._environment[LIFELINE_VARIABLE] = str(read_end)
+        try:
+            with writing(self._log), self._log.open("ab") as log:
+                self._log_begins = log.tell()
+                self._running = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "megatron_async.places.host"),
+                        *(self._path.name, str(number)),
+                    ],
+                    env=self._environment,
+                    stdin=given,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=(read_end, number),
+                )
+        finally:
+            os.close(given)
+            os.close(read_end)
+
+    def _look_after(self) -> None:
+        while True:
+            code = self._running.wait()
+            with self._changed:
+                os.close(self._lifeline)
+                self._why = self._how(code)
+                self._changed.notify_all()
+                if self._ending or not self._restarts:
+                    return self._close()
+                self._restarts -= 1
+                try:
+                    self._spawn()
+                except (OSError, ComponentFailure) as error:
+                    self._why += f"; it cannot be started again: {error}"
+                    return self._close()
+
+    def _close(self) -> None:
+        """Let nobody's call wait any longer: it is dead for good."""
+        self._path.unlink(missing_ok=True)
+        self._listening.close()
+        self._ended()
+
+    def _how(self, code: int) -> str:
+        with self._log.open("rb") as log:
+            log.seek(self._log_begins)
+            cause = cause_in_log(log.read().decode(errors="replace"))
+        return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
+
+    def death(self) -> str:
+        """Explain its last death; waits a moment for one under way."""
+        with self._changed:
+            if not self._why:
+                self._changed.wait_for(lambda: self._why, _END_SECONDS)
+            return self._why
+
+    def end(self) -> None:
+        """Kill it and all that it started."""
+        with self._changed:
+            ended_before, self._ending = self._ending, True
+            left: list[psutil.Process] = []
+            if not ended_before and self._running.poll() is None:
+                with suppress(psutil.Error):
+                    left = psutil.Process(self._running.pid).children(recursive=True)
+                with suppress(ProcessLookupError):
+                    os.killpg(self._running.pid, signal.SIGKILL)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        self._watch.join(_END_SECONDS)

@@ -1,0 +1,78 @@
+"""An object in its process: made there, called there, and what comes of it packed for the caller.
+
+Invariants
+- A reply is one value of bytes, whatever it holds, and so is a request: no transport looks inside.
+- An object that could not be made raises that at every call; its process stays.
+"""
+
+import asyncio
+import inspect
+import pickle
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_async.errors import one_line
+from megatron_async.places.place import CallFailed
+
+_OURS = __name__.partition(".")[0]
+
+
+def request_of(method: str, arguments: tuple[Any, ...]) -> bytes:
+    """Pack a call."""
+    return pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+
+
+def result_of(reply: bytes, asked: str, log: str) -> Any:
+    """The value that a reply holds; raises the error that it holds instead.
+
+    `asked`: who, and what, for a defect, whose traceback is in `log`.
+    """
+    content: Mapping[str, Any] = pickle.loads(reply)
+    if "defect" in content:
+        raise CallFailed(f"{asked}: {content['defect']}; its traceback is in {log}")
+    if "error" in content:
+        raise content["error"]
+    return content["value"]
+
+
+class PlacedObject:
+    """`what(*arguments)`, from `begin` on."""
+
+    def __init__(self, what: type, *arguments: Any) -> None:
+        self._blocking = ThreadPoolExecutor(1, "blocking")
+        try:
+            self._object = what(*arguments)
+            self._failed: Exception | None = None
+        except Exception as error:  # noqa: BLE001 - whoever calls gets it
+            self._failed = error
+
+    async def handle(self, request: bytes) -> bytes:
+        """Make the call that `request` holds."""
+        try:
+            if self._failed is not None:
+                raise self._failed
+            method, arguments = pickle.loads(request)
+            called = getattr(self._object, method)
+            if inspect.iscoroutinefunction(called):
+                value = await called(*arguments)
+            else:
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(self._blocking, called, *arguments)
+            return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            if _can_be_sent(error):
+                return pickle.dumps({"error": error})
+            traceback.print_exception(error)
+            return pickle.dumps({"defect": one_line(error)})
+
+
+def _can_be_sent(error: Exception) -> bool:
+    """Return whether an error is one of ours, and the same when it has been pickled."""
+    if type(error).__module__.partition(".")[0] != _OURS:
+        return False
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:  # noqa: BLE001 - a class of several arguments is called with one
+        return False

@@ -1,0 +1,198 @@
+"""Read what a report shows of a run: its metrics, warnings and a few trajectories, as plain values.
+
+Invariants
+- Reads the run directory and writes nothing; a run that still goes on can be looked at.
+- What the run does not have (no evaluation, an old version's metrics) is empty, never an error.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import UserError
+from megatron_async.files.disk import json_lines
+from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import SCORER_FAULTS
+from megatron_async.store import export
+from megatron_async.store.place import has_store
+from megatron_async.store.reader import StoreReader, TrajectorySummary
+from megatron_async.tasks.text_task import load_tokenizer
+from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.telemetry.summary import RunSummary, summarise
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Trajectory
+
+Lines = list[dict[str, float]]
+_MOST_CHARACTERS = 4000
+_MOST_FACTS = 300
+_MOST_ROWS = 3
+_ENDS = {FinishReason.STOP: "complete", FinishReason.LENGTH: "cut at the length limit"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a response by one author; `version` is None for the environment."""
+
+    text: str
+    version: str | None
+    engine: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ReportSample:
+    """A trajectory to look at, and why it was chosen."""
+
+    why: str
+    facts: str
+    prompt: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything that the page shows of a run."""
+
+    name: str
+    summary: RunSummary
+    train: Lines
+    evaluations: Lines
+    warnings: list[dict[str, Any]]
+    samples: tuple[ReportSample, ...]
+
+    @property
+    def began(self) -> float:
+        """Seconds since the epoch at the end of the first step, or 0."""
+        return min((line["time"] for line in (*self.train, *self.evaluations)), default=0.0)
+
+
+def read_run(path: Path) -> RunData:
+    """Read the files of a run. Raises UserError when there is no run."""
+    directory, config = RunDirectory.find(path, [])
+    train = read_metrics(directory.metrics_file)
+    return RunData(
+        name=directory.path.name,
+        summary=summarise(directory),
+        train=train,
+        evaluations=read_metrics(directory.metrics_file, kind="eval"),
+        warnings=_warnings(directory.metrics_file, train),
+        samples=(
+            *_samples(directory, _decoder(config.model.path)),
+            *_evaluated(directory.path / "evaluations"),
+        ),
+    )
+
+
+def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
+    """Warnings with a time each: their own, or their step's (older versions wrote none)."""
+    if not metrics_file.exists():
+        return []
+    times = {line["step"]: line["time"] for line in train}
+    return [
+        {"time": times.get(line["step"], 0.0), **line}
+        for line in json_lines(metrics_file.read_bytes())
+        if line.get("kind") == "warning"
+    ]
+
+
+def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
+    """Text of tokens, or their number where the tokenizer has gone."""
+    try:
+        tokenizer = load_tokenizer(model_path) if Path(model_path).is_dir() else None
+    except UserError:
+        tokenizer = None
+    if tokenizer is None:
+        return lambda ids: f"({len(ids)} tokens; the tokenizer of {model_path} is gone)"
+    return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def _samples(
+    directory: RunDirectory, decode: Callable[[Sequence[int]], str]
+) -> tuple[ReportSample, ...]:
+    if not has_store(directory.store_file):
+        return ()
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
+        everything = [*reader.summaries(), *export.summaries(reader)]
+        return tuple(
+            _sample(why, export.find(reader, summary.trajectory_id), decode)
+            for why, summary in _chosen(everything)
+        )
+
+
+def _evaluated(folder: Path) -> Iterator[ReportSample]:
+    """The response of least reward, and the first ones, of each set's newest evaluation."""
+    newest = {
+        file.name.rpartition("-")[0]: file for file in sorted(folder.glob("*-*.jsonl"), key=_step)
+    }
+    for name, file in newest.items():
+        rows = list(json_lines(file.read_bytes()))
+        worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
+        for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
+            prompt = row.get("prompt") or row.get("question", "")  # older versions kept no prompt
+            written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
+            author = " and ".join(written) or f"version {_step(file)}"
+            piece = Piece(_cut(row.get("response", "")), author, "", row.get("tokens", 0))
+            yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), (piece,))
+
+
+def _facts(row: dict[str, Any]) -> str:
+    """Describe in words what an evaluation has found about a response."""
+    reward, answer = row.get("reward"), row.get("answer")
+    facts = ["no score" if reward is None else f"reward {reward:.3g}"]
+    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
+    for name, value in parts.items():
+        fault = name.replace("verifier", "scorer").replace("_", " ")
+        facts.append(fault if name in SCORER_FAULTS else f"{name} {value:.3g}")
+    facts += [f"right answer {answer}"] * bool(answer)
+    facts += ["cut at the length limit"] * bool(row.get("truncated"))
+    return _cut(", ".join(facts), _MOST_FACTS)
+
+
+def _version(version: PolicyVersion) -> str:
+    return f"version {version.number}" + f" (lineage {version.lineage})" * bool(version.lineage)
+
+
+def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
+
+
+def _step(file: Path) -> int:
+    number = file.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:
+    """Best, worst, longest and most resumed of those with a reward, the newest where equal."""
+    scored = sorted((s for s in summaries if s.reward is not None), key=lambda s: s.trajectory_id)
+    if not scored:
+        return []
+    keys: dict[str, Callable[[TrajectorySummary], float]] = {
+        "highest reward": lambda s: s.reward or 0.0,
+        "lowest reward": lambda s: -(s.reward or 0.0),
+        "longest": lambda s: s.tokens,
+        "most policy versions": lambda s: len(s.versions),
+    }
+    best = {why: max(reversed(scored), key=key) for why, key in keys.items()}
+    chosen = {summary.trajectory_id: summary for summary in best.values()}
+    return [(", ".join(why for why in best if best[why] is s), s) for s in chosen.values()]
+
+
+def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
+    ended = "unfinished" if found.finish_reason is None else _ENDS[found.finish_reason]
+    step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
+    facts = (
+        f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
+        f"tokens in {len(found.segments)} segment{'s'[: len(found.segments) != 1]}, {ended}{step}"
+    )
+    pieces = tuple(
+        Piece(
+            _cut(decode(segment.token_ids.tolist())),
+            None if segment.from_environment else _version(segment.version),
+            segment.engine_id,
+            len(segment),
+        )
+        for segment in found.segments
+    )
+    return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), pieces)

@@ -1,0 +1,181 @@
+"""A self-contained HTML page about one run, or several side by side.
+
+Invariants
+- The page loads nothing: plotly's script is part of it (4.8 MB), and so is every value.
+- What comes from a run (prompts, responses, messages) is escaped.
+- It follows the system's light or dark; on paper it is light.
+"""
+
+import html
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from plotly.offline import get_plotlyjs
+
+from megatron_async.report.data import ReportSample, RunData
+from megatron_async.report.panels import COLOURS, PANELS, Figure
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --line: #8884; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; } }
+@media print { :root { --ink: #000; --paper: #fff; color-scheme: light; } }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 1240px; margin: 20px auto; padding: 0 16px; }
+h1 { font-size: 22px; margin: 0 0 4px; }
+h2 { font-size: 17px; margin: 28px 0 8px; break-after: avoid; }
+h3 { font-size: 14px; font-weight: normal; margin: 8px 0 0; }
+table { border-collapse: collapse; } td, th { padding: 2px 14px 2px 0; text-align: right; }
+td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid var(--line); }
+.grid { display: grid; gap: 10px 18px;
+        grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); }
+.grid > * { min-width: 0; break-inside: avoid; } .none { opacity: .6; padding: 12px 0; }
+.sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
+          padding: 8px 12px; margin: 8px 0; }
+h1, th, li, pre, .sample { overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; }
+.quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
+"""
+# plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
+_SCRIPT = """
+const dark = matchMedia('(prefers-color-scheme: dark)'), printing = matchMedia('print');
+function recolour() {
+  const ink = dark.matches && !printing.matches ? '#e6e6e6' : '#1b1b1b';
+  for (const plot of document.querySelectorAll('.js-plotly-plot'))
+    Plotly.relayout(plot, {'font.color': ink});
+}
+dark.addEventListener('change', recolour); printing.addEventListener('change', recolour);
+addEventListener('beforeprint', recolour); recolour();
+document.body.dataset.ready = 'yes';
+"""
+
+
+def report_page(runs: Sequence[RunData]) -> str:
+    """The page as text."""
+    names = " and ".join(html.escape(run.name) for run in runs)
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    sections = [
+        f"<h1>{names}</h1><p class=quiet>made {made} by megatron-async report</p>",
+        _totals(runs),
+        "<h2>Over the steps</h2>",
+        _figures(runs),
+        "<h2>Warnings</h2>",
+        _columns(runs, _warnings),
+        "<h2>Trajectories</h2>",
+        _columns(runs, _samples),
+    ]
+    return (
+        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{names}</title>"
+        '<meta name=viewport content="width=device-width">'
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>"
+        f"{''.join(sections)}<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _totals(runs: Sequence[RunData]) -> str:
+    names = [name for name, _ in runs[0].summary.facts()]
+    columns = [[*(text for _, text in run.summary.facts()), str(len(run.warnings))] for run in runs]
+    rows = zip([*names, "warnings"], *columns, strict=True)
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    body = "".join(f"<tr><td>{'</td><td>'.join(map(html.escape, row))}</td></tr>" for row in rows)
+    return f"<table><tr><th></th>{head}</tr>{body}</table>"
+
+
+def _figures(runs: Sequence[RunData]) -> str:
+    """Two columns for one run; a column each, with the same axes, for several."""
+    cells = []
+    for number, panel in enumerate(PANELS):
+        row = [panel(run) for run in runs]
+        if any(row):
+            _same_axes([figure for figure in row if figure is not None])
+            cells += [_cell(figure, f"f{number}-{i}") for i, figure in enumerate(row)]
+    return f'<div class=grid style="--columns:{max(2, len(runs))}">{"".join(cells)}</div>'
+
+
+def _same_axes(figures: Sequence[Figure]) -> None:
+    if len(figures) < 2 or figures[0].layout.yaxis.type == "log":
+        return
+    low = min((bound for figure in figures for bound in _extent(figure)), default=0.0)
+    high = max((bound for figure in figures for bound in _extent(figure)), default=0.0)
+    for figure in figures:
+        figure.update_yaxes(range=[min(0.0, low), high + 0.05 * (high - low or 1.0)])
+
+
+def _extent(figure: Figure) -> tuple[float, ...]:
+    """Lowest and highest drawn value: of stacks their sum, of error bars their ends."""
+    ends: list[float] = []
+    stacks: defaultdict[float, float] = defaultdict(float)
+    for trace in figure.data:
+        errors = getattr(trace, "error_y", None)
+        above = (errors.array if errors is not None else None) or [0.0] * len(trace.y)
+        for x, y, more in zip(trace.x, trace.y, above, strict=False):
+            if isinstance(y, int | float):
+                ends.append(y + more)
+                stacks[x] += y
+    if any(trace.type == "bar" or trace.stackgroup for trace in figure.data):
+        ends += stacks.values()
+    return (min(ends), max(ends)) if ends else ()
+
+
+def _cell(figure: Figure | None, name: str) -> str:
+    if figure is None:
+        return "<div class=none>this run has no such metrics</div>"
+    title, figure.layout.title = figure.layout.title.text, None  # of HTML: a long one wraps
+    config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+    return f"<div><h3>{title}</h3>{drawn}</div>"
+
+
+def _columns(runs: Sequence[RunData], part: Callable[[RunData], str]) -> str:
+    columns = "".join(f"<div>{part(run)}</div>" for run in runs)
+    return f'<div class=grid style="--columns:{len(runs)}">{columns}</div>'
+
+
+def _warnings(run: RunData) -> str:
+    if not run.warnings:
+        return "<p class=quiet>none</p>"
+    rows = "".join(
+        f"<li><b>{html.escape(str(w['name']))}</b>, step {w['step']:.0f}: "
+        f"{_with_code(str(w['message']))}</li>"
+        for w in run.warnings
+    )
+    return f"<ul>{rows}</ul>"
+
+
+def _with_code(message: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(message))
+
+
+def _samples(run: RunData) -> str:
+    if not run.samples:
+        return "<p class=quiet>no trajectory has a reward yet</p>"
+    return "".join(_sample(sample) for sample in run.samples)
+
+
+def _sample(sample: ReportSample) -> str:
+    """HTML of a prompt and its response, with a colour for each policy version."""
+    versions = dict.fromkeys(piece.version for piece in sample.pieces)
+    colours = dict(zip(versions, itertools.cycle(COLOURS), strict=False))
+
+    def span(version: str | None, title: str, text: str) -> str:
+        colour = f"background:{colours[version]}55"
+        return f'<span style="{colour}" title="{html.escape(title)}">{html.escape(text)}</span>'
+
+    response = "".join(
+        span(p.version, f"{_author(p.version, p.engine)}, {p.tokens} tokens", p.text)
+        for p in sample.pieces
+    )
+    legend = " ".join(span(v, "", f"\u00a0{_author(v, '')}\u00a0") for v in versions)
+    return (
+        f"<div class=sample><b>{html.escape(sample.why)}</b> "
+        f"<span class=quiet>{html.escape(sample.facts)}</span>"
+        f"<pre class=quiet>{html.escape(sample.prompt)}</pre><pre>{response}</pre>"
+        f"<div>{legend}</div></div>"
+    )
+
+
+def _author(version: str | None, engine: str) -> str:
+    written = "environment" if version is None else f"policy {version}"
+    return f"{written} on {engine}" if engine else written

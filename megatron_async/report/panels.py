@@ -1,0 +1,360 @@
+"""The figures of a report: which metrics each shows, in which unit, and how they are drawn.
+
+Invariants
+- One quantity to an axis; every panel has a title and a unit.
+- Metrics that a run does not have are omitted, and so are empty panels.
+- Steps have their numbers of metrics.jsonl, from 0.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import plotly.graph_objects as go
+
+from megatron_async.report.data import Lines, RunData
+from megatron_async.scoring.interface import SCORE_FAILURES
+
+# Okabe and Ito: distinct with every kind of colour vision, on white and on black.
+COLOURS: Final = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#D55E00", "#999933", "#888888"),
+)
+_HEIGHT: Final = 236
+_MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
+_AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+_MOST_LAG: Final = 8
+_FEW_STEPS = 8  # a label for each
+_FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6  # largest over smallest on a log axis
+_MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
+
+Figure: TypeAlias = Any  # plotly has no types
+Series = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`series`: (label, metric). `band`: (mean, spread) of a shaded area around the first, within
+    the least and the largest value."""
+
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    draws: Literal["lines", "bars", "areas"] = "lines"
+    band: Series | None = None
+    scale: float = 1.0
+    logarithmic: bool = False
+
+    def figure(self, run: RunData) -> Figure | None:
+        """Draw the panel; None when the run has none of the metrics."""
+        figure = go.Figure()
+        if self.band is not None:
+            _add_band(figure, run, *self.band)
+        for index, (label, metric) in enumerate(self.series):
+            points = [
+                (line["step"], self.scale * line[metric]) for line in run.train if metric in line
+            ]
+            drawn = [y for _, y in points if math.isfinite(y)]
+            if drawn and (any(drawn) or self.draws == "lines"):
+                figure.add_trace(self._trace(label, points, COLOURS[index % len(COLOURS)]))
+        if not figure.data:
+            return None
+        if self.draws == "bars":
+            figure.update_layout(barmode="stack", bargap=0.1)
+        if self.logarithmic:
+            _logarithmic(figure)
+        return styled(figure, self.title, self.unit)
+
+    def _trace(self, label: str, points: Sequence[tuple[float, float]], colour: str) -> Any:
+        x, y = zip(*points, strict=True)
+        if self.draws == "bars":
+            return go.Bar(x=x, y=y, name=label, marker_color=colour, marker_line_width=0)
+        stack = {"stackgroup": "one", "line": {"width": 0.5}} if self.draws == "areas" else {}
+        mode = "lines+markers" if len(x) < 3 and not stack else "lines"
+        return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Spread of the raw weights per token or per response, from their moments and extremes."""
+
+    what: str
+    mean: str
+    chi2: str
+    extreme: str
+
+    def figure(self, run: RunData) -> Figure | None:
+        """Draw the panel; None when the run has none of the metrics."""
+        names = [f"off_policy/{name}" for name in (self.mean, self.chi2)]
+        names += [f"off_policy/{self.extreme}_{end}" for end in ("min", "max")]
+        lines = [line for line in run.train if all(name in line for name in names)]
+        if not lines:
+            return None
+        x = [line["step"] for line in lines]
+        mean, chi2, low, high = ([line[name] for line in lines] for name in names)
+        least, most = (
+            np.exp(np.clip(e, -_MOST_LOG_WEIGHT, _MOST_LOG_WEIGHT)).tolist() for e in (low, high)
+        )
+        spread = [math.sqrt(max(0.0, c + 1 - m * m)) for c, m in zip(chi2, mean, strict=True)]
+        below = [max(a, m - s) for a, m, s in zip(least, mean, spread, strict=True)]
+        above = [min(a, m + s) for a, m, s in zip(most, mean, spread, strict=True)]
+        figure = go.Figure()
+        _shade(figure, x, below, above)
+        for name, values, colour in zip(
+            ("mean", "smallest", "largest"), (mean, least, most), COLOURS, strict=False
+        ):
+            mode = "lines+markers" if len(x) < 3 else "lines"
+            figure.add_trace(go.Scatter(x=x, y=values, name=name, mode=mode, marker_color=colour))
+        _logarithmic(figure)
+        return styled(figure, f"Importance weight of a {self.what}", "weight")
+
+
+def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
+    """The same look for all: no background of its own, so that page and paper show through."""
+    figure.update_layout(
+        title=title,
+        height=_HEIGHT,
+        margin=_MARGINS,
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 11},
+        legend={"orientation": "h", "x": 0, "font": {"size": 10}, **_AT_BOTTOM},
+        showlegend=True,
+        hovermode="x unified",
+    )
+    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    grid |= {"ticks": "outside", "tickcolor": "rgba(0,0,0,0)"}  # room between the two axes' labels
+    figure.update_xaxes(title={"text": x_title, "standoff": 4}, **grid)
+    places = [x for trace in figure.data for x in trace.x]
+    if "minutes" not in x_title and max(places) - min(places) < _FEW_STEPS:
+        figure.update_xaxes(dtick=1)
+    figure.update_yaxes(
+        title=unit, rangemode="normal" if unit in ("weight", "loss") else "tozero", **grid
+    )
+    return figure
+
+
+def _logarithmic(figure: Figure) -> None:
+    """Label 1, 2 and 5 of each power of ten, fewer where there are many of them.
+
+    Left alone, every digit is labelled, one over the other.
+    """
+    figure.update_yaxes(type="log")
+    drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
+    if drawn and (span := max(drawn) / min(drawn)) > _FEW_DIGITS:
+        digits = (1, 2, 5) if span < _FEW_POWERS else (1,)
+        powers = range(-12, 12, 1 if span < _MANY_POWERS else 3)
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+
+
+def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:
+    lowest, highest = (mean.replace("mean", bound) for bound in ("min", "max"))
+    points = [
+        (
+            line["step"],
+            max(line[mean] - line[spread], line.get(lowest, -math.inf)),
+            min(line[mean] + line[spread], line.get(highest, math.inf)),
+        )
+        for line in run.train
+        if mean in line and spread in line
+    ]
+    if points:
+        x, low, high = zip(*points, strict=True)
+        _shade(figure, x, low, high)
+
+
+def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=[*x, *reversed(x)],
+            y=[*high, *reversed(low)],
+            fill="toself",
+            fillcolor="rgba(0,114,178,0.18)",
+            mode="lines",
+            line={"width": 0},
+            name="± 1 std",
+            hoverinfo="skip",
+        )
+    )
+
+
+def bars(lines: Lines, name: str, end: str) -> list[float]:
+    """Distances from accuracy to that end of its interval in %; 0 where none was measured."""
+    shares = [line[f"{name}/accuracy"] for line in lines]
+    ends = [line.get(f"{name}/accuracy_{end}", s) for line, s in zip(lines, shares, strict=True)]
+    return [100 * abs(e - share) for e, share in zip(ends, shares, strict=True)]
+
+
+def accuracy(run: RunData) -> Figure | None:
+    """Accuracy of each evaluation set, with the 95 % interval that the evaluation measured."""
+    figure = go.Figure()
+    sets = dict.fromkeys(
+        name.removesuffix("/accuracy")
+        for line in run.evaluations
+        for name in line
+        if name.endswith("/accuracy")
+    )
+    for name, colour in zip(sets, itertools.cycle(COLOURS), strict=False):
+        lines = [line for line in run.evaluations if f"{name}/accuracy" in line]
+        shares = [line[f"{name}/accuracy"] for line in lines]
+        error = {"array": bars(lines, name, "high"), "arrayminus": bars(lines, name, "low")}
+        figure.add_trace(
+            go.Scatter(
+                x=[line["step"] for line in lines],
+                y=[100 * share for share in shares],
+                error_y=error,
+                mode="lines+markers",
+                name=f"{name.removeprefix('eval').removeprefix('/') or 'held-out'}, 95 % interval",
+                marker_color=colour,
+            )
+        )
+    return styled(figure, "Accuracy of evaluations", "%", "policy version") if figure.data else None
+
+
+def rollout_seconds(run: RunData) -> Figure | None:
+    """Stack where each second of the rollout side went, batch by batch."""
+    needed = ("rollout/seconds", "rollout/seconds_since_last_batch")
+    lines = [line for line in run.train if all(name in line for name in needed)]
+    if not lines:
+        return None
+    figure = go.Figure()
+    x = [line["step"] for line in lines]
+    generating = [line["rollout/seconds"] for line in lines]
+    paused = [line.get("rollout/update_pause_seconds", 0.0) for line in lines]
+    whole = [line["rollout/seconds_since_last_batch"] for line in lines]
+    idle = [max(0.0, w - g - p) for w, g, p in zip(whole, generating, paused, strict=True)]
+    parts = (("generating", generating), ("weight update", paused), ("idle or waiting", idle))
+    for (name, values), colour in zip(parts, COLOURS, strict=False):
+        figure.add_trace(go.Bar(x=x, y=values, name=name, marker_color=colour, marker_line_width=0))
+    figure.update_layout(barmode="stack", bargap=0.1)
+    return styled(figure, "Where the rollout side's seconds went", "s")
+
+
+def happenings(run: RunData) -> Figure | None:
+    """Warnings, lost engines and new lineages on the time axis, a row for each name."""
+    points = [
+        (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
+    ]
+    points += [
+        (after["time"], "resume", f"lineage {after['lineage']:.0f} from step {after['step']:.0f}")
+        for before, after in itertools.pairwise(run.train)
+        if after["lineage"] != before["lineage"]
+    ]
+    if not points:
+        return None
+    times, names, texts = zip(*points, strict=True)
+    minutes = [max(0.0, time - run.began) / 60 for time in times]
+    marks = {"mode": "markers", "marker_size": 9, "cliponaxis": False}
+    figure = go.Figure(go.Scatter(x=minutes, y=names, text=texts, **marks))
+    styled(figure, "Warnings and restarts", "", "minutes since the first step")
+    figure.update_layout(showlegend=False, hovermode="closest", xaxis_rangemode="nonnegative")
+    return figure.update_yaxes(automargin=True)
+
+
+_LAG_SHARES: Final = (
+    *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
+    (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
+)
+_TRAINER_PHASES: Final = (
+    ("waiting for a batch", "time/wait_for_batch"),
+    ("training", "time/train"),
+    ("weight update", "time/publish"),
+    ("checkpoint", "time/checkpoint"),
+    ("evaluation", "time/evaluate"),
+)
+_UPDATE_PHASES: Final = (
+    ("until engines are ready", "weights/ready_seconds"),
+    ("transfer", "weights/transfer_seconds"),
+    ("verification", "weights/verify_seconds"),
+)
+_TRANSFER_PHASES: Final = tuple(
+    (label, f"weights/transfer_{phase}_seconds")
+    for label, phase in (
+        ("gathering", "gather"),
+        ("waiting for earlier stages", "turn"),
+        ("waiting for engines", "wait_for_load"),
+        ("broadcast", "broadcast"),
+        ("loading", "load"),
+        ("writing", "write"),
+        ("publishing", "publish"),
+        ("receiving", "receive"),
+    )
+)
+
+PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
+    Panel(
+        "Reward of a batch",
+        "reward",
+        (("mean", "reward/mean"),),
+        band=("reward/mean", "reward/std"),
+    ).figure,
+    accuracy,
+    Panel(
+        "Response length",
+        "tokens",
+        (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
+    ).figure,
+    Panel(
+        "Throughput",
+        "tokens/s",
+        (
+            ("generation", "rollout/tokens_per_second"),
+            ("training, prompts included", "train/tokens_per_second"),
+        ),
+    ).figure,
+    Panel("Where the trainer's seconds went", "s", _TRAINER_PHASES, "bars").figure,
+    rollout_seconds,
+    Panel(
+        "Lag",
+        "policy versions",
+        (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
+    ).figure,
+    Panel("Trained tokens by lag", "%", _LAG_SHARES, "areas", scale=100).figure,
+    Panel(
+        "Effective sample size (raw)",
+        "% of the samples",
+        (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
+        scale=100,
+    ).figure,
+    ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure,
+    ImportanceWeights("response", "weight_sequence", "chi2_sequence", "log_weight_sequence").figure,
+    Panel(
+        "Clipped, truncated, filtered",
+        "%",
+        (
+            ("tokens clipped in the loss", "actor/clip_fraction"),
+            ("responses cut at the length limit", "rollout/truncated_share"),
+            ("groups with equal rewards", "reward/uninformative_groups"),
+            ("resumed responses", "rollout/resumed_share"),
+        ),
+        scale=100,
+    ).figure,
+    Panel(
+        "Scores that failed",
+        "scores",
+        tuple((name.replace("_", " "), f"rollout/{name}") for name in SCORE_FAILURES.values()),
+        "bars",
+    ).figure,
+    Panel(
+        "Engines against the trainer, same weights",
+        "|difference of log-probs|",
+        (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),
+        logarithmic=True,
+    ).figure,
+    Panel(
+        "KV cache in use",
+        "%",
+        (("mean", "rollout/kv_usage"), ("largest", "rollout/kv_usage_max")),
+        scale=100,
+    ).figure,
+    Panel("Weight updates by phase", "s", _UPDATE_PHASES, "bars").figure,
+    Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES).figure,
+    Panel("Loss", "loss", (("mean of the updates", "train/loss"),)).figure,
+    Panel("Gradient norm", "norm", (("before clipping", "train/grad_norm"),)).figure,
+    Panel("Entropy", "nats", (("mean over trained tokens", "actor/entropy"),)).figure,
+    happenings,
+)

@@ -1,0 +1,292 @@
+"""`trace.json`: the newest steps of a run on a time axis, for Perfetto (ui.perfetto.dev).
+
+Made afterwards from what a run writes anyway: the scheduler's recorded events, each with its time,
+and the trainer's times in metrics.jsonl. So a run pays for it with one clock reading an event, and
+the trace reaches as far back as telemetry.record_steps.
+
+Invariants
+- Output is trace-event JSON: complete (X), instant (i) and metadata (M) events, times in
+  microseconds since the first one; tests/report/trace_event.schema.json describes it.
+- Spans of one lane follow each other or nest: each request, each score and each call of an
+  environment has its own lane.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Exchange
+
+_TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
+_CONTROL_LANE: Final = 0
+_PAUSE_LANE: Final = 9999
+# In the order in which a step of the trainer spends its time.
+_PHASES: Final = (
+    ("wait for a batch", "time/wait_for_batch"),
+    ("train", "time/train"),
+    ("weight update", "time/publish"),
+    ("evaluation", "time/evaluate"),
+    ("checkpoint", "time/checkpoint"),
+)
+_SHORTEST_GAP: Final = 0.01
+"""Seconds without any request from which an engine counts as idle."""
+
+
+@dataclass
+class _Lanes:
+    """The lowest lane that is free; lane 0 is for what concerns the whole process."""
+
+    freed: list[int] = field(default_factory=list)
+    used: int = 0
+
+    def take(self) -> int:
+        if self.freed:
+            return heapq.heappop(self.freed)
+        self.used += 1
+        return self.used
+
+    def give_back(self, lane: int) -> None:
+        heapq.heappush(self.freed, lane)
+
+
+@dataclass
+class _Request:
+    engine: str
+    lane: int
+    submitted: float
+    resumed: bool
+    first_token: float | None = None
+    queued_seconds: float | None = None
+    tokens: int = 0
+    versions: tuple[int, ...] = ()
+
+
+@dataclass
+class _Engine:
+    pid: int
+    lanes: _Lanes = field(default_factory=_Lanes)
+    running: int = 0
+    idle_since: float | None = None
+
+
+class Trace:
+    """Takes exchanges in order, then gives the events."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._engines: dict[str, _Engine] = {}
+        self._requests: dict[int, _Request] = {}
+        self._seen: set[int] = set()
+        self._scorers = _Lanes()
+        self._scores: dict[int, tuple[int, float]] = {}
+        self._paused: float | None = None
+        self._update: tuple[int, float] | None = None
+        self._environments = _Lanes()
+        self._calls: dict[int, tuple[int, float, str]] = {}
+        self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler", _SCORERS: "scorers"}
+
+    # ------------------------------------------------------------ what the scheduler saw and did
+
+    def take(self, exchange: Exchange, at: float) -> None:
+        """Take an event of the scheduler, with its actions, at a time in seconds."""
+        event = exchange.event
+        match event:
+            case ev.EngineUp():
+                self._engine(event.engine_id).idle_since = at
+                self._instant(f"{event.engine_id} up", self._engine(event.engine_id).pid, at)
+            case ev.EngineDown():
+                self._engine_down(event.engine_id, at)
+            case ev.TokensArrived():
+                self._tokens(event.trajectory_id, event.count, event.version, at)
+            case ev.LeftQueue():
+                if (request := self._requests.get(event.trajectory_id)) is not None:
+                    request.queued_seconds = event.waited_seconds
+            case ev.ManyAborted():
+                for trajectory_id, *runs in event.requests:
+                    for count, version in zip(runs[::2], runs[1::2], strict=True):
+                        self._tokens(trajectory_id, count, version, at)
+                    self._ended(trajectory_id, "aborted", at)
+            case ev.Finished():
+                self._ended(event.trajectory_id, "finished", at)
+            case ev.TurnEnded():
+                self._ended(event.trajectory_id, "turn ended", at)
+            case ev.EnvironmentReady():
+                self._replied(event.trajectory_id, "ready", at)
+            case ev.EpisodeEnded():
+                self._replied(event.trajectory_id, "done", at)
+            case ev.EnvironmentFailed():
+                self._replied(event.trajectory_id, "failed", at)
+            case ev.Aborted():
+                self._ended(event.trajectory_id, "aborted", at)
+            case ev.Refused():
+                self._ended(event.trajectory_id, "refused", at)
+            case ev.RewardReady():
+                self._scored(event.trajectory_id, event.reward, at)
+            case ev.UpdateRequested():
+                self._update = (event.number, at)
+            case ev.WeightsPublished():
+                self._published(event.version.number, at)
+            case ev.BatchTaken():
+                self._instant(f"batch {event.step} taken", _TRAINER, at)
+        for action in exchange.actions:
+            self._act(action, at)
+
+    def _act(self, action: object, at: float) -> None:
+        match action:
+            case ev.Submit():
+                self._submitted(action.trajectory_id, action.engine_id, at)
+            case ev.StartEpisode():
+                self._called(action.trajectory_id, "start", at)
+            case ev.StepEnvironment():
+                self._called(action.trajectory_id, "step", at)
+            case ev.Restart() | ev.Drop():
+                self._replied(action.trajectory_id, "not wanted any more", at)
+            case ev.Score():
+                self._scores[action.trajectory_id] = (self._scorers.take(), at)
+            case ev.EmitBatch():
+                self._instant(f"batch {action.step} complete", _SCHEDULER, at)
+            case ev.PauseEngines():
+                self._paused = at
+            case ev.ResumeEngines():
+                self._resume(at)
+            case ev.Warn():
+                self._instant(f"warning {action.name}", _SCHEDULER, at, message=action.message)
+
+    def _engine(self, engine_id: str) -> _Engine:
+        if engine_id not in self._engines:
+            pid = _FIRST_ENGINE + len(self._engines)
+            self._engines[engine_id] = _Engine(pid)
+            self._names[pid] = engine_id
+        return self._engines[engine_id]
+
+    def _submitted(self, trajectory_id: int, engine_id: str, at: float) -> None:
+        engine = self._engine(engine_id)
+        if engine.idle_since is not None and at - engine.idle_since >= _SHORTEST_GAP:
+            self._span("idle", engine.pid, _CONTROL_LANE, engine.idle_since, at)
+        engine.idle_since = None
+        engine.running += 1
+        resumed = trajectory_id in self._seen
+        self._seen.add(trajectory_id)
+        self._requests[trajectory_id] = _Request(engine_id, engine.lanes.take(), at, resumed)
+
+    def _tokens(self, trajectory_id: int, count: int, version: int, at: float) -> None:
+        request = self._requests.get(trajectory_id)
+        if request is None:  # submitted before the record's oldest file
+            return
+        request.first_token = request.first_token or at
+        request.tokens += count
+        if version not in request.versions:
+            request.versions = (*request.versions, version)
+
+    def _ended(self, trajectory_id: int, how: str, at: float) -> None:
+        self._seen.add(trajectory_id)
+        request = self._requests.pop(trajectory_id, None)
+        if request is None:
+            return
+        engine = self._engine(request.engine)
+        engine.lanes.give_back(request.lane)
+        engine.running -= 1
+        if not engine.running:
+            engine.idle_since = at
+        begin, first = request.submitted, request.first_token
+        what = "resumed" if request.resumed else "response"
+        facts = {"tokens": request.tokens, "policy versions": list(request.versions), "end": how}
+        place = (engine.pid, request.lane)
+        self._span(f"{what} {trajectory_id}", *place, begin, at, facts)
+        if request.queued_seconds is None:  # no token came, or the engine does not report it
+            self._span("queued and prefill", *place, begin, first or at)
+        else:
+            computed = min(begin + request.queued_seconds, first or at)
+            self._span("queued", *place, begin, computed)
+            self._span("prefill", *place, computed, first or at)
+        if first is not None:
+            self._span("decode", *place, first, at)
+
+    def _engine_down(self, engine_id: str, at: float) -> None:
+        for trajectory_id in [i for i, r in self._requests.items() if r.engine == engine_id]:
+            self._ended(trajectory_id, "engine lost", at)
+        self._engine(engine_id).idle_since = None
+        self._instant(f"{engine_id} down", self._engine(engine_id).pid, at)
+
+    def _scored(self, trajectory_id: int, reward: float | None, at: float) -> None:
+        if trajectory_id in self._scores:
+            lane, asked = self._scores.pop(trajectory_id)
+            self._scorers.give_back(lane)
+            self._span(f"score {trajectory_id}", _SCORERS, lane, asked, at, {"reward": reward})
+
+    def _called(self, trajectory_id: int, what: str, at: float) -> None:
+        self._names[_ENVIRONMENTS] = "environments"
+        self._calls[trajectory_id] = (self._environments.take(), at, what)
+
+    def _replied(self, trajectory_id: int, how: str, at: float) -> None:
+        if trajectory_id in self._calls:
+            lane, asked, what = self._calls.pop(trajectory_id)
+            self._environments.give_back(lane)
+            name = f"{what} {trajectory_id}"
+            self._span(name, _ENVIRONMENTS, lane, asked, at, {"reply": how})
+
+    def _published(self, number: int, at: float) -> None:
+        if self._update is not None and self._update[0] == number:
+            name = f"weight update to version {number}"
+            self._span(name, _SCHEDULER, _CONTROL_LANE, self._update[1], at)
+        self._update = None
+
+    def _resume(self, at: float) -> None:
+        if self._paused is not None:
+            for engine in self._engines.values():
+                self._span("paused", engine.pid, _PAUSE_LANE, self._paused, at)
+        self._paused = None
+
+    # ------------------------------------------------------------ the trainer's side
+
+    def add_trainer(self, lines: Iterable[Mapping[str, float]], since: float) -> None:
+        """Phases of the steps that ended after `since`, from their lines in metrics.jsonl."""
+        for line in lines:
+            begin = line["time"] - sum(line.get(name, 0.0) for _, name in _PHASES)
+            if begin < since:
+                continue
+            step = int(line["step"])
+            self._span(f"step {step}", _TRAINER, 1, begin, line["time"])
+            for phase, name in _PHASES:
+                end = begin + line.get(name, 0.0)
+                if end > begin:
+                    self._span(phase, _TRAINER, 1, begin, end, {"step": step})
+                begin = end
+
+    # ------------------------------------------------------------ events
+
+    def _span(
+        self,
+        name: str,
+        pid: int,
+        lane: int,
+        begin: float,
+        end: float,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._events.append(
+            {"name": name, "ph": "X", "ts": begin, "dur": end - begin, "pid": pid, "tid": lane}
+            | ({"args": dict(facts)} if facts else {})
+        )
+
+    def _instant(self, name: str, pid: int, at: float, **facts: Any) -> None:
+        self._events.append(
+            {"name": name, "ph": "i", "s": "p", "ts": at, "pid": pid, "tid": _CONTROL_LANE}
+            | ({"args": facts} if facts else {})
+        )
+
+    def finish(self) -> dict[str, Any]:
+        """The whole file; what still runs is left out."""
+        zero = min((event["ts"] for event in self._events), default=0.0)
+        for event in self._events:
+            event["ts"] = round(1e6 * (event["ts"] - zero), 1)
+            if "dur" in event:
+                event["dur"] = max(0.0, round(1e6 * event["dur"], 1))
+        names = [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+            for pid, name in self._names.items()
+        ]
+        ordered = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+        return {"traceEvents": [*names, *ordered], "displayTimeUnit": "ms"}

@@ -1,0 +1,88 @@
+"""The rollout manager in a process of its own, which the place starts again when it dies.
+
+Invariants
+- A manager that was started again has the same arguments. Engines and scorers are owned by their
+  manager and end with it; the new one starts its own, and has no trainer attached.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_async.files.disk import naming_disk_errors
+from megatron_async.runtime.garbage_collection import search_rarely
+
+MANAGER_NAME: Final = "rollout-manager"
+
+
+class ManagerHost:
+    """`RolloutManager`, with its engines, started by the first call; others wait for it."""
+
+    def __init__(self, config_yaml: str, run_directory: str, place_address: str) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._arguments = (config_yaml, run_directory, place_address)
+        self._manager: Any = None
+        self._starting: asyncio.Task[None] | None = None
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return self._starting
+
+    async def _start(self) -> None:
+        import yaml
+
+        from megatron_async.config import build_config
+        from megatron_async.engines.host import HostedEngines
+        from megatron_async.places.addresses import place_at
+        from megatron_async.rollout.fleet import EngineLauncher
+        from megatron_async.rollout.manager import RolloutManager
+        from megatron_async.rollout.prompt_lengths import longest_tokens
+        from megatron_async.run_directory import RunDirectory
+        from megatron_async.runtime.import_path import load_object
+        from megatron_async.scoring.workers import scorer_pool
+        from megatron_async.tasks import build_task
+
+        config_yaml, run_directory, place_address = self._arguments
+        config = build_config(yaml.safe_load(config_yaml))
+        directory = RunDirectory(Path(run_directory))
+        task = build_task(config.task, config.model.path, config.eval)
+        longest = longest_tokens(config)
+        if config.task.filter_overlong and longest is not None:  # as the start has counted
+            task.check_lengths(longest, config.sampling.max_new_tokens)
+        place = place_at(place_address, directory.logs)
+        launcher: EngineLauncher = HostedEngines(config, directory.logs, place)
+        if config.experiment.ledger is not None:
+            ledger = load_object(config.experiment.ledger, "experiment.ledger")
+            launcher = ledger(directory.path).launcher(launcher)
+        self._manager = RolloutManager(
+            config,
+            task=task,
+            scorers=scorer_pool(
+                config.scorers.logging_to(directory.logs), config.model.path, place
+            ),
+            launcher=launcher,
+            store_file=directory.store_file,
+            events_directory=directory.events if config.telemetry.record_events else None,
+        )
+        await self._manager.start()
+        search_rarely()
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        """Any other method is the manager's, once it has started."""
+
+        async def call(*arguments: Any) -> Any:
+            with naming_disk_errors():
+                await asyncio.shield(self._begin())  # bounded: every engine's start is
+                return await getattr(self._manager, method)(*arguments)
+
+        return call
+
+    async def status(self) -> dict[str, Any]:
+        """The manager's status; empty until it has started. Raises what its start raised."""
+        if self._begin().done():
+            with naming_disk_errors():
+                self._begin().result()
+        return {} if self._manager is None else self._manager.status()  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""User code by import path: `package.module:name`, or `file.py:name` for a file of one's own.
+
+Invariants
+- A file is imported once per process, under a module name made from its absolute path.
+- Whatever is wrong with the path or the code is one sentence that names the setting and, for an
+  exception in the user's code, the file and line.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_async.errors import UserError
+
+_FORM = re.compile(r"(?P<module>[\w.]+|[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether `text` has the form of an import path; nothing is imported."""
+    return _FORM.fullmatch(text) is not None
+
+
+def anchored(value: Any, folder: Path) -> Any:
+    """`value` (nested mappings and lists) with each relative `file.py:name` made absolute."""
+    if isinstance(value, dict):
+        return {key: anchored(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [anchored(inner, folder) for inner in value]
+    if isinstance(value, str) and ".py:" in value and is_import_path(value):
+        file, _, name = value.rpartition(":")
+        return f"{(folder / Path(file).expanduser()).resolve()}:{name}"
+    return value
+
+
+def load_object(path: str, setting: str) -> Any:
+    """Import the object of `path`. Raises UserError that names `setting`."""
+    match = _FORM.fullmatch(path)
+    if match is None:
+        raise UserError(
+            f"{setting} is {path!r}; it must be package.module:name or path/to/file.py:name"
+        )
+    where, name = match["module"], match["name"]
+    try:
+        module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
+    except UserError as error:
+        raise UserError(f"{setting} is {path!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # The user's module may raise anything.
+        file = str(Path(where).resolve()) if where.endswith(".py") else ""
+        raise UserError(f"{setting} is {path!r}: {described(error, file)}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise UserError(f"{setting} is {path!r}: {where} has no {name!r}") from error
+
+
+def described(error: BaseException, file: str = "") -> str:
+    """An exception of the user's code in one line: what it is, and the file and line it is from.
+
+    `file`: the user's own, which is named rather than a library that it calls, or that calls it.
+    """
+    name = type(error).__name__
+    if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
+        return f"{name}: {error.msg} at {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
+    place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
+    if place.startswith(" at <frozen importlib"):  # no line of it was reached
+        place = f" in {file}" if file else ""
+    return f"{name}: {error}{place}"
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UserError(f"there is no module {name!r} on the Python path") from error
+        raise
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    file = file.resolve()
+    name = f"megatron_async_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise UserError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # A .py suffix always has a loader.
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Before it runs: dataclasses look their module up.
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

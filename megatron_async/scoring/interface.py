@@ -1,0 +1,49 @@
+"""The protocol of a run's scorers, and the names of their faults.
+
+Invariants
+- A score that failed has the reward `None`, or the reward that the settings give it, and counts its
+  fault in its parts: no fault is silent.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.trajectory.types import Prompt
+
+SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "verifier_error": "scorer_errors",
+        "verifier_timeout": "scorer_timeouts",
+        "verifier_crash": "scorer_crashes",
+        "verifier_unavailable": "scorer_unavailable",
+    }
+)
+"""How a score can fail: the part of it that counts that, the metric that adds it up."""
+SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
+"""The same, and what a scorer does wrong although the score has come."""
+
+COST: Final = "cost"
+"""The part of a score that is money: added up in the metrics."""
+
+# A reward, None when the scorer failed and that is not a 0, and its named parts.
+Score = tuple[float | None, dict[str, float]]
+
+
+class Scorers(Protocol):
+    """Scores finished responses; every score is limited in time."""
+
+    @property
+    def size(self) -> ScorerCount:
+        """Return the number of scorers, and the time of a score."""
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Return the first failure of each kind, by the metric that counts it."""
+
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
+        """Reward and details; `None` when it failed and that is not a 0."""
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
+        """The same for several responses to one prompt at once."""

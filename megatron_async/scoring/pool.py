@@ -1,0 +1,181 @@
+"""A pool of scorers whose number follows the queue: what the local and the placed pool share.
+
+Invariants
+- A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece
+  takes longer: messages are few, and no response waits for another's slow score in a worker while
+  a second worker has none. Work is done in the order in which it came.
+- As many workers exist as `count` asks for, at least one. One that is busy is never taken
+  away.
+- Asynchronous rewards go to one process for all of them, which starts when the first is due.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
+from megatron_async.scoring import count as scorer_count
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import SCORER_FAULTS, Score
+from megatron_async.scoring.waiting import WaitingScorer
+from megatron_async.scoring.work import Work, added_up, split
+from megatron_async.tasks.base import ResponseScore
+from megatron_async.trajectory.types import Prompt
+
+_HELD_SECONDS: Final = 0.05
+_MOST_HELD: Final = 256
+
+
+class Worker(Protocol):
+    """A scorer, wherever it runs."""
+
+    async def start(self) -> list[bool]:
+        """Have it ready; which rewards are asynchronous."""
+
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+        """Score each piece within its limit."""
+
+    def retire(self) -> None:
+        """End it without waiting; it is idle."""
+
+    def close(self) -> None:
+        """End it, after the score that runs where one can be waited for."""
+
+
+class ScorerPool:
+    """Workers made by `start`, at most `task.verifier_workers`. For one event loop."""
+
+    def __init__(
+        self,
+        settings: ScorerSettings,
+        model_path: str,
+        start: Callable[[], Worker],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._start = start
+        self._clock = clock
+        self._model_path = model_path
+        self._queue: deque[tuple[Work, asyncio.Future[list[ResponseScore]]]] = deque()
+        self._idle: list[Worker] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        self._waits: list[bool] | None = None
+        if not any(part.own for part in settings.parts):
+            self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
+        self._for_waiting = WaitingScorer(settings)
+        self.size = ScorerCount(settings.task.verifier_workers)
+        self.failures: dict[str, str] = {}
+        self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
+        self.workers: list[Worker] = []
+        if self._waits is None or not all(self._waits):
+            self._add()
+
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
+        """Reward (`None`: it failed, and that is not a 0) and details.
+
+        Raises ComponentFailure when a worker gives no answer at all.
+        """
+        (score,) = await self.score_group(prompt, [response_ids])
+        return score
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
+        """The same for several responses to one prompt, as rewards with `group: true` need it."""
+        decode = self._tokenizer.decode
+        texts = [str(decode(list(ids), skip_special_tokens=True)) for ids in responses]
+        scores = await self.score_texts(prompt.payload, texts)
+        return [(score.reward, score.detail) for score in scores]
+
+    async def score_texts(
+        self, payload: Mapping[str, Any], texts: Sequence[str]
+    ) -> list[ResponseScore]:
+        """The same for responses that are text already; `payload` is the prompt's."""
+        work = split(self._settings, payload, texts)
+        waits = await self._asynchronous()
+        found = await asyncio.gather(
+            *(
+                self._for_waiting.score(piece) if waits[piece.part] else self._score(piece)
+                for piece in work
+            )
+        )
+        for score in itertools.chain.from_iterable(found):
+            for failure in score.failures:  # of one reward, which has one fault
+                kind = SCORER_FAULTS[next(iter(score.detail))]
+                self.failures.setdefault(kind, failure + self._logs)
+        return added_up(self._settings, work, found)
+
+    def close(self) -> None:
+        """End all processes; scores that wait are given up."""
+        self._for_waiting.close()
+        for worker in self.workers:
+            worker.close()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Loaded when it is first needed."""
+        from megatron_async.tasks.text_task import load_tokenizer
+
+        return load_tokenizer(self._model_path)
+
+    async def _asynchronous(self) -> list[bool]:
+        """List which rewards are; for the user's a scorer process looks."""
+        if self._waits is None:
+            self._waits = await self.workers[0].start()
+        return self._waits
+
+    async def _score(self, work: Work) -> list[ResponseScore]:
+        done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
+        self._queue.append((work, done))
+        self._waiting += 1
+        try:
+            self._follow_queue()
+            return await done  # bounded: every worker's call is
+        finally:
+            self._waiting -= 1
+
+    def _follow_queue(self) -> None:
+        self.size = scorer_count.queued(self.size, self._waiting, self._clock())
+        while len(self.workers) < self.size.count:
+            self._add()
+        while len(self.workers) > self.size.count and self._idle and not self._queue:
+            worker = self._idle.pop()
+            self.workers.remove(worker)
+            worker.retire()
+        while self._queue and self._idle:
+            pieces = [self._queue.popleft() for _ in range(self._share())]
+            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), pieces))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _share(self) -> int:
+        """Number of pieces that the next idle worker takes."""
+        seconds = self.size.seconds
+        most = int(min(_HELD_SECONDS / seconds, _MOST_HELD)) if seconds else 1
+        return max(1, min(most, len(self._queue) // len(self.workers)))
+
+    async def _run(
+        self, worker: Worker, pieces: Sequence[tuple[Work, asyncio.Future[list[ResponseScore]]]]
+    ) -> None:
+        try:
+            found = await worker.score([work for work, _ in pieces])
+        except Exception as error:  # noqa: BLE001 - it reaches everyone who waits for it
+            for _, done in pieces:
+                if not done.done():
+                    done.set_exception(error)
+        else:
+            for (_, done), scores in zip(pieces, found, strict=True):
+                self.size = scorer_count.scored(self.size, scores[0].seconds)
+                if not done.done():
+                    done.set_result(scores)
+        finally:
+            self._idle.append(worker)
+        self._follow_queue()
+
+    def _add(self) -> None:
+        worker = self._start()
+        self.workers.append(worker)
+        self._idle.append(worker)

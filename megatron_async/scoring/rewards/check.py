@@ -1,0 +1,60 @@
+"""Rewards tried before a run starts: on the task's first prompts.
+
+Those of the user's get two made-up responses to the first one, `code` gets the reference solutions
+of several rows.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
+from megatron_async.errors import UserError, shown
+from megatron_async.scoring.rewards.code import check_code
+from megatron_async.scoring.rewards.reward import build_reward
+from megatron_async.scoring.rewards.sample import Sample, sample_of
+from megatron_async.scoring.workers import scored
+from megatron_async.tasks.layouts import Columns
+
+TRIED_ROWS: Final = 8
+_REFERENCE: Final = "canonical_solution"
+
+
+def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> None:
+    """Refuse a reward that cannot score prompts with these payloads. Raises UserError.
+
+    What is the user's, or waits for a service, is called by scorer processes as it is in a run, on
+    the first one; the others are only built.
+    """
+    tried = []
+    for part in settings.parts:
+        if part.own or part.name in ASYNCHRONOUS:
+            tried.append(part)
+        else:
+            build_reward(settings, part)
+        if part.name == "code":
+            check_code(settings, settings.limit_seconds(part), _references(settings, payloads))
+    texts = [str(payloads[0].get("answer", "")), ""]
+    if tried:
+        alone = settings.model_copy(update={"rewards": tried})
+        # In a thread of its own: a notebook has a loop that runs.
+        with ThreadPoolExecutor(1) as thread:
+            (scores,) = thread.submit(asyncio.run, scored(alone, [(payloads[0], texts)])).result()
+        for failure in (failure for score in scores for failure in score.failures):
+            raise UserError(f"{failure} (tried on {shown(texts)} as responses to the first prompt)")
+
+
+def _references(
+    settings: ScorerSettings, payloads: Sequence[Mapping[str, Any]]
+) -> dict[str, Sample]:
+    """The reference solution of each row, by a name for it; an empty response where it has none."""
+    files = settings.task.files()
+    columns = [_REFERENCE, *(Columns.of(f.layout, f.columns).response for f in files)]
+    found = {}
+    for payload in payloads:
+        row, metadata = f"the row with the prompt {shown(payload['question'])}", payload["metadata"]
+        column = next((name for name in columns if isinstance(metadata.get(name), str)), "")
+        name = f"the reference `{column}` of {row}" if column else row
+        found[name] = sample_of(payload, metadata.get(column, ""))
+    return found

@@ -1,0 +1,231 @@
+"""The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
+
+import ast
+import json
+import re
+import secrets
+import shutil
+import symtable
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megatron_async.config.base import Settings
+from megatron_async.config.reward import ScorerSettings
+from megatron_async.errors import UserError, shown
+from megatron_async.scoring.rewards.sample import Returned, Sample
+from megatron_async.scoring.sandbox import Outcome, Sandbox, SandboxError
+from megatron_async.tasks.answers import final_answer
+
+_FENCED = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL)
+_END_OF_THOUGHT = "</think>"
+_RUNNER = Path(__file__).with_name("unit_tests.py")
+_CHECK = "check"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CANNOT_RUN = (126, 127)
+_SHARE = 0.8  # of a score's limit; the rest is for the sandbox to start and to end
+
+
+def code_of(response: str) -> str:
+    """The last fenced block of what follows the thought, else all of that."""
+    text = response.rpartition(_END_OF_THOUGHT)[2]
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def _parts(outcome: Outcome) -> dict[str, float]:
+    return {f"exceeded_{outcome.exceeded}": 1.0} if outcome.exceeded else {}
+
+
+class Code(Settings):
+    """1 when the response's Python passes the row's unit tests.
+
+    The row has them as HumanEval does (`test`, which defines `check`, and `entry_point`) or as MBPP
+    and MBPP+ do (`test`, or a list `test_list` with `test_imports` or `test_setup_code`). A `test`
+    that does not define `check` runs as it stands.
+    """
+
+    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+        """The reward. Raises UserError where the sandbox is required and not to be had."""
+        sandbox = _sandbox(settings)
+
+        def score(sample: Sample) -> Returned:
+            passed, outcome = _tested(sandbox, sample, limit_seconds)
+            return float(passed), _parts(outcome)
+
+        return score
+
+
+def check_code(
+    settings: ScorerSettings, limit_seconds: float, samples: Mapping[str, Sample]
+) -> None:
+    """Check that rows have tests, and that reference solutions pass them: `samples` by their names.
+
+    A sample without a response has no reference. Raises UserError.
+    """
+    sandbox = _sandbox(settings)
+    for name, sample in samples.items():
+        try:
+            if not sample.response:
+                _tests(sample.metadata)
+                continue
+            passed, outcome = _tested(sandbox, sample, limit_seconds)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, SandboxError) as error:
+            why = str(error) or "its tests are nested too deeply"
+            raise UserError(f"reward is 'code': {name} cannot be scored: {why}") from error
+        if not passed:
+            last = outcome.errors.strip().rpartition("\n")[2][:200]
+            why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last
+            raise UserError(
+                f"reward is 'code': {name} fails the row's own tests ({why}); a right program runs "
+                "`test` as it stands, and `check(entry_point)` where that defines `check`, to the "
+                "end; repair the row, or take the column out"
+            )
+
+
+def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[bool, Outcome]:
+    """Run the row's tests on the response. Raises ValueError for a row without them."""
+    proof = secrets.token_hex(16)
+    files = {
+        "program.py": _program(sample),
+        "tests.py": _tests(sample.metadata),
+        "runner.py": _RUNNER.read_text(),
+    }
+    command = [sys.executable, "-I", "runner.py"]
+    entry = str(sample.metadata.get("entry_point", ""))
+    outcome = sandbox.run(command, files, _SHARE * limit_seconds, f"{proof}\n{entry}\n")
+    return outcome.output.strip() == proof, outcome
+
+
+def _program(sample: Sample) -> str:
+    """The response's code; a completion of the prompt's own function goes behind the prompt."""
+    code = code_of(sample.response)
+    entry = sample.metadata.get("entry_point")
+    if entry and not re.search(rf"^(async )?def {re.escape(str(entry))}\b", code, re.MULTILINE):
+        return f"{sample.prompt}{code}"
+    return code
+
+
+def _tests(row: Mapping[str, Any]) -> str:
+    """The row's tests as one program. Raises ValueError or SyntaxError where it has none to run."""
+    if row.get("test"):
+        [test], entry = _texts(row, "test"), row.get("entry_point")
+        names = symtable.symtable(test, "the row's `test`", "exec")
+        check = names.lookup(_CHECK) if _CHECK in names.get_identifiers() else None
+        if check is None or not (check.is_assigned() or check.is_imported()):
+            return _running(test)
+        if not entry and not check.is_referenced():
+            raise ValueError(
+                "the row's `test` defines `check` and nothing calls it: name the function that it "
+                "checks in the column `entry_point`"
+            )
+        return f"{test}\ncheck({entry})\n" if entry else test
+    if not row.get("test_list"):
+        raise ValueError("the row has no tests: neither a column `test` nor `test_list`")
+    before = "test_imports" if row.get("test_imports") else "test_setup_code"
+    return _running("\n".join([*_texts(row, before), *_texts(row, "test_list")]))
+
+
+def _texts(row: Mapping[str, Any], column: str) -> list[str]:
+    """The text or, but for `test`, the texts of a column; none where it is empty."""
+    value = row.get(column) or []
+    if isinstance(value, str):
+        return [value]
+    several = column != "test" and isinstance(value, list)
+    if not several or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"the row's `{column}` is {shown(value)}, which is no text to run")
+    return list(value)
+
+
+def _running(tests: str) -> str:
+    """Return `tests`. Raises ValueError where they only define: any program would pass."""
+    for statement in ast.parse(tests).body:
+        if isinstance(statement, _DEFINITIONS) or _is_main(statement):
+            continue
+        if any(isinstance(node, ast.Call | ast.Assert | ast.Raise) for node in ast.walk(statement)):
+            return tests
+    raise ValueError(
+        "the row's tests only define things, so that any program would pass: call them, assert "
+        "something, or define `check` (there is no pytest, and no `__main__` for unittest)"
+    )
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    """Return whether it is `if __name__ == ...`."""
+    names = ast.walk(statement.test) if isinstance(statement, ast.If) else ()
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in names)
+
+
+class Command(Settings):
+    """Score by a program of yours, which reads the response on its standard input.
+
+    It runs in a directory that holds the row as `row.json`. The last line that it prints is the
+    score, a number or an object with `score` and named parts; without such a line its exit status
+    is: 1 for status 0, else 0.
+    """
+
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments."""
+    send: Literal["response", "answer", "code"] = "response"
+    """Of the response: all, the final answer, or the last fenced block."""
+    readable: list[str] = Field(default_factory=list)
+    """Directories that it may read: its own, a toolchain's."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables that it needs; PATH is the run's."""
+    sandbox: bool = True
+    """false: it keeps this user, the network and all files; limits remain."""
+
+    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+        """The reward. Raises UserError for a program that is not there."""
+        if shutil.which(self.command[0]) is None:
+            raise UserError(
+                f"reward command: arguments.command is {self.command}, and {self.command[0]!r} is "
+                "not a program on this machine"
+            )
+        sandbox = _sandbox(settings)
+
+        def score(sample: Sample) -> Returned:
+            row = {"prompt": sample.prompt, "answer": sample.answer, **sample.metadata}
+            outcome = sandbox.run(
+                self.command,
+                {"row.json": json.dumps(row)},
+                _SHARE * limit_seconds,
+                self._sent(sample.response),
+                readable=self.readable,
+                environment=self.environment,
+                apart=self.sandbox,
+            )
+            if outcome.exit_code in _CANNOT_RUN:
+                raise RuntimeError(outcome.errors.strip() or f"{self.command[0]} cannot be run")
+            if outcome.exceeded:
+                return 0.0, _parts(outcome)
+            printed = _printed(outcome.output)
+            return float(outcome.exit_code == 0) if printed is None else printed
+
+        return score
+
+    def _sent(self, response: str) -> str:
+        if self.send == "answer":
+            return final_answer(response) or ""
+        return code_of(response) if self.send == "code" else response
+
+
+def _printed(output: str) -> Returned | None:
+    """The score in the last line; None where there is none."""
+    try:
+        found = json.loads(output.strip().splitlines()[-1])
+    except (ValueError, IndexError, RecursionError):
+        return None
+    if isinstance(found, dict) and "score" in found:
+        return found.pop("score"), found
+    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def _sandbox(settings: ScorerSettings) -> Sandbox:
+    sandbox = Sandbox(settings.scoring.sandbox)
+    if sandbox.missing:
+        print(sandbox.missing, file=sys.stderr)
+    return sandbox

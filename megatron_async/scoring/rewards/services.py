@@ -1,0 +1,240 @@
+"""Rewards that ask a service: `http` (one that scores) and `judge` (a model with a rubric).
+
+Invariants
+- They wait and never block: hundreds at once share one process and one pool of connections.
+- What is refused for now (429, 5xx) or cannot be reached is tried again, with growing pauses,
+  within the score's limit. After the last try the service counts as unavailable, which is no
+  statement about the response (`task.on_verifier_timeout`). So does one whose reply is too large.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Final, Literal
+
+import aiohttp
+from pydantic import Field, field_validator
+
+from megatron_async.config.base import Settings
+from megatron_async.config.reward import ScorerSettings
+from megatron_async.errors import UserError, shown
+from megatron_async.scoring.rewards.sample import Returned, Sample, Unavailable
+
+_FIRST_PAUSE_SECONDS: Final = 0.5
+_LONGEST_PAUSE_SECONDS: Final = 30.0
+_LARGEST_REPLY_MIB: Final = 4
+_SCORE = re.compile(r"score\W{0,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_MILLION: Final = 1e6
+Asynchronous = Callable[[Sample], Awaitable[Returned]]
+
+
+class JsonPoster:
+    """Posts JSON and reads JSON, again where a service is busy. For one event loop.
+
+    Raises UserError when the key is not in the environment.
+    """
+
+    def __init__(self, api_key_env: str, retries: int) -> None:
+        self._headers = {}
+        self._retries = retries
+        self._opened: AsyncGenerator[aiohttp.ClientSession] | None = None
+        self._session: aiohttp.ClientSession | None = None
+        if api_key_env:
+            if api_key_env not in os.environ:
+                raise UserError(
+                    f"api_key_env is {api_key_env!r}, and there is no such environment variable"
+                )
+            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """Return the reply's JSON. Raises Unavailable after the last try."""
+        if self._session is None:  # it needs a running loop
+            self._opened = _session(self._headers)
+            self._session = await anext(self._opened)
+        problem = ""
+        for number in range(self._retries + 1):
+            pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
+            try:
+                async with self._session.post(url, json=body) as reply:
+                    content = await _content_of(reply)
+                    if reply.status < 400:
+                        return json.loads(content)
+                    problem = f"status {reply.status}: {content.decode(errors='replace')[:200]}"
+                    if reply.status != 429 and reply.status < 500:
+                        break
+                    after = reply.headers.get("Retry-After", "")
+                    pause = float(after) if after.isdigit() else pause
+            except (aiohttp.ClientError, OSError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except (ValueError, RecursionError) as error:
+                problem = f"its reply is not JSON: {error}"
+                break
+            if number < self._retries:
+                await asyncio.sleep(pause)
+        raise Unavailable(f"{url}: {problem}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._opened is not None:
+            await self._opened.aclose()
+
+
+async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
+    """Yield a session, closed with the generator: at the latest by the end of the event loop."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield session
+
+
+async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
+    """Read the whole reply, decompressed. Raises Unavailable for one that is too large."""
+    try:
+        await reply.content.readexactly((_LARGEST_REPLY_MIB << 20) + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise Unavailable(f"{reply.url}: its reply has more than {_LARGEST_REPLY_MIB} MiB")
+
+
+class _Service(Settings):
+    """Settings that both have."""
+
+    url: str
+    """Address, http:// or https://."""
+    api_key_env: str = ""
+    """Environment variable that holds a bearer token."""
+    retries: int = Field(3, ge=0)
+    """More tries of a request that failed for now."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if not re.match(r"https?://[^/\s]+", value):
+            raise ValueError(f"url is {value!r}; it must begin with http:// or https://")
+        return value.rstrip("/")
+
+    def _poster(self) -> JsonPoster:
+        return JsonPoster(self.api_key_env, self.retries)
+
+
+class Http(_Service):
+    """The score that a service gives.
+
+    `plain` posts `prompt`, `response`, `answer` and `metadata` and reads a number, or an object
+    with `score` and named parts. `sglang` asks a reward model that SGLang serves (its `/classify`).
+    """
+
+    format: Literal["plain", "sglang"] = "plain"
+    """What the service talks."""
+    template: str = "{prompt}\n{response}"
+    """sglang: the text that the reward model reads."""
+
+    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
+        """The reward."""
+        post = self._poster().post
+
+        async def plain(sample: Sample) -> Returned:
+            row = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+            found = await post(self.url, {**row, "metadata": dict(sample.metadata)})
+            if isinstance(found, dict) and "score" in found:
+                return found.pop("score"), found
+            return found  # type: ignore[no-any-return]
+
+        async def sglang(sample: Sample) -> Returned:
+            fields = {"prompt": sample.prompt, "response": sample.response}
+            found = await post(f"{self.url}/classify", {"text": [_filled(self.template, fields)]})
+            try:
+                (score,) = found[0]["embedding"]
+            except (LookupError, TypeError, ValueError):
+                raise ValueError(
+                    f"{self.url}/classify replied {shown(found)}; a reward model of SGLang replies "
+                    "[{'embedding': [score]}]"
+                ) from None
+            return float(score)
+
+        return sglang if self.format == "sglang" else plain
+
+
+class Judge(_Service):
+    """The score that a language model gives by a rubric, divided by `full_marks`.
+
+    Its reply ends with "Score: N". Parts: `tokens_in`, `tokens_out`, and with prices `cost`.
+    """
+
+    model: str
+    """Name of the model at the endpoint."""
+    rubric: str
+    """What to look for and how to count. May hold {prompt}, {response}, {answer}; what it does not
+    hold is put behind it."""
+    full_marks: float = Field(10.0, gt=0)
+    """The best score of the rubric."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature."""
+    max_tokens: int = Field(512, ge=1)
+    """Longest reply."""
+    price_in: float = Field(0.0, ge=0)
+    """Price of a million tokens of request."""
+    price_out: float = Field(0.0, ge=0)
+    """... of reply."""
+    body: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request, e.g. `top_p`."""
+
+    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
+        """The reward."""
+        post = self._poster().post
+
+        async def score(sample: Sample) -> Returned:
+            spent = {"tokens_in": 0.0, "tokens_out": 0.0}
+            text = ""
+            for _ in range(self.retries + 1):
+                found = await post(f"{self.url}/chat/completions", self._request(sample))
+                text = _content(found, self.url)
+                used = found.get("usage") or {}
+                spent["tokens_in"] += float(used.get("prompt_tokens") or 0)
+                spent["tokens_out"] += float(used.get("completion_tokens") or 0)
+                marks = _SCORE.findall(text.rpartition("</think>")[2])
+                if marks:
+                    value = min(max(float(marks[-1]) / self.full_marks, 0.0), 1.0)
+                    return value, {**spent, **self._cost(spent)}
+                if not self.temperature:
+                    break  # the reply would be the same again
+            raise ValueError(f"{self.model} gave no score: its reply ends {text[-100:]!r}")
+
+        return score
+
+    def _cost(self, spent: dict[str, float]) -> dict[str, float]:
+        if not self.price_in and not self.price_out:
+            return {}
+        cost = spent["tokens_in"] * self.price_in + spent["tokens_out"] * self.price_out
+        return {"cost": cost / _MILLION}
+
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        text = self.rubric
+        fields = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+        for name, content in fields.items():
+            if f"{{{name}}}" not in self.rubric and content:
+                text += f"\n\n<{name}>\n{{{name}}}\n</{name}>"
+        text = _filled(text, fields)
+        text += f'\n\nEnd with a line "Score: N", N from 0 to {self.full_marks:g}.'
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **self.body,
+        }
+
+
+def _filled(template: str, fields: dict[str, str]) -> str:
+    """All places at once: what one field holds is never taken for the place of another."""
+    return re.sub(r"{(\w+)}", lambda match: fields.get(match[1], match[0]), template)
+
+
+def _content(reply: Any, url: str) -> str:
+    try:
+        return str(reply["choices"][0]["message"]["content"] or "")
+    except (LookupError, TypeError):
+        raise ValueError(
+            f"{url}/chat/completions replied {shown(reply)}, which is no chat completion"
+        ) from None

@@ -1,0 +1,91 @@
+"""Work for a scorer, and how its replies become scores: pure functions.
+
+Invariants
+- A score that timed out, whose process died twice or whose service is unavailable follows
+  `task.on_verifier_timeout`; one whose reward raised or returned no finite number is 0. Each kind
+  is counted in the score's `detail` (`SCORER_FAULTS`).
+- The sum of several rewards has none of its own failures: it failed when one of them did.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.config.reward import RewardConfig, ScorerSettings
+from megatron_async.scoring.interface import SCORER_FAULTS
+from megatron_async.tasks.base import ResponseScore
+
+
+@dataclass(frozen=True)
+class Work:
+    """Score these responses to one prompt by one reward (its place in the settings).
+
+    A scorer process gets it as JSON.
+    """
+
+    part: int
+    payload: Mapping[str, Any]
+    texts: tuple[str, ...]
+
+
+def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Work]:
+    """All work that the score of some responses takes, reward by reward."""
+    work = []
+    for number, part in enumerate(settings.parts):
+        pieces = [tuple(texts)] if part.group else [(text,) for text in texts]
+        work += [Work(number, payload, piece) for piece in pieces]
+    return work
+
+
+def scores_of(
+    settings: ScorerSettings, reply: Mapping[str, Any], work: Work, seconds: float
+) -> list[ResponseScore]:
+    """A scorer's reply as one score for each response."""
+    if "error" in reply:
+        fault = "verifier_unavailable" if "unavailable" in reply else "verifier_error"
+        return failed(settings, fault, work, seconds, reply["error"])
+    return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
+
+
+def failed(
+    settings: ScorerSettings, fault: str, work: Work, seconds: float, why: object = None
+) -> list[ResponseScore]:
+    """No score, for the reason that `fault` counts."""
+    zero = fault == "verifier_error" or settings.task.on_verifier_timeout == "zero"
+    part = settings.parts[work.part]
+    if fault == "verifier_timeout":
+        why = f"no score within {settings.limit_seconds(part):g} s (its timeout_seconds)"
+    reward, failures = 0.0 if zero else None, (f"reward {part.shown}: {why}",)
+    return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in work.texts]
+
+
+def added_up(
+    settings: ScorerSettings, work: Sequence[Work], scores: Sequence[Sequence[ResponseScore]]
+) -> list[ResponseScore]:
+    """The weighted sum for each response; `work` is that of `split`, `scores` what came of it."""
+    parts = settings.parts
+    by_part: list[list[ResponseScore]] = [[] for _ in parts]
+    for piece, found in zip(work, scores, strict=True):
+        by_part[piece.part] += found
+    return [_sum(parts, of_response) for of_response in zip(*by_part, strict=True)]
+
+
+def _sum(parts: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
+    seconds = sum(score.seconds for score in scores)
+    detail: dict[str, float] = {}
+    total: float | None = 0.0
+    for part, score in zip(parts, scores, strict=True):
+        for name, value in score.detail.items():
+            if name in SCORER_FAULTS:
+                detail[name] = detail.get(name, 0.0) + value
+            else:
+                detail[f"{part.shown}.{name}" if len(parts) > 1 else name] = value
+        if score.reward is None:
+            total = None
+            continue
+        if len(parts) > 1:
+            detail[part.shown] = score.reward
+        if total is not None:
+            total += part.weight * score.reward
+    failures = tuple(failure for score in scores for failure in score.failures)
+    return ResponseScore(total, detail, seconds, failures)

@@ -1,0 +1,80 @@
+"""Linear layers of all experts of a rank in one product: torch's `grouped_mm`.
+
+Megatron's grouped experts (`TEGroupedMLP`) are made of two of these in place of Transformer
+Engine's, with the same names of parameters; routing and activation are Megatron's.
+
+Invariants
+- Results and gradients are those of one product for each expert.
+- An expert without tokens has a gradient of zero, and so have all where a rank has no token: torch
+  writes nothing there, or garbage on some GPUs (pytorch#172439).
+- The weights are parameters of their own, stacked for each product: between forward and backward
+  no copy of them is kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_async.algorithms.device_batch import to_device
+
+
+class GroupedLinear(torch.nn.Module):
+    """`weight0` to `weightE-1`, [out, in] each, for rows that are sorted by expert."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        **_: object,
+    ) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        for expert in range(num_gemms):
+            weight = torch.nn.Parameter(
+                torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+            )
+            init_method(weight)
+            # No tensor rank has a copy: the gradient norm counts it on each.
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, rows_PI: Tensor, rows_of_expert: list[int]) -> tuple[Tensor, None]:
+        """[P, out], and no bias."""
+        return _GroupedProduct.apply(rows_PI, rows_of_expert, *self.parameters()), None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows · weightᵀ, each row with the weight of its expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_PI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:
+        ctx.counts = counts
+        ends_E = to_device(np.cumsum(counts, dtype=np.int32), rows_PI.device)
+        ctx.save_for_backward(rows_PI, ends_E, *weights_OI)
+        if not len(rows_PI):
+            return rows_PI.new_empty(0, len(weights_OI[0]))
+        return F.grouped_mm(rows_PI, torch.stack(weights_OI).transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows_PI, ends_E, *weights_OI = ctx.saved_tensors
+        gradient_PO = gradients[0].contiguous()
+        if not len(rows_PI):
+            return torch.zeros_like(rows_PI), None, *map(torch.zeros_like, weights_OI)
+        drows_PI = F.grouped_mm(gradient_PO, torch.stack(weights_OI), offs=ends_E)
+        dweights_EOI = F.grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E)
+        dweights = [
+            dweight if count else torch.zeros_like(dweight)
+            for dweight, count in zip(dweights_EOI.unbind(), ctx.counts, strict=True)
+        ]
+        return drows_PI, None, *dweights

@@ -1,0 +1,206 @@
+"""Advantages of episodes: a baseline counts each once, and a turn's credit is what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_async.algorithms.device_batch import DeviceBatch
+from megatron_async.config import build_config
+from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.types import (
+    FinishReason,
+    Group,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+    Turn,
+)
+
+NO_PROMPT = Prompt(np.zeros(0, np.int32), "game")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "pg")
+
+
+def segment(tokens: list[int], environment: bool) -> Segment:
+    ids = np.array(tokens, np.int32)
+    logprobs = np.zeros(len(ids)) if environment else -0.01 * (1 + ids)
+    return Segment(ids, logprobs.astype(np.float32), PolicyVersion(0, 3), "e", environment)
+
+
+def episode(
+    number: int,
+    group: int,
+    rewards: list[float],
+    scorer: float = 0.0,
+    parents: list[int | None] | None = None,
+    length: int = 2,
+) -> Trajectory:
+    """Turns of one environment token and `length` answered ones; parent: the turn before."""
+    chain = [None, *range(len(rewards) - 1)]
+    segments = [
+        part
+        for turn in range(len(rewards))
+        for part in (segment([turn], True), segment([50 + turn] * length, False))
+    ]
+    turns = [
+        Turn(n, parent, 2 * n, end=FinishReason.STOP, reward=reward)
+        for n, (parent, reward) in enumerate(zip(parents or chain, rewards, strict=True))
+    ]
+    return Trajectory(
+        number,
+        group,
+        NO_PROMPT,
+        TrajectoryState.SCORED,
+        tuple(segments),
+        FinishReason.STOP,
+        reward=sum(rewards) + scorer,
+        turns=tuple(turns),
+    )
+
+
+def algorithm(estimator: str) -> Algorithm:
+    settings: dict[str, Any] = {"recipe": "copris", "advantage": {"estimator": estimator}}
+    return build_algorithm(build_config({"algorithm": settings}))
+
+
+def advantages(
+    estimator: str, episodes: list[Trajectory], discount: float | None = None
+) -> list[dict[int, float]]:
+    """By episode: turn -> the advantage of its trained tokens, which is one."""
+    groups = [
+        Group(g, NO_PROMPT, tuple(t for t in episodes if t.group_id == g))
+        for g in sorted({t.group_id for t in episodes})
+    ]
+    batch = pack_groups(groups, step=3, lineage=0, branch_points={}, discount=discount)
+    prepared, _ = algorithm(estimator).prepare(DeviceBatch.of(batch))
+    assert prepared.advantages_T is not None
+    numbers_T = np.repeat(batch.trajectory_ids_S, batch.lengths_S())
+    found = []
+    for number in dict.fromkeys(batch.trajectory_ids_S.tolist()):
+        mine_T = (numbers_T == number) & (batch.loss_mask_T > 0)
+        by_turn: dict[int, set[float]] = {}
+        for token, value in zip(
+            batch.token_ids_T[mine_T], prepared.advantages_T[torch.tensor(mine_T)], strict=True
+        ):
+            by_turn.setdefault(int(token) - 50, set()).add(float(value))
+        assert all(len(values) == 1 for values in by_turn.values())
+        found.append({turn: values.pop() for turn, values in sorted(by_turn.items())})
+    return found
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_history_that_is_copied_into_three_branches_changes_no_advantage(estimator: str) -> None:
+    """Three continuations of one answer, against three answers in a row."""
+    others = [episode(1, 0, [0.0, 2.0]), episode(2, 0, [0.5]), episode(3, 1, [1.0, 0.0, 1.0])]
+    line = episode(0, 0, [0.0, 0.0, 0.0, 1.0])
+    fork = episode(0, 0, [0.0, 0.0, 0.0, 1.0], parents=[None, 0, 0, 0])
+    assert len(line.branches()) == 1
+    assert len(fork.branches()) == 3
+    for discount in (None, 1.0, 0.9):
+        expected = advantages(estimator, [line, *others], discount)
+        assert advantages(estimator, [fork, *others], discount) == expected
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_credit_by_turn_is_that_by_episode_for_a_reward_at_the_end(estimator: str) -> None:
+    """Whether the environment or a scorer gives it."""
+    played = [
+        episode(0, 0, [0.0, 0.0, 1.0]),
+        episode(1, 0, [0.0, 0.0], scorer=0.25),
+        episode(2, 0, [0.0], scorer=2.0),
+        episode(3, 1, [0.0, 0.0]),
+        episode(4, 1, [0.0, 3.0]),
+    ]
+    assert advantages(estimator, played, 1.0) == advantages(estimator, played)
+
+
+rewards = st.lists(st.integers(-4, 4).map(lambda r: r / 4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ESTIMATORS),
+    st.lists(st.lists(st.tuples(rewards, st.integers(0, 2)), min_size=2, max_size=4), min_size=1),
+    st.sampled_from([1.0, 0.5]),
+)
+def test_credit_by_turn_equals_its_definition(
+    estimator: str, shape: list[list[tuple[list[float], int]]], discount: float
+) -> None:
+    """In float64: G_t, less the mean of G_0, over its standard deviation where one divides."""
+    played, number = [], 0
+    for group, members in enumerate(shape):
+        for given_, scorer in members:
+            played.append(episode(number, group, given_, float(scorer)))
+            number += 1
+    returns = []
+    for trajectory, (given_, scorer) in zip(played, (m for g in shape for m in g), strict=True):
+        values = [*given_[:-1], given_[-1] + scorer]
+        returns.append(
+            [
+                sum(r * discount**later for later, r in enumerate(values[turn:]))
+                for turn in range(len(trajectory.turns))
+            ]
+        )
+    first = np.array([values[0] for values in returns])
+    group_of = np.array([t.group_id for t in played])
+    tokens = np.array([2.0 * len(values) for values in returns])
+    for i, found in enumerate(advantages(estimator, played, discount)):
+        mine = first[group_of == group_of[i]]
+        mean, scale = mine.mean(), 1.0
+        if estimator == "grpo":
+            scale = mine.std(ddof=1) + 1e-6
+        elif estimator == "rloo":
+            mean = (mine.sum() - first[i]) / (len(mine) - 1)
+        elif estimator == "pg":
+            mean = first.mean()
+        elif estimator == "reinforce_pp":
+            mean = (first * tokens).sum() / tokens.sum()
+            scale = np.sqrt(((first - mean) ** 2 * tokens).sum() / (tokens.sum() - 1) + 1e-8)
+        expected = [(value - mean) / scale for value in returns[i]]
+        np.testing.assert_allclose([found[t] for t in range(len(expected))], expected, atol=1e-6)
+
+
+def test_minibatches_and_selections_keep_the_branches_of_an_episode_together() -> None:
+    fork = episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0])
+    played = [fork, episode(1, 0, [0.0]), episode(2, 1, [1.0]), episode(3, 1, [0.0])]
+    groups = [Group(g, NO_PROMPT, tuple(t for t in played if t.group_id == g)) for g in (0, 1)]
+    batch = DeviceBatch.of(pack_groups(groups, step=3, lineage=0, branch_points={}))
+    first, second = batch.minibatches(2)
+    assert first.trajectory_ids_S.tolist() == [0, 0, 1]
+    assert [x.tolist() for x in first.episodes] == [[0, 2], [0, 0, 1]]
+    assert second.trajectory_ids_S.tolist() == [2, 3]
+
+
+def test_rapid_refuses_an_episode_with_branches() -> None:
+    played = [episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0]), episode(1, 0, [0.0])]
+    batch = pack_groups([Group(0, NO_PROMPT, tuple(played))], step=3, lineage=0, branch_points={})
+    rapid = build_algorithm(build_config({"algorithm": {"recipe": "rapid"}}))
+    prepared, _ = rapid.prepare(DeviceBatch.of(batch))
+    with pytest.raises(ValueError, match="rapid weighs whole generations"):
+        rapid.prepare_minibatch(prepared, prepared.rollout_logprobs_T)
+
+
+def test_a_reference_penalty_counts_all_branches_of_an_episode_once() -> None:
+    fork = episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0])
+    played = [fork, episode(1, 0, [0.0])]
+    batch = pack_groups([Group(0, NO_PROMPT, tuple(played))], step=3, lineage=0, branch_points={})
+    device = DeviceBatch.of(batch)
+    settings: dict[str, Any] = {"recipe": "copris", "kl": {"reward_coef": 0.5}}
+    settings |= {"advantage": {"estimator": "dr_grpo"}}
+    penalised = build_algorithm(build_config({"algorithm": settings}))
+    reference_T = device.rollout_logprobs_T - 0.1 * device.loss_mask_T
+    prepared, _ = penalised.prepare(dataclasses.replace(device, ref_logprobs_T=reference_T))
+    assert prepared.advantages_T is not None
+    shaped = np.array([1.0 - 0.5 * 0.1 * 6, 0.0 - 0.5 * 0.1 * 2])
+    first_T = batch.cu_seqlens_S1[batch.first_E]
+    expected = shaped - shaped.mean()
+    np.testing.assert_allclose(prepared.advantages_T[torch.tensor(first_T)], expected, rtol=1e-5)

@@ -1,0 +1,86 @@
+"""Whatever part of a run on one machine is killed, nothing of the run is left behind.
+
+Simulated engines behind the real processes, so that a start is seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from benchmarks.crash.run import configuration, prepare
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Started:
+    """A run that has made its first step, and all its processes at that moment."""
+
+    def __init__(self, folder: Path) -> None:
+        prepare(folder)
+        config = configuration("copris", "simulated", folder, "run", {})
+        config |= {"trainer": {"max_restarts": 0}, "parallel": {"ranks": 2}}
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        self.log = folder / "run.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_async.cli", "train", "--config", "run.yaml"],
+                cwd=folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        metrics = RunDirectory(folder / "run").metrics_file
+        self.until(lambda: bool(read_metrics(metrics)), 120)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert seconds < 100 or self.process.poll() is None, self.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-2000:]
+            time.sleep(0.1)
+
+    def one(self, mark: str) -> psutil.Process:
+        return next(p for p in self.family if p.is_running() and mark in " ".join(p.cmdline()))
+
+    def left(self) -> list[psutil.Process]:
+        return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Started]:
+    started = Started(tmp_path)
+    yield started
+    started.process.kill()
+    started.process.wait(20)
+    for process in started.left():
+        process.kill()
+
+
+@pytest.mark.parametrize("mark", ["", "torch.distributed.run"], ids=["train", "torchrun"])
+def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
+    """Within seconds: nobody waits for a limit of time."""
+    victim = run.one(mark) if mark else psutil.Process(run.process.pid)
+    victim.send_signal(signal.SIGKILL)
+    run.until(lambda: not run.left(), 45)
+    code = run.process.wait(20)
+    if mark:
+        last = run.log.read_text().strip().splitlines()[-1]
+        assert code == 1 and last.startswith("error: the trainer was killed by SIGKILL"), last
+
+
+def test_a_run_that_is_ended_leaves_no_process_and_no_file(run: Started) -> None:
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130
+    assert run.left() == []

@@ -1,0 +1,103 @@
+"""A real engine owned by its host: started, used, killed, stopped; and one that is too late."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.host import HostedEngines
+from megatron_async.engines.interface import EngineError, TokenChunk
+from megatron_async.errors import ComponentFailure
+from megatron_async.places.local import local_place
+from megatron_async.places.place import Place
+from tests.engine import SETTINGS, VOCAB, collect, make_request, tokens_of, until_streaming
+from tests.hf_models import save_hf_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "logs").mkdir()
+    with local_place(tmp_path / "logs") as found:
+        yield found
+
+
+def _server_processes(log_directory: Path) -> list[psutil.Process]:
+    """Processes of servers that run the model beside this log directory."""
+    mark = str(log_directory.parent)
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "engines.sglang.server" in line and mark in line:
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
+    place: Place, tmp_path: Path
+) -> None:
+    save_hf_model("qwen3", tmp_path / "model", vocab_size=VOCAB, max_position_embeddings=2048)
+    config = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path / "model")}, "engines": SETTINGS.model_dump()}
+    )
+    logs = tmp_path / "logs"
+    launcher = HostedEngines(config, logs, place)
+
+    async def check() -> None:
+        assert not await launcher.alive(0)
+        client = await launcher.launch(0)
+        assert client.engine_id == "engine0" and await launcher.alive(0)
+        assert len(tokens_of(await collect(client, make_request("r", [5, 9], 20)))) == 20
+        processes = _server_processes(logs)
+        assert len(processes) > 1
+        arrived: list[TokenChunk] = []
+        long = make_request("long", [5, 9], 1900)
+        running = asyncio.create_task(collect(client, long, arrived))
+        await until_streaming([arrived])
+        started = time.monotonic()
+        os.kill(processes[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="engine0"):
+            await asyncio.wait_for(running, 10)
+        with pytest.raises(EngineError, match="GET /model_info"):
+            await client.version()
+        assert not await client.healthy()
+        # Its connections close before the kernel has taken the whole process down.
+        while await launcher.alive(0):
+            assert time.monotonic() - started < 5
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - started < 5
+        await launcher.stop(0)
+        _, left = psutil.wait_procs(processes, timeout=5)
+        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+
+    asyncio.run(asyncio.wait_for(check(), 280))
+
+
+def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
+    place: Place, tmp_path: Path
+) -> None:
+    engines = SETTINGS.model_copy(update={"start_timeout_seconds": 0.5})
+    config = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path / "model")}, "engines": engines.model_dump()}
+    )
+    launcher = HostedEngines(config, tmp_path / "logs", place)
+
+    async def check() -> None:
+        with pytest.raises(
+            ComponentFailure, match=r"^the inference server was not ready"
+        ) as caught:
+            await launcher.launch(0)
+        assert "Traceback" not in str(caught.value)
+        assert not await launcher.alive(0)
+        assert _server_processes(tmp_path / "logs") == []
+
+    asyncio.run(asyncio.wait_for(check(), 60))

@@ -1,0 +1,145 @@
+"""What a turn adds is what the template would show, and no answer is made from text again."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.config.data import DataConfig
+from megatron_async.environments.conversation import Conversation
+from megatron_async.errors import UserError
+from tests.environments.templates import FAMILIES, family_tokenizer
+
+TEXT = st.text("abc xyz.", min_size=1, max_size=12).map(str.strip).filter(bool)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+def conversation(family: str, **settings: Any) -> tuple[Conversation, Any, tuple[int, ...]]:
+    tokenizer, stops = family_tokenizer(family)
+    return Conversation(DataConfig(**settings), tokenizer, stops), tokenizer, stops
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(asked=st.lists(TEXT, min_size=1, max_size=5), answers=st.lists(TEXT, min_size=5, max_size=5))
+def test_turn_by_turn_is_the_whole_conversation(
+    family: str, asked: list[str], answers: list[str]
+) -> None:
+    """Where a template shows earlier turns as they were, pieces join to what it shows at once."""
+    turns, tokenizer, stops = conversation(family)
+    messages = [{"role": "user", "content": asked[0]}]
+    tokens = turns.opening(messages).tolist()
+    for answer, observation in zip(answers, asked[1:], strict=False):
+        tokens += [*tokenizer.encode(answer, add_special_tokens=False), stops[0]]
+        new = [{"role": "user", "content": observation}]
+        tokens += turns.next(new, ended=True).tolist()
+        messages += [{"role": "assistant", "content": answer}, *new]
+    assert tokens == turns.opening(messages).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_is_added_only_where_the_policy_wrote_none(family: str) -> None:
+    turns, _, stops = conversation(family)
+    new = [{"role": "user", "content": "more"}]
+    cut, ended = turns.next(new, ended=False), turns.next(new, ended=True)
+    assert cut[0] == stops[0]
+    np.testing.assert_array_equal(cut[1:], ended)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "smollm2"])
+def test_an_end_in_an_observation_stays(family: str) -> None:
+    """A stop token that an observation holds is no end of the answer."""
+    turns, tokenizer, _ = conversation(family)
+    text = tokenizer.decode(turns.next([{"role": "user", "content": "a<|im_end|>b"}], ended=True))
+    assert "a<|im_end|>b<|im_end|>" in text
+
+
+def test_earlier_thinking_that_a_template_drops_stays_in_the_branch() -> None:
+    turns, tokenizer, stops = conversation("qwen3")
+    opening = [{"role": "user", "content": "2 + 3?"}]
+    answer = "<think>\nhm\n</think>\n\n5"
+    written = [*tokenizer.encode(answer, add_special_tokens=False), stops[0]]
+    new = [{"role": "user", "content": "sure?"}]
+    branch = [*turns.opening(opening), *written, *turns.next(new, ended=True)]
+    assert "hm" in tokenizer.decode(branch)
+    at_once = turns.opening([*opening, {"role": "assistant", "content": answer}, *new])
+    assert "hm" not in tokenizer.decode(at_once)
+    turns.check(opening, ["user"])
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
+@given(asked=TEXT, answer=TEXT)
+def test_the_bridge_of_another_library_agrees(role: str, end: str, asked: str, answer: str) -> None:
+    """`renderers` has Qwen3's turns written by hand; it takes either end for the answer's."""
+    renderers = pytest.importorskip("renderers")
+    turns, tokenizer, stops = conversation("qwen3")
+    marks = [f"<{slash}{name}>" for name in ("tool_call", "think") for slash in ("", "/")]
+    tokenizer.add_tokens([*marks, "<tool_response>", "</tool_response>"], special_tokens=False)
+    opening = turns.opening([{"role": "user", "content": "2 + 3?"}]).tolist()
+    written = tokenizer.encode(f"<think>\nhm\n</think>\n\n{answer}{end}")
+    new = [{"role": role, "content": asked}]
+    qwen3 = importlib.import_module("renderers.qwen3").Qwen3Renderer(tokenizer)
+    bridged = qwen3.bridge_to_next_turn(opening, written, new)
+    if bridged is None:  # it renders anew after a user's turn, since the template drops thoughts
+        assert role == "user"
+        return
+    ended = written[-1] in stops
+    ours = [*opening, *written, *turns.next(new, ended=ended)]
+    assert ours == list(bridged.token_ids), renderers.__file__
+
+
+def test_an_answer_is_text_without_its_end() -> None:
+    turns, tokenizer, stops = conversation("qwen3")
+    ids = tokenizer.encode("five", add_special_tokens=False)
+    assert turns.answer_text([*ids, stops[0]]) == turns.answer_text(ids) == "five"
+
+
+@pytest.mark.parametrize(
+    ("family", "goes_on"),
+    [("qwen2_5", True), ("qwen3", True), ("llama3_1", True)]
+    + [(family, False) for family in ("plain", "smollm2", "llama3", "gemma3")],
+)
+def test_a_template_that_cannot_show_tools_is_refused(family: str, goes_on: bool) -> None:
+    tokenizer, stops = family_tokenizer(family)
+    turns = Conversation(DataConfig(), tokenizer, stops, [TOOL])
+    opening = [{"role": "user", "content": "6 times 7?"}]
+    if goes_on:
+        turns.check(opening, ["tool"])
+        return
+    with pytest.raises(UserError, match="leaves out the tools"):
+        turns.check(opening, ["tool"])
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ messages[0].content }}", "leaves out an answer once others follow"),
+        (
+            "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
+            "leaves out a message of role 'user'",
+        ),
+        (
+            "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
+            "shows a message of role 'user' otherwise in a longer one",
+        ),
+        ("{{ raise_exception('no') }}", "fails for messages of user"),
+    ],
+)
+def test_a_template_that_cannot_go_on_is_refused(template: str, sentence: str) -> None:
+    tokenizer, stops = family_tokenizer("smollm2")
+    tokenizer.chat_template = template
+    turns = Conversation(DataConfig(), tokenizer, stops)
+    with pytest.raises(UserError, match=sentence):
+        turns.check([{"role": "user", "content": "hi"}], ["user"])

@@ -1,0 +1,303 @@
+"""Environments of users, played: the interface's two forms, and everything that such code does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.environments import Answer, Step
+from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.player import Player, environment_builder
+from megatron_async.environments.tools import CallReader
+from megatron_async.errors import UserError
+
+PROMPT = ({"role": "user", "content": "6 times 7? "},)
+
+
+class Guess:
+    def __init__(self, high: int = 100) -> None:
+        self.high = high
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.number, self.left = random.Random(seed).randint(1, self.high), 7
+        return f"Guess my number, 1 to {self.high}."
+
+    def step(self, answer: Answer) -> Step:
+        self.left -= 1
+        if not answer.text.strip().isdecimal():
+            return Step("Only a number.", done=not self.left)
+        guess = int(answer.text)
+        if guess == self.number:
+            return Step(reward=1.0, done=True)
+        return Step("higher" if guess < self.number else "lower", done=not self.left)
+
+    def state(self) -> bytes:
+        return f"{self.number} {self.left}".encode()
+
+    def restore(self, state: bytes, **row: Any) -> None:
+        self.number, self.left = map(int, state.split())
+
+
+class Calculator:
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a * b
+
+    async def divide(self, a: int, b: int) -> float:
+        """Divide two integers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        await asyncio.sleep(0)
+        return a / b
+
+
+class AsTRLHasIt:
+    def __init__(self) -> None:
+        self.reward = 0.0
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.reward = 0.0
+        return "The word has 5 letters."
+
+    def guess(self, word: str) -> str:
+        """Guess the word.
+
+        Args:
+            word: The word.
+
+        Returns:
+            The game's hint.
+        """
+        self.reward = 1.0
+        return "right"
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(2)
+    yield pool
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+def player_of(cls: Any, threads: ThreadPoolExecutor, seconds: float = 5.0) -> Player:
+    return Player(cls, f"own.py:{cls.__name__}", threads, seconds)
+
+
+def qwen_call(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def test_a_game_is_played_to_its_end(threads: ThreadPoolExecutor) -> None:
+    async def play() -> None:
+        player = player_of(Guess, threads)
+        [opening] = await player.reset({"seed": 3}, ())
+        assert opening == {"role": "user", "content": "Guess my number, 1 to 100."}
+        number = random.Random(3).randint(1, 100)
+        wrong = await player.step(Answer(str(number - 1)))
+        assert wrong.messages == ({"role": "user", "content": "higher"},)
+        assert not wrong.done
+        right = await player.step(Answer(str(number)))
+        assert (right.done, right.reward, right.messages) == (True, 1.0, ())
+        assert await player.final_reward() == (0.0, {})
+        await player.close()
+
+    asyncio.run(play())
+
+
+def test_a_restored_game_goes_on_as_it_would_have(threads: ThreadPoolExecutor) -> None:
+    async def play() -> None:
+        first, second = player_of(Guess, threads), player_of(Guess, threads)
+        await first.reset({"seed": 5}, ())
+        await first.step(Answer("0"))
+        snapshot = await first.state()
+        assert snapshot is not None
+        await second.restore(snapshot, {"seed": 5})
+        for text in ("0", "x", "100"):
+            assert await first.step(Answer(text)) == await second.step(Answer(text))
+
+    asyncio.run(play())
+
+
+def calls_of(threads: ThreadPoolExecutor, cls: Any, text: str) -> Any:
+    async def play() -> Any:
+        player = player_of(cls, threads)
+        assert await player.reset({}, PROMPT)
+        return await player.step(Answer(text), CallReader("qwen25", player.schemas()))
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("text", "replies"),
+    [
+        (qwen_call('{"name": "multiply", "arguments": {"a": 6, "b": 7}}'), ["42"]),
+        (qwen_call('{"name": "divide", "arguments": {"a": 1, "b": 2}}'), ["0.5"]),
+        (
+            qwen_call('{"name": "divide", "arguments": {"a": 1, "b": 0}}'),
+            ["Error: ZeroDivisionError: division by zero"],
+        ),
+        (
+            qwen_call('{"name": "multiply", "arguments": {"a": 6}}'),
+            ["Error: multiply: missing a required argument: 'b'"],
+        ),
+        (
+            qwen_call('{"name": "multiply", "arguments": [6, 7]}'),
+            [
+                "Error: the call cannot be read: the arguments of 'multiply' are [6, 7], not an "
+                "object"
+            ],
+        ),
+        (
+            qwen_call('{"name": "root", "arguments": {"a": 6}}'),
+            ["Error: a call cannot be read, or its tool is none of: divide, multiply"],
+        ),
+        (
+            qwen_call('{"name": "multiply", "argum'),
+            ["Error: a call cannot be read, or its tool is none of: divide, multiply"],
+        ),
+        (
+            qwen_call('{"name": "multiply", "arguments": {"a": 2, "b": 3}}')
+            + qwen_call('{"name": "root", "arguments": {}}'),
+            ["6", "Error: a call cannot be read, or its tool is none of: divide, multiply"],
+        ),
+    ],
+)
+def test_tools_answer_every_call(
+    threads: ThreadPoolExecutor, text: str, replies: Sequence[str]
+) -> None:
+    reply = calls_of(threads, Calculator, text)
+    assert [message["content"] for message in reply.messages] == list(replies)
+    assert {message["role"] for message in reply.messages} == {"tool"}
+    assert not reply.done
+
+
+def test_an_answer_without_a_call_ends_a_class_of_tools(threads: ThreadPoolExecutor) -> None:
+    reply = calls_of(threads, Calculator, "It is 42.")
+    assert reply.done
+    assert reply.messages == ()
+
+
+def test_a_class_written_for_trl_runs_unchanged(threads: ThreadPoolExecutor) -> None:
+    async def play() -> None:
+        player = player_of(AsTRLHasIt, threads)
+        [opening] = await player.reset({"anything": 1}, PROMPT)
+        assert opening["content"] == "6 times 7? The word has 5 letters."
+        reader = CallReader("qwen25", player.schemas())
+        call = qwen_call('{"name": "guess", "arguments": {"word": "crane"}}')
+        reply = await player.step(Answer(call), reader)
+        assert [message["content"] for message in reply.messages] == ["right"]
+        assert (await player.step(Answer("Done."), reader)).done
+        assert await player.final_reward() == (1.0, {})
+
+    asyncio.run(play())
+
+
+def hostile(reset: Any = None, step: Any = None, **methods: Any) -> Any:
+    body = {
+        "reset": lambda self, **row: "Begin." if reset is None else reset(),
+        "step": lambda self, answer: Step("go on") if step is None else step(),
+        **methods,
+    }
+    return type("Own", (), body)
+
+
+def give_up() -> None:
+    raise TimeoutError("the service is slow")
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize(
+    ("cls", "sentence"),
+    [
+        (hostile(reset=boom), r"Own\.reset raised ValueError: boom at .*test_player.py:\d+"),
+        (hostile(reset=lambda: 3), "Own.reset returned the observation 3; it must be text"),
+        (hostile(reset=lambda: [{"role": "assistant", "content": "x"}]), "`role` of system"),
+        (hostile(reset=lambda: [{"role": "user", "content": 3}]), "a text `content`"),
+        (hostile(reset=lambda: "x" * (1 << 21)), "more than 1,048,576 characters"),
+        (hostile(step=boom), "Own.step raised ValueError: boom"),
+        (hostile(step=lambda: "text"), "Own.step returned 'text'; it must be a Step"),
+        (hostile(step=lambda: Step(reward=float("nan"))), "must be a finite number"),
+        (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
+        (hostile(step=lambda: Step(parts={"mean": 1.0})), "is a name of metrics"),
+        (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
+        (hostile(step=give_up), "Own.step raised TimeoutError: the service is slow"),
+        (hostile(state=lambda self: "text", restore=boom), "Own.state returned 'text'"),
+        (hostile(get_reward=lambda self: "1"), "Own.get_reward: the reward returned '1'"),
+    ],
+)
+def test_hostile_code_is_one_sentence(threads: ThreadPoolExecutor, cls: Any, sentence: str) -> None:
+    async def play() -> None:
+        player = player_of(cls, threads, seconds=0.2)
+        await player.reset({}, ())
+        await player.step(Answer("x"))
+        await player.state()
+        await player.final_reward()
+
+    with pytest.raises(EnvironmentFault, match=sentence):
+        asyncio.run(play())
+
+
+def test_rows_without_prompt_need_an_opening(threads: ThreadPoolExecutor) -> None:
+    player = player_of(Calculator, threads)
+    with pytest.raises(EnvironmentFault, match="returned None, and the task's rows have no prompt"):
+        asyncio.run(player.reset({}, ()))
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "sentence"),
+    [
+        ("class Own:\n    pass\n", {"high": 3}, "environment.arguments do not fit"),
+        ("Own = 3\n", {}, "no class or function"),
+        ("1 / 0\n", {}, "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    tmp_path: Path, code: str, arguments: Mapping[str, Any], sentence: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(code)
+    with pytest.raises(UserError, match=sentence):
+        environment_builder(f"{file}:Own", arguments)
+
+
+def test_a_tool_that_cannot_be_described_is_refused(threads: ThreadPoolExecutor) -> None:
+    class Silent:
+        def reset(self, **row: Any) -> None:
+            pass
+
+        def work(self, a: int) -> int:
+            return a
+
+    async def play() -> None:
+        player = player_of(Silent, threads)
+        await player.reset({}, PROMPT)
+        player.schemas()
+
+    with pytest.raises(UserError, match="the tool 'work' cannot be described"):
+        asyncio.run(play())
+
+
+def test_an_unknown_parser_is_refused() -> None:
+    with pytest.raises(UserError, match=r"environment\.tool_parser is 'qwen99'; it must be one of"):
+        CallReader("qwen99", []).check()

@@ -1,0 +1,184 @@
+"""Writing to a disk that is full, read-only or failing: one sentence, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_async.files.disk import (
+    CannotWrite,
+    LineFile,
+    check_room,
+    disk_failure,
+    json_lines,
+    naming_disk_errors,
+    reason,
+    whole_lines_end,
+    writing,
+)
+from tests.small_disk import SmallDisk
+
+
+def raised(number: int, filename: str | None = None) -> OSError:
+    return OSError(number, os.strerror(number), filename)
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "No space left on device; free space on its file system, or raise the"),
+        (errno.EDQUOT, "Disk quota exceeded; free space on its file system, or raise the quota"),
+        (errno.EROFS, "Read-only file system; mount its file system writable"),
+        (errno.EACCES, "Permission denied; give this user the right to write there"),
+        (errno.EIO, "Input/output error; look at its file system, which is full, over its quota"),
+        (errno.ENOTDIR, "Not a directory"),
+    ],
+)
+def test_what_the_system_refuses_names_the_path_the_reason_and_the_remedy(
+    number: int, sentence: str
+) -> None:
+    with pytest.raises(CannotWrite) as failure, writing(Path("/runs/a/metrics.jsonl")):
+        raise raised(number)
+    assert str(failure.value).startswith(f"/runs/a/metrics.jsonl cannot be written: {sentence}")
+
+
+def test_what_is_no_matter_of_the_disk_stays_as_it_is() -> None:
+    with pytest.raises(KeyError), writing(Path("a")):
+        raise KeyError("a")
+    assert disk_failure(KeyError("a")) is None
+    assert disk_failure(raised(errno.ECONNREFUSED)) is None
+    assert disk_failure(raised(errno.EACCES)) is None, "it may be a signal or a socket"
+
+
+def test_an_error_that_got_out_without_a_path_is_a_sentence_all_the_same() -> None:
+    with pytest.raises(CannotWrite) as failure, naming_disk_errors():
+        raise raised(errno.ENOSPC)
+    assert str(failure.value).startswith("a file cannot be used: No space left on device; free")
+    with pytest.raises(CannotWrite) as failure, naming_disk_errors():
+        raise raised(errno.EACCES, "/a/b")
+    assert str(failure.value).startswith("/a/b cannot be used: Permission denied; give")
+
+
+def test_an_error_of_sqlite_has_a_remedy_too(disk: SmallDisk) -> None:
+    connection = sqlite3.connect(disk.path / "a.sqlite")
+    connection.execute("CREATE TABLE t (a)")
+    disk.fill()
+    with pytest.raises(sqlite3.Error) as error:
+        connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+        connection.commit()
+    assert reason(error.value).startswith("database or disk is full; free space")
+    connection.close()
+
+
+def test_safetensors_error_at_a_full_disk_is_understood(disk: SmallDisk) -> None:
+    file = disk.path / "model.safetensors"
+    with pytest.raises(CannotWrite) as failure, writing(file):
+        save_file({"a": torch.zeros(4 << 20)}, file)
+    assert str(failure.value).startswith(f"{file} cannot be written: No space left on device; free")
+
+
+def test_room_is_looked_for_and_nothing_is_left_of_it(disk: SmallDisk) -> None:
+    check_room(disk.path, 1 << 20)
+    disk.fill(leave=1 << 19)
+    with pytest.raises(CannotWrite, match=f"^{disk.path} cannot be written: No space left"):
+        check_room(disk.path, 1 << 20)
+    assert disk.free_bytes() == 1 << 19
+    disk.make_room()
+    disk.read_only()
+    with pytest.raises(CannotWrite, match="Read-only file system; mount"):
+        check_room(disk.path, 1)
+
+
+class TestLineFile:
+    LINE = json.dumps({"a": "x" * 3000}) + "\n"
+
+    def test_a_full_disk_never_leaves_a_part_of_a_line(self, disk: SmallDisk) -> None:
+        path = disk.path / "a.jsonl"
+        lines = LineFile(path)
+        disk.fill(leave=5 * 4096)
+        written = 0
+        with pytest.raises(CannotWrite, match=f"^{path} cannot be written: No space left"):
+            while True:
+                lines.write(self.LINE)
+                lines.flush()
+                written += 1
+        assert written == 6, "five pages hold six lines of 3 kB and a part of one"
+        assert path.read_text() == written * self.LINE
+        disk.make_room()
+        with pytest.raises(CannotWrite):
+            lines.write(self.LINE)  # what is missing between may be anything
+        lines.close()
+        lines.close()
+        again = LineFile(path)
+        again.write(self.LINE)
+        again.close()
+        assert path.read_text() == (written + 1) * self.LINE
+
+    @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+    def test_a_file_that_somebody_removes_is_made_again(
+        self, tmp_path: Path, replaced: bool
+    ) -> None:
+        path = tmp_path / "a.jsonl"
+        lines = LineFile(path)
+        lines.write('{"a": 1}\n')
+        lines.flush()
+        path.unlink()
+        if replaced:
+            (tmp_path / "other").write_text('{"a": 0}\n')
+            (tmp_path / "other").rename(path)
+        lines.write('{"a": 2}\n')
+        lines.close()
+        assert path.read_text() == '{"a": 0}\n' * replaced + '{"a": 2}\n'
+
+    def test_what_gathers_is_written_together(self, tmp_path: Path) -> None:
+        lines = LineFile(tmp_path / "a.jsonl", new=True)
+        lines.write(self.LINE)
+        assert (tmp_path / "a.jsonl").read_text() == ""
+        for _ in range(99):
+            lines.write(self.LINE)
+        assert len((tmp_path / "a.jsonl").read_text()) > 3000 * 60, "memory is bounded"
+        lines.close()
+        assert (tmp_path / "a.jsonl").read_text() == 100 * self.LINE
+        with pytest.raises(CannotWrite, match="File exists"):
+            LineFile(tmp_path / "a.jsonl", new=True)
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("", ""),
+            ('{"a": 1}\n', '{"a": 1}\n'),
+            ('{"a": 1}\n{"a": 2', '{"a": 1}\n'),
+            ('{"a": 1}\n{"a": 2}', '{"a": 1}\n{"a": 2}\n'),
+            ('{"a', ""),
+            ('{"a": 1}\n{"a": "' + 200_000 * "x", '{"a": 1}\n'),
+            (200_000 * "x", ""),
+        ],
+        ids=["empty", "whole", "torn", "no newline", "torn first", "long", "long first"],
+    )
+    def test_a_last_line_that_was_left_torn_does_not_swallow_the_next(
+        self, tmp_path: Path, before: str, after: str
+    ) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_text(before)
+        assert whole_lines_end(path) == before.rfind("\n") + 1
+        lines = LineFile(path)
+        assert path.read_text() == after
+        lines.write('{"a": 3}\n')
+        lines.close()
+        assert path.read_text() == after + '{"a": 3}\n'
+
+    def test_readers_leave_out_what_is_no_line(self) -> None:
+        data = b'{"a": 1}\n{"a": 2{"a": 3}\n\n\xff\xfe\n[1]\n{"a": "\xe2\x80\xa8"}\n{"a"'
+        assert list(json_lines(data)) == [{"a": 1}, {"a": "\u2028"}]
+
+    def test_a_read_only_file_is_a_sentence(self, disk: SmallDisk) -> None:
+        disk.read_only()
+        with pytest.raises(CannotWrite, match=r"a\.jsonl cannot be written: Read-only file"):
+            LineFile(disk.path / "a.jsonl")

@@ -1,0 +1,66 @@
+"""What the contract suite places, and a caller in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.places.addresses import place_at
+from megatron_async.places.place import Place, Placed
+
+
+class Subject:
+    """Does what a test asks of it."""
+
+    def __init__(self, refuses: str = "") -> None:
+        if refuses:
+            raise UserError(refuses)
+        self._placed: list[Placed] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    async def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    async def fail(self) -> None:
+        raise ComponentFailure("the disk is gone")
+
+    async def err(self) -> None:
+        raise KeyError("nobody's")
+
+    async def write_after(self, seconds: float, file: Path) -> str:
+        await asyncio.sleep(seconds)
+        file.write_text("done")
+        return "written"
+
+    def block(self, seconds: float) -> tuple[float, float]:
+        began = time.monotonic()
+        time.sleep(seconds)
+        return began, time.monotonic()
+
+    async def start_process(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    async def place_another(self, address: str, logs: Path) -> tuple[int, int]:
+        """Start a subject from here; its process and one that it has started."""
+        place: Place = place_at(address, logs)
+        self._placed.append(place.start(Subject, name="another"))
+        pid = await self._placed[-1].call("pid", limit=60)
+        return pid, await self._placed[-1].call("start_process", limit=60)
+
+
+if __name__ == "__main__":  # python -m tests.places.subject ADDRESS NAME LIMIT SECONDS FILE
+    address, name, limit, seconds, file = sys.argv[1:]
+    found = place_at(address, Path(file).parent).find(name)
+    print("asking", flush=True)
+    print(found.ask("write_after", float(seconds), Path(file), limit=float(limit)), flush=True)

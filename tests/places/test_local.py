@@ -1,0 +1,128 @@
+"""The local place alone: who may call, which files there are, and what is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.files.own_directory import user_directory
+from megatron_async.places.local import LocalPlace, local_place
+from megatron_async.places.place import PlacedDead
+from tests.places.subject import Subject
+from tests.places.test_contract import LIMIT, gone, until
+
+OPENER = """
+import sys, time
+from pathlib import Path
+from megatron_async.places.local import local_place
+from tests.places.subject import Subject
+with local_place(Path(sys.argv[1])) as place:
+    placed = place.start(Subject, name="subject", restarts=5, here=True)
+    print(place.address, placed.ask("pid", limit=60), flush=True)
+    time.sleep(600)
+"""
+STRANGER = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+opened = socket.socket(socket.AF_UNIX)
+opened.settimeout(20)
+opened.connect(sys.argv[1])
+try:
+    opened.sendall(bytes(7) + bytes([9]) + b"x" * 9)
+    print(opened.recv(1))
+except (BrokenPipeError, ConnectionResetError):
+    print(b"")
+"""
+
+
+def directory_of(place: LocalPlace) -> Path:
+    return Path(place.address.removeprefix("local:"))
+
+
+def test_only_this_user_reaches_the_sockets(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        for directory in (directory_of(place), directory_of(place).parent):
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_who_reaches_a_socket_gets_no_answer(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        place.start(Subject, name="subject").ask("pid", limit=LIMIT)
+        directory = directory_of(place)
+        try:
+            for opened in (directory.parent, directory, directory / "subject"):
+                opened.chmod(0o777)
+            command = [sys.executable, "-c", STRANGER, str(directory / "subject")]
+            found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert found.stdout == "b''\n", found.stderr
+        finally:
+            directory.parent.chmod(0o700)
+
+
+def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        pid = place.start(Subject, name="subject").ask("pid", limit=LIMIT)
+    assert gone(pid) and not directory_of(place).exists()
+
+
+def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path) -> None:
+    opener = subprocess.Popen(
+        [sys.executable, "-c", OPENER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert opener.stdout is not None
+    address, pid = opener.stdout.readline().split()
+    left = Path(address.removeprefix("local:"))
+    opener.kill()
+    opener.communicate(timeout=20)
+    until(lambda: gone(int(pid)), 10)
+    with local_place(tmp_path) as place:
+        assert not left.exists() and directory_of(place).exists()
+        with local_place(tmp_path):
+            assert directory_of(place).exists(), "that of one who lives stays"
+
+
+def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject")
+        psutil.Process(placed.ask("pid", limit=LIMIT)).kill()
+        why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
+        with pytest.raises(PlacedDead, match=why):
+            placed.ask("pid", limit=LIMIT)
+
+
+def test_more_gpus_than_there_are_is_a_sentence(tmp_path: Path) -> None:
+    with local_place(tmp_path, gpus="3,5") as place:
+        place.start(Subject, name="first", gpus=1)
+        with pytest.raises(ComponentFailure, match=r"^second needs 2 GPUs, and 1 are free$"):
+            place.start(Subject, name="second", gpus=2)
+
+
+def test_without_gpus_of_its_own_a_process_sees_those_of_the_place(tmp_path: Path) -> None:
+    with local_place(tmp_path, gpus="3,5") as place:
+        placed = place.start(Subject, name="subject")
+        assert placed.ask("variable", "CUDA_VISIBLE_DEVICES", limit=LIMIT) == "3,5"
+
+
+def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    path = Path("/tmp/megatron-async-4711")
+    try:
+        with pytest.raises(Exception, match=rf"{path}.*belongs to somebody else"):
+            user_directory("megatron-async")
+    finally:
+        path.rmdir()
+
+
+def test_a_socket_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place, socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(directory_of(place) / "subject"))
+        assert place.start(Subject, name="subject").ask("echo", 1, limit=LIMIT) == 1

@@ -1,0 +1,320 @@
+"""The report: one file that loads nothing, escapes what runs wrote, and that a browser can draw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.report.data import read_run
+from megatron_async.report.page import report_page
+from megatron_async.report.panels import (
+    ImportanceWeights,
+    _logarithmic,
+    accuracy,
+    happenings,
+)
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+from tests.browser import drawn, flaws, needs_browser
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+def make_run(root: Path, name: str, steps: int = 6) -> Path:
+    """A run of two lineages with metrics, warnings, evaluations and one resumed trajectory."""
+    config = build_config({"name": name, "root": str(root), "model": {"path": str(root / "model")}})
+    directory = RunDirectory.create(config)
+    for lineage, begin in ((0, 0), (1, steps // 2)):
+        with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
+            metrics.write(begin, {"eval/accuracy": 0.5, "eval/answers": 64}, kind="eval")
+            for step in range(begin, steps):
+                metrics.write(step, step_metrics(step))
+            metrics.warn(begin, "engine_failed", f"engine0 has ended {HOSTILE}")
+    asyncio.run(_one_trajectory(directory))
+    return directory.path
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.1 * step,
+        "reward/std": 0.3,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "rollout/lag_mean": 0.5,
+        "rollout/lag_max": 1.0,
+        "rollout/tokens": 100.0,
+        "rollout/seconds": 2.0,
+        "rollout/seconds_since_last_batch": 3.0,
+        "rollout/update_pause_seconds": 0.5,
+        "rollout/resumed_share": 0.2,
+        "rollout/truncated_share": 0.1,
+        "reward/uninformative_groups": 0.3,
+        "actor/clip_fraction": 0.05,
+        "staleness/lag_share_0": 0.6,
+        "staleness/lag_share_1": 0.4,
+        "time/train": 1.0,
+        "time/wait_for_batch": 2.0,
+        "rollout/scores": 10.0,
+        "rollout/scorer_errors": float(step == 3),
+        "rollout/scorer_timeouts": 0.0,
+        "train/tokens": 50.0,
+        "train/trained_tokens": 40.0,
+        "train/loss": -0.1,
+        "weights/ready_seconds": 0.1,
+        "weights/transfer_seconds": 0.2,
+        "weights/transfer_gather_seconds": 0.15,
+        "weights/probe_mean_error": 0.011 + 0.001 * step,
+        "weights/probe_max_error": 0.2,
+        "off_policy/weight": 1.0,
+        "off_policy/chi2_token": 0.25,
+        "off_policy/log_ratio_min": -2.0,
+        "off_policy/log_ratio_max": 0.1 + step,
+    }
+
+
+async def _one_trajectory(directory: RunDirectory) -> None:
+    model = directory.path.parent / "model"
+    model.mkdir(exist_ok=True)
+    write_character_tokenizer(model)
+    store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
+    group = store.add_group(Prompt(np.array([5, 6], np.int32), "sum"), 1)
+    trajectory_id = group.trajectories[0].trajectory_id
+    for number, end in ((0, None), (1, FinishReason.STOP)):
+        key = store.begin_request(trajectory_id)
+        tokens = np.array([7, 8], np.int32)
+        logprobs = np.zeros(2, np.float32)
+        store.append(key, tokens, logprobs, PolicyVersion(0, number), "engine0", end=end)
+        store.end_request(key) if end is None else None
+    await store.set_reward(trajectory_id, 1.0, {})
+    await store.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report"), "one")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return report_page([read_run(run)])
+
+
+def body(page: str) -> str:
+    return page.partition("<body>")[2]
+
+
+def test_the_page_loads_nothing_and_escapes_what_the_run_wrote(page: str) -> None:
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
+    assert "@import" not in body(page) and "url(" not in body(page)
+    assert HOSTILE not in body(page)
+    assert "engine0 has ended &lt;script&gt;" in page
+
+
+def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> None:
+    for title in (
+        "Reward of a batch",
+        "Accuracy of evaluations",
+        "Where the trainer's seconds went",
+        "Where the rollout side's seconds went",
+        "Trained tokens by lag",
+        "Weight updates by phase",
+        "Inside the transfer of weights (phases overlap)",
+        "Importance weight of a token",
+        "Engines against the trainer, same weights",
+        "Scores that failed",
+        "Warnings and restarts",
+    ):
+        assert title.replace("'", "\\u0027") in page or title in page, title
+    assert "KV cache in use" not in body(page), "the run has no such metrics"
+    assert "<td>failed scores</td><td>1 of 60</td>" in page
+    assert "past the limit" not in body(page), "none has failed so"
+
+
+def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
+    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
+    band, mean, smallest, largest = figure.data
+    assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
+    above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
+    assert above[0] == pytest.approx(math.exp(0.1)), "no further than the largest weight"
+    assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
+    assert below == pytest.approx([0.5] * len(mean.y))
+    extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
+    extreme.train[0]["off_policy/log_ratio_min"] = -700.0
+    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(extreme)
+    assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
+    assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.9, 1.2, []),  # left to the library
+        (0.5, 5.0, ["0.5", "1", "2", "5"]),
+        (1.0, 5000.0, ["1", "10", "100", "1000"]),
+        (0.5, 5e8, ["1", "1000", "1e+06"]),
+    ],
+)
+def test_labels_of_a_logarithmic_axis_leave_each_other_room(
+    low: float, high: float, labels: list[str]
+) -> None:
+    figure = go.Figure(go.Scatter(x=[0, 1], y=[low, high]))
+    _logarithmic(figure)
+    axis = figure.layout.yaxis
+    ticks = zip(axis.tickvals or (), axis.ticktext or (), strict=True)
+    assert [text for value, text in ticks if low <= value <= high] == labels
+
+
+def test_segments_are_coloured_by_policy_version(page: str) -> None:
+    shown = re.findall(r'background:(#\w+)55" title="policy (version \d) on engine0', page)
+    assert {version for _, version in shown} == {"version 0", "version 1"}
+    assert len({colour for colour, _ in shown}) == 2
+
+
+def test_a_trajectory_that_is_best_and_worst_is_shown_once_with_both_reasons(run: Path) -> None:
+    (sample,) = read_run(run).samples
+    assert sample.why == "highest reward, lowest reward, longest, most policy versions"
+    assert sample.facts == "trajectory 0, reward 1, 4 tokens in 2 segments, complete"
+
+
+def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    folder = run / "evaluations"
+    folder.mkdir()
+    for step, response in ((0, "old"), (12, "nineteen"), (3, "older")):
+        row = {"question": "7+12=", "answer": "19", "response": response, "reward": 1.0}
+        (folder / f"held-out-{step}.jsonl").write_text(json.dumps(row) + "\n")
+    text = body(report_page([read_run(run)]))
+    assert "evaluation held-out" in text and "nineteen" in text and "policy version 12" in text
+    assert ">old<" not in text and ">older<" not in text, "the newest alone"
+
+
+def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    rows = [
+        {"question": f"{i}=", "response": f"#{i}", "reward": float(i != 7), "parts": {"form": 1.0}}
+        for i in range(9)
+    ]
+    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    assert [sample.pieces[0].text for sample in shown] == ["#7", "#0", "#1"]
+    assert [sample.facts for sample in shown] == ["reward 0, form 1"] + ["reward 1, form 1"] * 2
+
+
+def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    row = {
+        "question": "2+2?",
+        "prompt": "user: 2+2? Think.",
+        "answer": "4",
+        "response": "5",
+        "reward": 0.0,
+        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "tokens": 7,
+        "truncated": True,
+        "versions": ["0.16", "1.17"],
+    }
+    scored = {"parts": {"score": 0.0, "answered": 0.0}, "versions": ["0.17"]}
+    rows = [row, {**row, "truncated": False, **scored}]
+    (run / "evaluations" / "held-out-17.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, other = [s for s in read_run(run).samples if s.why == "evaluation held-out"]
+    assert one.prompt == "user: 2+2? Think."
+    facts = "reward 0, scorer error, form 0.25, right answer 4, cut at the length limit"
+    assert (one.facts, other.facts) == (facts, "reward 0, no answer found, right answer 4")
+    assert one.pieces[0].version == "version 16 and version 17 (lineage 1)"
+    assert other.pieces[0].version == "version 17" and other.pieces[0].tokens == 7
+
+
+def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    rows = [{"question": "1=", "response": "#1", "reward": reward} for reward in (1.0, None)]
+    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    assert [sample.facts for sample in shown] == ["no score", "reward 1"]
+
+
+def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
+    other = make_run(run.parent, "other", steps=9)
+    text = body(report_page([read_run(run), read_run(other)]))
+    ranges = re.findall(r'"range":\[([\d.,-]+)\]', text)
+    assert ranges and all(ranges.count(found) % 2 == 0 for found in ranges)
+    assert "one and other" in text
+
+
+def test_a_run_without_any_step_has_a_page_too(tmp_path: Path) -> None:
+    gone = {"path": str(tmp_path / "gone")}
+    directory = RunDirectory.create(
+        build_config({"name": "new", "root": str(tmp_path), "model": gone})
+    )
+    assert "no trajectory has a reward yet" in report_page([read_run(directory.path)])
+
+
+def test_resumes_and_warnings_have_rows_of_their_own_and_no_label_on_another(run: Path) -> None:
+    figure = happenings(read_run(run))
+    (points,) = figure.data
+    assert points.y == ("engine_failed", "engine_failed", "resume")
+    assert points.text[2] == "lineage 1 from step 3" and min(points.x) >= 0
+    assert not figure.layout.annotations
+
+
+def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "warned")
+    with MetricsWriter(run / "metrics.jsonl", lineage=1) as metrics:
+        metrics.warn(5, "zero_reward", "run `megatron-async sft <b>`")
+    assert "run <code>megatron-async sft &lt;b&gt;</code>" in body(report_page([read_run(run)]))
+
+
+def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
+    measured = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.625}
+    old = {"eval/accuracy": 0.75, "eval/answers": 64.0}
+    read = replace(read_run(run), evaluations=[{"step": 0, **measured}, {"step": 1, **old}])
+    figure = accuracy(read)
+    assert figure is not None
+    bars = figure.data[0].error_y
+    assert (bars.array, bars.arrayminus) == ((12.5, 0.0), (25.0, 0.0))
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    document, console = drawn(file)
+    assert "Uncaught" not in console
+    figures = document.count('class="plotly-graph-div')
+    assert figures == len(re.findall(r"Plotly\.newPlot\(", body(page)))
+    assert document.count("main-svg") >= figures > 8
+
+
+@pytest.mark.slow
+@needs_browser
+def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path) -> None:
+    one, two, long = (tmp_path / f"{name}.html" for name in ("one", "two", "long"))
+    other = make_run(tmp_path, f"other_{'x' * 90}", steps=30)
+    with MetricsWriter(RunDirectory(other).metrics_file, lineage=1) as metrics:
+        metrics.warn(5, "scorer_errors", f"at /home/{'rewards_of_mine' * 9}.py:41")
+    one.write_text(report_page([read_run(run)]))
+    two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "third", steps=30))]))
+    long.write_text(report_page([read_run(run), read_run(other)]))
+    found = [
+        flaw
+        for flaw in flaws([one, two, long], tmp_path)
+        if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
+    ]
+    assert not found, "\n".join(found)

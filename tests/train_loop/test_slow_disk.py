@@ -1,0 +1,80 @@
+"""A stop on a slow disk takes what `launch` asks Slurm for: a save under way, then its own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_async.checkpoint.files import PieceFile
+from megatron_async.checkpoint.manager import CheckpointManager
+from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.launcher.figures import Checkpoints
+from megatron_async.models.shape import shape_of
+from megatron_async.train_loop.loop import TrainLoop
+from megatron_async.train_loop.stop import StopRequest
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
+
+WRITE_SECONDS, STEP_SECONDS = 2.0, 0.5
+EVERY = 2
+
+
+def limit_writes(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
+    """The disk takes no more than this."""
+    add = PieceFile.add
+
+    def slowly(file: PieceFile, key: str, piece: Tensor) -> None:
+        add(file, key, piece)
+        time.sleep(piece.nbytes / bytes_per_second)
+
+    monkeypatch.setattr(PieceFile, "add", slowly)
+
+
+def test_it_ends_in_the_time_that_the_notice_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes as the step after a save begins, so that nothing of the save is done."""
+    model = write_model(tmp_path / "model")
+    size = Checkpoints.of(settings(model), shape_of(settings(model))).size
+    checkpoint = {"every_steps": EVERY, "write_gb_per_s": size / WRITE_SECONDS / 1e9}
+    config = settings(model, {"steps": 8, "checkpoint": checkpoint})
+    stop, asked = StopRequest(), []
+    directory = tmp_path / "checkpoints"
+    monkeypatch.setattr(TrainLoop, "_publish", lambda loop: SimpleNamespace())
+    monkeypatch.setattr(TrainLoop, "_write", lambda *_: None)
+
+    with single_process(), trainer_session(config) as trainer:
+
+        def next_batch() -> Any:
+            if trainer.step == EVERY:
+                asked.append(time.monotonic())
+                stop._signalled = True
+                time.sleep(STEP_SECONDS)
+            return ragged_batch(trainer.step)
+
+        link: Any = SimpleNamespace(
+            next_batch=next_batch, position=dict, checkpoint_finalised=lambda *_: None
+        )
+        limit_writes(monkeypatch, size / WRITE_SECONDS)
+        saves = CheckpointManager(directory, config.checkpoint)
+        loop: Any = TrainLoop(
+            config=config,
+            trainer=trainer,
+            publisher=None,  # type: ignore[arg-type]
+            checkpoints=saves,
+            link=link,
+            metrics=None,
+            stop=stop,
+        )
+        assert loop.run() is False
+        took = time.monotonic() - asked[0]
+
+    assert [found.step for found in list_checkpoints(directory)] == [EVERY + 1, EVERY]
+    on_disk = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+    assert on_disk == pytest.approx(2 * size, rel=0.1), "what is counted on is what is written"
+    expected = max(WRITE_SECONDS, STEP_SECONDS) + WRITE_SECONDS
+    assert 0.9 * expected < took < expected + 2.0

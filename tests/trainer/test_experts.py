@@ -1,0 +1,210 @@
+"""All experts of a rank in one product give what they give one by one, at every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.config.model import ModelConfig
+from megatron_async.errors import UserError
+from megatron_async.models.architecture import Experts
+from megatron_async.trainer.capabilities import Capabilities, choose
+from megatron_async.trainer.device import device_adapter
+from megatron_async.trainer.experts import GroupedLinear
+from tests.distributed import run_ranks
+from tests.hf_models import save_hf_model
+from tests.trainer.cases import (
+    GRADIENT_SCALE,
+    LINEAR_ADAM,
+    ragged_batch,
+    relative_difference,
+    settings,
+    trainer_session,
+    weights,
+)
+from tests.trainer.test_model_pieces import CPU_ONLY, DENSE
+from tests.trainer.test_step_layouts import second_alone
+
+TOLERANCE = 1e-6
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep1": {},
+    "ep2": {"expert": 2},
+    "ep4": {"expert": 4},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "tp2_sp_ep4": {"tensor": 2, "sequence": True, "expert": 4},
+}
+KINDS = ("sequential", "grouped")
+
+
+def grouped(count: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
+    config: Any = SimpleNamespace(params_dtype=dtype)
+    torch.manual_seed(0)
+    with device_adapter():
+        return GroupedLinear(count, 16, 24, config=config, init_method=torch.nn.init.normal_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 0, 5, 1, 0), (0, 0, 0, 0, 4), (2, 2, 2, 2, 2), (0,) * 5])
+def test_the_product_and_its_gradients_are_those_of_each_expert(
+    counts: Sequence[int], dtype: torch.dtype
+) -> None:
+    layer = grouped(len(counts), dtype)
+    rows_PI = torch.randn(sum(counts), 16, dtype=dtype, requires_grad=True)
+    out_PO, bias = layer(rows_PI, list(counts))
+    parts = zip(rows_PI.split(list(counts)), layer.parameters(), strict=True)
+    expected_PO = torch.cat([rows @ weight.T for rows, weight in parts])
+    assert bias is None and out_PO.dtype is dtype
+    torch.testing.assert_close(out_PO, expected_PO, rtol=0, atol=TOLERANCE)
+    inputs = (rows_PI, *layer.parameters())
+    cotangent = torch.randn_like(expected_PO)
+    found = torch.autograd.grad(out_PO, inputs, cotangent)
+    expected = torch.autograd.grad(expected_PO, inputs, cotangent)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_what_torch_writes_for_an_expert_without_rows_is_not_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some GPUs leave there what the memory held."""
+    multiply = torch.nn.functional.grouped_mm
+
+    def dirty(left: Any, right: Any, *, offs: Any) -> Any:
+        product = multiply(left, right, offs=offs)
+        if product.dim() == 3:
+            product[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", dirty)
+    layer = grouped(3)
+    layer(torch.randn(4, 16), [3, 0, 1])[0].sum().backward()
+    assert layer.weight1.grad is not None and not layer.weight1.grad.any()
+    assert all(bool(w.grad.any()) for w in (layer.weight0, layer.weight2))
+
+
+def test_nothing_as_large_as_the_weights_is_kept_for_the_backward_pass() -> None:
+    layer = grouped(3)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(4, 16, requires_grad=True), [3, 0, 1])
+    own = {weight.data_ptr() for weight in layer.parameters()}
+    others = [x for x in kept if x.data_ptr() not in own]
+    assert len(others) < len(kept) and max(x.numel() for x in others) == 4 * 16
+
+
+def train(path: Path, layouts: dict[str, dict[str, Any]]) -> dict[Any, Any]:
+    """In each rank: log-probs, gradients and their norm, and the rows of each expert."""
+    found = {}
+    for layout, parallel in layouts.items():
+        for kind in KINDS:
+            changes = {
+                "model": {"experts": kind},
+                "parallel": {"ranks": 4, **parallel},
+                "sft": {"optimizer": LINEAR_ADAM},
+            }
+            with trainer_session(settings(path, changes), purpose="sft") as trainer:
+                found[layout, kind] = _step(trainer)
+    return found
+
+
+def _step(trainer: Any) -> dict[str, Any]:
+    rows: list[list[int]] = []
+    for module in trainer.model[0].modules():
+        if isinstance(module, GroupedLinear):
+            module.register_forward_pre_hook(lambda _, arguments: rows.append(arguments[1]))
+    logprobs_T = trainer.compute_logprobs(ragged_batch())
+    before = weights(trainer)
+    report = trainer.train_sft(second_alone(ragged_batch()))
+    gradients = {
+        name: (before[name] - after) / GRADIENT_SCALE for name, after in weights(trainer).items()
+    }
+    return {
+        "logprobs": logprobs_T,
+        "norm": report.grad_norm,
+        "gradients": gradients,
+        "empty experts": sum(row.count(0) for row in rows),
+        "grouped": bool(rows),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """The step is on one sequence, so that most experts have no row, and some ranks none at all."""
+    path = tmp_path_factory.mktemp("experts")
+    save_hf_model("qwen3_moe", path, num_experts=32, num_hidden_layers=2)
+    return run_ranks(train, 4, path, LAYOUTS, timeout_seconds=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_the_same_at_every_layout(layout: str, results: list[dict[Any, Any]]) -> None:
+    for rank in results:
+        one_by_one, together = (rank[layout, kind] for kind in KINDS)
+        assert together["grouped"] and not one_by_one["grouped"]
+        worst = np.abs(together["logprobs"] - one_by_one["logprobs"]).max()
+        assert worst < TOLERANCE
+        assert together["norm"] == pytest.approx(one_by_one["norm"], rel=TOLERANCE)
+        if together["gradients"]:  # rank 0 has those of the whole model
+            differences = relative_difference(together["gradients"], one_by_one["gradients"])
+            assert max(differences.values()) < TOLERANCE
+    assert sum(rank[layout, "grouped"]["empty experts"] for rank in results) > 10
+
+
+def moe(ffn_size: int) -> Any:
+    return replace(DENSE, experts=Experts(8, 2, ffn_size, False))
+
+
+GPU = Capabilities("13.0", "H100", None, None, None)
+ENGINE = Capabilities("13.0", "H100", "2.11.0", None, None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "dtype", "ffn_size", "chosen"),
+    [
+        ("auto", CPU_ONLY, "float32", 24, "grouped"),
+        ("auto", CPU_ONLY, "float32", 25, "sequential"),
+        ("auto", CPU_ONLY, "bfloat16", 20, "sequential"),
+        ("auto", GPU, "bfloat16", 24, "grouped"),
+        ("auto", GPU, "float32", 24, "sequential"),
+        ("auto", ENGINE, "bfloat16", 24, "grouped"),
+        ("auto", ENGINE, "float32", 24, "transformer_engine"),
+        ("sequential", ENGINE, "bfloat16", 24, "sequential"),
+        ("transformer_engine", ENGINE, "bfloat16", 24, "transformer_engine"),
+    ],
+)
+def test_experts_are_grouped_where_torch_can(
+    wanted: Any, found: Capabilities, dtype: Any, ffn_size: int, chosen: str
+) -> None:
+    model = ModelConfig(experts=wanted, dtype=dtype)
+    assert choose(model, found, moe(ffn_size)).experts == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "ffn_size", "message"),
+    [
+        ("grouped", CPU_ONLY, 25, "model.experts is grouped.* width of its experts 25"),
+        ("grouped", GPU, 24, "model.experts is grouped.* model.dtype is float32"),
+        ("transformer_engine", CPU_ONLY, 24, "model.experts is transformer_engine.* no CUDA"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(
+    wanted: Any, found: Capabilities, ffn_size: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        choose(ModelConfig(experts=wanted, dtype="float32"), found, moe(ffn_size))
+
+
+def test_a_model_without_experts_heeds_none() -> None:
+    assert choose(ModelConfig(experts="grouped"), CPU_ONLY, DENSE).experts == "sequential"
