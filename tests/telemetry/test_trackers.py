@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,25 @@ def test_the_first_failure_names_file_and_line(tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_be_made_is_refused_at_the_start(tracker: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         build_trackers(settings(tracker))
+
+
+@pytest.mark.parametrize("arguments", [{"tracking_uri": "sqlite:///mlflow.db"}, {}])
+def test_mlflow_without_a_server_is_refused_where_its_small_package_is_installed(
+    tmp_path: Path, arguments: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    if find_spec("sqlalchemy"):
+        pytest.skip("all of mlflow is installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sentence = "tracking_uri is 'sqlite:///.*mlflow.db', no server, .* `pip install mlflow`$"
+    with pytest.raises(UserError, match=sentence):
+        build_trackers(settings({"name": "mlflow", "arguments": arguments}))
+    assert list(
+        build_trackers(
+            settings({"name": "mlflow", "arguments": {"tracking_uri": "http://localhost:5000"}})
+        )
+    )
 
 
 def test_one_name_may_stand_for_a_list() -> None:

@@ -4,12 +4,14 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlflow import MlflowClient
+from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Metric, Param
 
+from megatron_async.errors import UserError
 from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
 
 _RUN_FILE = "mlflow_run_id"
@@ -21,10 +23,17 @@ _REFUSED = re.compile(r"[^\w\-. /]")
 class MlflowTracker(Tracker):
     """An MLflow run for a run directory, restored runs included.
 
-    `tracking_uri`: None = MLflow's own default (`MLFLOW_TRACKING_URI`).
+    `tracking_uri`: None = MLflow's own default (`MLFLOW_TRACKING_URI`). Raises UserError for one
+    that the installed package cannot use.
     """
 
     def __init__(self, experiment: str = "megatron_async", tracking_uri: str | None = None) -> None:
+        uri = tracking_uri or get_tracking_uri()
+        server, folder = uri.startswith(("http", "databricks")), uri.startswith("file")
+        if not (server or folder or find_spec("sqlalchemy")):
+            raise UserError(
+                f"tracking_uri is {uri!r}, no server, and needs more than mlflow-skinny"
+            )
         self._experiment = experiment
         self._uri = tracking_uri
         self._client: Any = None
