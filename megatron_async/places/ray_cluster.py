@@ -35,14 +35,14 @@ def use_ray_token(file: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    Config.initialize("")  # Ray read its environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
 
 
 def make_ray_token(file: Path) -> None:
     """Make a token for this user alone; a Ray that this process starts answers only to it."""
     write_atomically(file, secrets.token_hex(32), private=True)
     use_ray_token(file)
-    Config.initialize("")  # Ray read its environment when it was imported
-    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
 
 
 def ray_directory() -> Path:

@@ -31,7 +31,7 @@ class Host:
 
     def __init__(self, *arguments: Any) -> None:
         self._tensor = EngineConfig.model_validate_json(arguments[2]).tensor
-        self._shared_index: int | None = arguments[6]
+        self._shared_index: int | None = arguments[5]
 
     async def start(self) -> str:
         visible = os.environ["CUDA_VISIBLE_DEVICES"]
