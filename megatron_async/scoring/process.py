@@ -54,6 +54,10 @@ class ScorerCrash(RuntimeError):
     fault = "verifier_crash"
 
 
+class StartHangs(ComponentFailure):
+    """A scorer process that was alive and had not answered in time after its start."""
+
+
 class ScorerProcess:
     """A running scorer, one request at a time."""
 
@@ -84,8 +88,8 @@ class ScorerProcess:
     def ready(self) -> list[bool]:
         """Wait until it can be asked; ends it where it cannot. Which rewards are asynchronous.
 
-        Raises UserError for settings it refuses, ProcessKilled when a signal ended it, and
-        ComponentFailure for every other failure.
+        Raises UserError for settings it refuses, ProcessKilled when a signal ended it, StartHangs
+        when it has not answered in time, and ComponentFailure for every other failure.
         """
         try:
             first = self._reply(START_ID, time.monotonic() + START_TIMEOUT_SECONDS)
@@ -95,7 +99,8 @@ class ScorerProcess:
             self.end()
             killed = self._keeper.returncode < 0 or (self._exit_code or 0) < 0
             names = ", ".join(part.name for part in self._settings.parts)
-            raise (ProcessKilled if killed else ComponentFailure)(
+            hangs = StartHangs if isinstance(error, ScorerTimeout) else ComponentFailure
+            raise (ProcessKilled if killed else hangs)(
                 f"a scorer process of reward {names} did not start ({error}): {self._output}"
             ) from error
         except BaseException:

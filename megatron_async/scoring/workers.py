@@ -31,6 +31,7 @@ from megatron_async.scoring.process import (
     ScorerCrash,
     ScorerProcess,
     ScorerTimeout,
+    StartHangs,
 )
 from megatron_async.scoring.work import Work, failed, scores_of
 from megatron_async.tasks.base import ResponseScore
@@ -39,6 +40,7 @@ _SLACK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 0.2
 _TRIES: Final = 2  # of a score: a second crash is its own doing
 _STARTS: Final = 5  # of a process that is killed again and again
+_HANGING_STARTS: Final = 2
 
 
 class ScorerWorker:
@@ -61,7 +63,7 @@ class ScorerWorker:
         """
         if self._process is not None and not self._process.alive():
             self._discard()
-        left = _STARTS
+        left, hanging = _STARTS, _HANGING_STARTS
         while self._process is None:
             process = ScorerProcess(self._settings)
             try:
@@ -70,6 +72,11 @@ class ScorerWorker:
             except ProcessKilled:  # before it was ready
                 left -= 1
                 if not left:
+                    raise
+                self.restarts += 1
+            except StartHangs:  # somebody may have stopped it
+                hanging -= 1
+                if not hanging:
                     raise
                 self.restarts += 1
         return self._asynchronous

@@ -79,6 +79,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     )
     runs.append(run)
     run.start()
+    run.wait_for_step(1)  # a scorer that scores, and not one that starts
     hung = [run.hang("scorer"), run.hang("engine")]
     run.wait_for_progress()
     run.wait_until_killed(*hung)

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_async.config.reward import ScorerSettings
+from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
@@ -68,6 +68,27 @@ def _with_limit(math_file: str, policy: str) -> ScorerWorker:
         }
     )
     return ScorerWorker(ScorerSettings(task=task))
+
+
+def test_a_start_that_hangs_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.scoring.process.START_TIMEOUT_SECONDS", 12.0)
+    began = tmp_path / "began"
+    code = (
+        "import pathlib, time\n"
+        f"began = pathlib.Path({str(began)!r})\n"
+        "if not began.exists():\n    began.touch()\n    time.sleep(600)\n"
+        "def score(sample):\n    return 1.0\n"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    rewards = [RewardConfig(name=f"{tmp_path / 'mine.py'}:score")]
+    worker = ScorerWorker(ScorerSettings(rewards=rewards))
+    try:
+        assert _score(worker, {}, "x").reward == 1.0
+        assert worker.restarts == 1
+    finally:
+        worker.close()
 
 
 def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
