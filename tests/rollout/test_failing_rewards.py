@@ -18,7 +18,7 @@ from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed, run, settings
 from tests.rollout.test_manager import Trainer
 
-OWN = Path(__file__).parents[1] / "tasks" / "rewards" / "own.py"
+OWN = Path(__file__).parents[1] / "scoring" / "rewards" / "own.py"
 STEPS = 3
 
 
