@@ -54,10 +54,12 @@ def config_json(name: str) -> dict[str, Any]:
     if name.startswith("rapid"):
         raw = json.loads((DATA / "qwen2.5-7b.config.json").read_text())
         return {**raw, **QWEN_HALF_BILLION}
-    shape = re.sub(r"-\d+nodes$", "", name.replace("llama3.3", "llama-3.3"))
+    shape = re.sub(r"-\d+nodes$|-32k$", "", name.replace("llama3.3", "llama-3.3"))
     shape = "qwen2.5-7b" if name.startswith("colocated") else shape
     found: dict[str, Any] = json.loads((DATA / f"{shape}.config.json").read_text())
-    return found
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    scaling = re.search(r'^#   "rope_scaling": (\{.*\})$', text, re.M)  # as its header asks
+    return found if scaling is None else {**found, "rope_scaling": json.loads(scaling[1])}
 
 
 def on_gpus(name: str, model: Path | None = None) -> RunConfig:
