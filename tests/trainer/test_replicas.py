@@ -117,7 +117,7 @@ WORLDS = {
         {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
         [
             Plant(
-                f"{_LAYER}mlp.experts.local_experts.1.linear_fc1.weight",
+                f"{_LAYER}mlp.experts.linear_fc1.weight1",
                 3,
                 "model.layers.0.mlp.experts.3.gate_proj.weight, "
                 "model.layers.0.mlp.experts.3.up_proj.weight",
@@ -136,7 +136,7 @@ WORLDS = {
         {"parallel": {"tensor": 4, "sequence": True}},
         [
             Plant(
-                f"{_LAYER}mlp.experts.local_experts.3.linear_fc2.weight",
+                f"{_LAYER}mlp.experts.linear_fc2.weight3",
                 0,
                 "model.layers.0.block_sparse_moe.experts.3.w2.weight",
                 ((0,), (1, 2, 3)),
