@@ -153,7 +153,7 @@ def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
     usage = type("Usage", (), {"free": 1e6})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     for slurm in (False, True):
-        with pytest.raises(UserError, match=r"3 checkpoints of 0\.0 GB .* room for 0\.0 GB"):
+        with pytest.raises(UserError, match=r"3 checkpoints of 0\.000689 GB .* room for 0\.001 GB"):
             launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
     assert not (tmp_path / "runs").exists()
 

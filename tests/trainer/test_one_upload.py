@@ -33,6 +33,7 @@ READ = (
     "cu_seqlens_S1",
     "rewards_S",
     "group_ids_S",
+    "trajectory_ids_S",
     "prompt_lengths_S",
     "resumed_S",
 )
