@@ -100,7 +100,7 @@ def train_locally(
     """
     manager = RolloutManager(
         config,
-        task=build_task(config.task, config.model.path, config.eval, plays=config.plays),
+        task=build_task(config.task, config.model.path, config.eval),
         scorers=scorers,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,
