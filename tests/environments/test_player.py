@@ -17,26 +17,13 @@ from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.player import Player, environment_builder
 from megatron_async.environments.tools import CallReader
 from megatron_async.errors import UserError
+from tests.environments.guessing_game.guess import Guess
 
 PROMPT = ({"role": "user", "content": "6 times 7? "},)
 
 
-class Guess:
-    def __init__(self, high: int = 100) -> None:
-        self.high = high
-
-    def reset(self, seed: int, **row: Any) -> str:
-        self.number, self.left = random.Random(seed).randint(1, self.high), 7
-        return f"Guess my number, 1 to {self.high}."
-
-    def step(self, answer: Answer) -> Step:
-        self.left -= 1
-        if not answer.text.strip().isdecimal():
-            return Step("Only a number.", done=not self.left)
-        guess = int(answer.text)
-        if guess == self.number:
-            return Step(reward=1.0, done=True)
-        return Step("higher" if guess < self.number else "lower", done=not self.left)
+class GuessAgain(Guess):
+    """A game that can be restored."""
 
     def state(self) -> bytes:
         return f"{self.number} {self.left}".encode()
@@ -124,7 +111,7 @@ def test_a_game_is_played_to_its_end(threads: ThreadPoolExecutor) -> None:
 
 def test_a_restored_game_goes_on_as_it_would_have(threads: ThreadPoolExecutor) -> None:
     async def play() -> None:
-        first, second = player_of(Guess, threads), player_of(Guess, threads)
+        first, second = (player_of(GuessAgain, threads) for _ in range(2))
         await first.reset({"seed": 5}, ())
         await first.step(Answer("0"))
         snapshot = await first.state()
