@@ -14,13 +14,17 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import LOOPBACK
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import append_json_lines
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.models.model_files import SafetensorsDirectory
+from megatron_async.places.local import local_place
+from megatron_async.places.place import Place
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import SharedEngines
+from megatron_async.scoring.interface import NoScorers, Scorers
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion
@@ -69,13 +73,16 @@ def evaluate_checkpoints(
     Raises ComponentFailure when the engine does not start, or fails on the way.
     """
 
-    async def evaluate(url: str) -> list[Evaluation]:
-        task = build_task(config.task, str(checkpoints[0]), config.eval)
+    async def evaluate(url: str, place: Place) -> list[Evaluation]:
+        task = build_task(config.task, str(checkpoints[0]), config.eval, plays=config.plays)
         client = await SGLangClient.connect(
             "eval", url, config.engines, vocabulary_of(str(checkpoints[0]))
         )
         pool = LocalScorerPool(config.scorers, str(checkpoints[0]))
-        evaluator, engines = Evaluator(config, task, pool), SharedEngines(lambda: [client])
+        scorers: Scorers = pool if config.scores else NoScorers()
+        workers = EnvironmentWorkers(config, place, str(checkpoints[0])) if config.plays else None
+        evaluator = Evaluator(config, task, scorers, workers)
+        engines = SharedEngines(lambda: [client])
         results = []
         try:
             for number, path in enumerate(checkpoints):
@@ -92,8 +99,9 @@ def evaluate_checkpoints(
             pool.close()
         return results
 
-    with engine_here(checkpoints[0], config, log_directory / "eval_engine.log") as process:
-        return asyncio.run(evaluate(process.url))
+    engine = engine_here(checkpoints[0], config, log_directory / "eval_engine.log")
+    with engine as process, local_place(log_directory) as place:
+        return asyncio.run(evaluate(process.url, place))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ the `decode` that the caller gives (a tokenizer's).
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -125,11 +125,30 @@ def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
     for name, value in facts:
         head.add_row(name, escape(value))
     parts: list[RenderableType] = [head, Text()]
+    if t.turns:
+        return Together(*parts, *conversation(t, decode))
     parts += [Text("prompt", style="bold"), Text(decode(t.prompt.token_ids.tolist()))]
     for i, segment in enumerate(t.segments):
         parts += [Text(), Text(segment_title(i, segment), style="bold")]
         parts.append(Text(decode(segment.token_ids.tolist())))
     return Together(*parts)
+
+
+def conversation(t: Trajectory, decode: Decode) -> Iterator[RenderableType]:
+    """An episode turn by turn: the author, version and mask of each part, and what it led to.
+
+    Tokens are shown as the policy saw or wrote them. The mask is 1 in the first branch of a turn.
+    """
+    for turn in t.turns:
+        follows = "begins" if turn.parent is None else f"follows turn {turn.parent}"
+        yield Text(f"turn {turn.number}, {follows}", style="bold")
+        for index, segment in enumerate(t.segments_of(turn), start=turn.segment):
+            mask = 0 if segment.from_environment else 1
+            yield Text(f"{segment_title(index, segment)}, mask {mask}", style="dim")
+            yield Text(decode(segment.token_ids.tolist()))
+        ended = "is open" if turn.end is None else f"ended by {turn.end.value}"
+        yield Text(f"turn {turn.number} {ended}, reward {turn.reward:.4g}")
+        yield Text()
 
 
 def counts_line(summaries: Sequence[TrajectorySummary]) -> str:

@@ -41,6 +41,11 @@ class EnvironmentConfig(Settings):
     discount: float = Field(1.0, ge=0, le=1)
     """`credit: turn`: factor of a reward for each turn that it comes later."""
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount of turns' rewards; None where credit is the episode's."""
+        return self.discount if self.name and self.credit == "turn" else None
+
     def check(self) -> None:
         if self.name and not is_import_path(self.name):
             raise ValueError(

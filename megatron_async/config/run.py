@@ -184,7 +184,7 @@ class RunConfig(Settings):
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """What a policy plays against over many turns; no run takes one yet."""
+    """What a policy plays against over many turns."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -227,6 +227,16 @@ class RunConfig(Settings):
         return config
 
     @property
+    def plays(self) -> bool:
+        """Return whether trajectories are episodes of an environment."""
+        return bool(self.environment.name)
+
+    @property
+    def scores(self) -> bool:
+        """Return whether scorers give rewards; an environment alone has its own."""
+        return bool(self.reward) or not self.plays
+
+    @property
     def scorers(self) -> ScorerSettings:
         """Return the settings of scorer processes."""
         return ScorerSettings(task=self.task, rewards=self.reward, scoring=self.scoring)
@@ -244,11 +254,12 @@ class RunConfig(Settings):
 
     @property
     def resolved_schedule(self) -> ScheduleConfig:
-        """Return the schedule with what follows from other sections: `expected_tokens`."""
-        if self.schedule.expected_tokens is not None:
-            return self.schedule
-        expected = max(1, self.sampling.max_new_tokens // 2)
-        return self.schedule.model_copy(update={"expected_tokens": expected})
+        """The schedule with what follows from other sections."""
+        schedule, found = self.schedule, {}
+        if schedule.expected_tokens is None:
+            found["expected_tokens"] = max(1, self.sampling.max_new_tokens // 2)
+        open_episodes = (schedule.open_episodes or "auto") if self.plays else None
+        return schedule.model_copy(update={**found, "open_episodes": open_episodes})
 
     def check(self) -> None:
         check_labels(self.reward)
@@ -267,6 +278,7 @@ class RunConfig(Settings):
             )
         self._check_simulated_engines()
         self._check_colocated()
+        self._check_episodes()
         if self.task.kind == "seeds" and not self.environment.name:
             raise ValueError("task.kind seeds has no prompts of its own: set environment.name")
         longest = max(self.experiment.forced_lengths, default=0)
@@ -274,6 +286,18 @@ class RunConfig(Settings):
             raise ValueError(
                 f"experiment.forced_lengths must lie in 1..{self.sampling.max_new_tokens} "
                 f"(sampling.max_new_tokens), got up to {longest}"
+            )
+
+    def _check_episodes(self) -> None:
+        name = self.environment.name
+        opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
+        if not name and opened:
+            raise ValueError("schedule.open_episodes needs environment.name, got none")
+        share = self.algorithm.overlong.buffer_share
+        if name and share > 0:
+            raise ValueError(
+                "algorithm.overlong shapes the length of one response; environment.name is "
+                f"{name!r}: set algorithm.overlong.buffer_share 0, got {share:g}"
             )
 
     def _check_colocated(self) -> None:

@@ -81,6 +81,10 @@ class Conversation:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=not self._tools))
 
+    def shown(self, token_ids: IntArray) -> str:
+        """The text of any tokens, special ones too."""
+        return str(self._tokenizer.decode(token_ids.tolist()))
+
     def check(self, opening: Sequence[Message], roles: Collection[str]) -> None:
         """Check that conversations can go on, with messages of `roles`. Raises UserError."""
         text = self._text(opening, begin=True)

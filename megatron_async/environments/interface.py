@@ -31,6 +31,10 @@ class EnvironmentFault(RuntimeError):
     """An environment has returned what it must not, or raised: its episode cannot go on."""
 
 
+class EnvironmentHung(EnvironmentFault):
+    """A call has passed its limit in a thread, which stays busy with it."""
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A tool that the policy has called."""

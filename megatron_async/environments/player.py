@@ -17,6 +17,7 @@ from megatron_async.environments.interface import (
     LARGEST_STATE,
     Answer,
     EnvironmentFault,
+    EnvironmentHung,
     Reply,
     number_of,
     opening_of,
@@ -57,7 +58,7 @@ class Player:
     async def reset(self, row: Mapping[str, Any], prompt: Sequence[Message]) -> tuple[Message, ...]:
         """Build the object and begin. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        opening = await self._call("reset", **row)
+        opening = await self._call("reset", **self._fitting("reset", row))
         if isinstance(opening, str) and prompt and self.tools:
             # As TRL has it: the opening of a class of tools follows the row's prompt.
             *before, last = prompt
@@ -126,13 +127,21 @@ class Player:
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        await self._call("restore", snapshot, **row)
+        await self._call("restore", snapshot, **self._fitting("restore", row))
 
     async def close(self) -> None:
         """End the object. Raises EnvironmentFault."""
         ending, self._object = self._object, None
         if hasattr(ending, "close"):
             await self._run("close", ending.close)
+
+    def _fitting(self, method: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The columns of the row that a method takes: all where it has `**row`."""
+        found = getattr(self._object, method, None)
+        known = inspect.signature(found).parameters if callable(found) else {}
+        if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            return row
+        return {name: value for name, value in row.items() if name in known}
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
@@ -152,7 +161,7 @@ class Player:
                 return await returned if inspect.isawaitable(returned) else returned
         except Exception as error:  # the user's code may raise anything
             if limit.expired():
-                raise EnvironmentFault(
+                raise (EnvironmentFault if self._is_async(method) else EnvironmentHung)(
                     f"{where} took longer than {self._seconds:g} s (environment.step_seconds)"
                 ) from error
             if raises:

@@ -7,9 +7,10 @@ Invariants
   a notice names it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -189,11 +190,6 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     from megatron_async.algorithms.own_loss import check_own_loss
     from megatron_async.telemetry.trackers.build import build_trackers
 
-    if config.environment.name and generates:
-        raise UserError(
-            f"environment.name is {config.environment.name!r}, and no run plays episodes of many "
-            "turns yet: leave it out"
-        )
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
@@ -232,12 +228,15 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     from megatron_async.scoring.rewards.check import TRIED_ROWS, check_rewards
     from megatron_async.tasks import build_task
 
-    task = build_task(config.task, config.model.path, config.eval)
-    check_rewards(config.scorers, *(p.payload for p in task.train_prompts(0, TRIED_ROWS)))
+    task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
+    payloads = [prompt.payload for prompt in task.train_prompts(0, TRIED_ROWS)]
+    if config.scores:
+        check_rewards(config.scorers, *payloads)
     longest, left_out = longest_tokens(config), 0
     if longest is not None:
         _check_room(config, longest)
         left_out = task.check_lengths(longest, config.sampling.max_new_tokens)
+    played = _played(config, payloads[0], longest)
     training, heldout = task.counts(config.eval.prompts)
     groups = config.schedule.groups_per_batch
     if trains and training is not None and groups > training:
@@ -253,7 +252,21 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     for one in checked.config.eval_sets():
         task.eval_prompts(one.prompts, one.name)
     more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" * bool(left_out)
-    return replace(checked, summary=task.summary() + more)
+    return replace(
+        checked,
+        summary=task.summary() + more + played.summary,
+        notices=(*checked.notices, *played.notices),
+    )
+
+
+def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) -> Checked:
+    """An episode, where trajectories are some."""
+    if not config.plays:
+        return Checked(config)
+    from megatron_async.environments.check import check_environment
+
+    found = check_environment(config, payload, longest)
+    return Checked(config, found.notices, f"\n{found.summary}")
 
 
 def _check_room(config: RunConfig, longest: int) -> None:

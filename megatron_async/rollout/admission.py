@@ -75,6 +75,9 @@ class FilteredRounds:
         )
 
 
+_OPEN = (TrajectoryState.PARTIAL, TrajectoryState.WAITING)
+
+
 class Admission:
     """The way of prompts into a run."""
 
@@ -89,6 +92,8 @@ class Admission:
     ) -> None:
         """`vocabulary`: tokens of the model; None: not known."""
         self._vocabulary = vocabulary
+        self._plays = config.plays
+        self._begins_anew = config.environment.resume == "restart"
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -120,8 +125,12 @@ class Admission:
         """
 
         def mended(t: Trajectory) -> bool:
-            partial = t.state is TrajectoryState.PARTIAL
-            return self._drop_untrainable(t) or (partial and end_if_complete(t.trajectory_id))
+            if self._drop_untrainable(t):
+                return True
+            if self._begins_anew and t.turns and t.state in _OPEN:
+                self._store.restart(t.trajectory_id)
+                return True
+            return t.state is TrajectoryState.PARTIAL and end_if_complete(t.trajectory_id)
 
         groups = []
         for found in self._store.unconsumed_groups():
@@ -129,6 +138,19 @@ class Admission:
             group = self._store.load_group(found.group_id) if any(changed) else found
             groups.append(_recovered(group, self._store.lag_number))
         return tuple(groups)
+
+    def event_of(self, groups: tuple[ev.RecoveredGroup, ...]) -> ev.Event:
+        """The event with which the scheduler takes up recovered groups."""
+        if not self._plays:
+            return ev.Recovered(groups)
+        found = []  # (trajectory, tokens of its newest turn after the prompt) of open episodes
+        for known in (known for group in groups for known in group.trajectories):
+            trajectory = self._store.load_trajectory(known.trajectory_id)
+            if trajectory.turns and trajectory.state in _OPEN:
+                prompt, answer = trajectory.input_parts()
+                held = sum(map(len, (*prompt[1:], *answer)))
+                found.append((known.trajectory_id, held))
+        return ev.RecoveredEpisodes(groups, tuple(found))
 
     def _drop_untrainable(self, trajectory: Trajectory) -> bool:
         """Drop a stored trajectory that no trainer can take; True where it was one.
@@ -218,10 +240,13 @@ def _recovered(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.R
     def recovered(trajectory: Trajectory) -> ev.RecoveredTrajectory:
         own = [segment for segment in trajectory.segments if not segment.from_environment]
         numbers = [lag_number(segment.version) for segment in own]
+        state = trajectory.state
+        if state is TrajectoryState.WAITING and trajectory.turns[-1].end is None:
+            state = TrajectoryState.PARTIAL  # its next turn can be submitted
         return ev.RecoveredTrajectory(
             trajectory.trajectory_id,
-            trajectory.state,
-            trajectory.response_length,
+            state,
+            sum(map(len, own)),
             min(numbers, default=None),
             trajectory.reward,
             newest_version=max(numbers, default=None),

@@ -19,14 +19,17 @@ from typing import Any
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
+from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import Background
+from megatron_async.rollout.batches import packed_as
 from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, part_means
-from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.rollout.statistics import statistics_of
 from megatron_async.runtime.time_limits import AwakeClock
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
@@ -34,8 +37,6 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scoring.interface import Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.packing import pack_groups
-from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason, PolicyVersion
 
 _GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other work too
@@ -56,10 +57,12 @@ class RolloutDriver:
         stop_token_ids: Sequence[int] = (),
         vocabulary: int | None = None,
         recorder: Recorder | None = None,
+        environments: EnvironmentWorkers | None = None,
     ) -> None:
         """`prompts` and `scorers` belong to the task, `stop_token_ids` end a response.
 
-        `vocabulary`: tokens of the model; None: not known.
+        `vocabulary`: tokens of the model; None: not known. `environments`: where trajectories are
+        episodes.
         """
         self._config = config
         self._scheduler = scheduler
@@ -79,13 +82,7 @@ class RolloutDriver:
         self.background = Background(self.describe)
         self._longest = 0  # tokens of prompt and response; 0: not known
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        schedule = config.schedule
-        self.statistics = RolloutStatistics(
-            overlap=schedule.overlap,
-            trained=SamplesTrained(
-                version.number, schedule.groups_per_batch * schedule.group_size, store.batch_sizes()
-            ),
-        )
+        self.statistics = statistics_of(config.schedule, version.number, store.batch_sizes())
         self._admission = Admission(
             config, store, prompts, self.statistics, self.background.fail, vocabulary
         )
@@ -105,6 +102,8 @@ class RolloutDriver:
         self._scoring = Scoring(
             store, prompts, scorers, self.statistics, config.scorers.of_groups, self._reward_ready
         )
+        to_scheduler = (self.background, self._feed, self._longest_tokens)
+        self._episodes = Episodes(config, store, environments, self.statistics, *to_scheduler)
 
     # ------------------------------------------------------------ life
 
@@ -114,7 +113,7 @@ class RolloutDriver:
             self.background.spawn(work)
         recovered = self._admission.recovered(self._generation.end_if_complete)
         if recovered:
-            self._feed(ev.Recovered(recovered))
+            self._feed(self._admission.event_of(recovered))
 
     async def close(self, *, leave: bool = False) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on.
@@ -340,7 +339,12 @@ class RolloutDriver:
             case ev.EmitBatch():
                 self._admission.batch_emitted()
                 self.background.spawn(self._emit(action))
+            case ev.StartEpisode():
+                self._episodes.begin(action.trajectory_id)
+            case ev.StepEnvironment():
+                self._episodes.step(action.trajectory_id)
             case ev.Drop():
+                self._episodes.forget(action.trajectory_id)
                 self._store.drop(action.trajectory_id, action.reason)
                 self.statistics.dropped(action.reason)
                 if action.reason is DropReason.FILTERED:
@@ -348,6 +352,7 @@ class RolloutDriver:
                 for waiting in self._scoring.dropped(action.trajectory_id):
                     asyncio.get_running_loop().call_soon(self._reward_ready, waiting, None)
             case ev.Restart():
+                self._episodes.forget(action.trajectory_id)
                 self._store.restart(action.trajectory_id)
             case ev.Warn():
                 self.statistics.warned(action.name, action.message)
@@ -375,27 +380,24 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
+        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), self._longest_tokens())
+        self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
+
+    def _longest_tokens(self) -> int | None:
+        """Tokens of prompt and response that engines take; None: not known."""
         # One alone that reports less than another may be wrong, and refuses by itself if it is not;
         # one that reports nothing may take more than all others.
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
         if limits and all(limits):
             self._longest = max(self._longest, *limits)
-        most = min(count, _GROUPS_AT_A_TIME)
-        groups = await self._admission.take(most, self._longest or None)
-        self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
+        return self._longest or None
 
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
         self._store.mark_batched(action.group_ids, action.step)
         position = await self._store.sync(durable=True)  # else a power loss: it is trained twice
-        batch = pack_groups(
-            groups,
-            step=action.step,
-            lineage=self._version.lineage,
-            branch_points=self._store.branch_points(),
-            temperature=self._config.sampling.temperature,
-            mask_before=action.mask_before,
-        )
+        branch_points = self._store.branch_points()
+        batch = packed_as(self._config, action, groups, self._version.lineage, branch_points)
         metrics = self.statistics.batch_metrics(batch, self._scheduler.view(), self._scorers.size)
         metrics |= part_means(groups)
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}

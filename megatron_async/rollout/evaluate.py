@@ -1,6 +1,6 @@
 """Accuracy on problems that training never sees, measured on engines.
 
-Whatever engines serve just then generate the responses.
+Whatever engines serve just then generate the responses; episodes are played to their ends.
 
 Invariants
 - Each set's problems come in a fixed order; the same call asks the same ones.
@@ -11,6 +11,7 @@ Invariants
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
@@ -22,7 +23,11 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
+from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.rollout.play import PlayedEpisode, play
+from megatron_async.rollout.prompt_lengths import longest_tokens
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
+from megatron_async.rollout.scoring import conversation_of, with_conversations, with_turns
 from megatron_async.scoring.interface import SCORE_FAILURES, Scorers
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
@@ -36,7 +41,8 @@ _Z = 1.959964  # 95 % of a normal distribution
 class Answered:
     """A response to an evaluation problem; `reward` None: it could not be scored.
 
-    `versions`: how many of its tokens each policy version has made.
+    `versions`: how many of its tokens each policy version has made. Of an episode `text` is the
+    last answer, `length` counts all, and `messages` are the conversation.
     """
 
     text: str
@@ -45,6 +51,7 @@ class Answered:
     length: int
     truncated: bool
     versions: Mapping[PolicyVersion, int] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,17 @@ def _vote(text: str, marker: str) -> str | None:
 class Evaluator:
     """Asks and scores the evaluation sets of a run's settings."""
 
-    def __init__(self, config: RunConfig, task: Task, scorers: Scorers) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        scorers: Scorers,
+        environments: EnvironmentWorkers | None = None,
+    ) -> None:
+        """`environments`: what episodes are played against; None where there is none."""
+        self._held = None if environments is None else HeldEpisodes(environments)
+        self._longest = None if environments is None else longest_tokens(config)
+        self._numbers = itertools.count()
         self._config = config
         self._task = task
         self._scorers = scorers
@@ -208,9 +225,20 @@ class Evaluator:
         stops = tuple(self._task.stop_token_ids)
         wanted = Wanted(one.sampling, one.sampling.max_new_tokens, stops)
 
-        async def response(number: int) -> ResponseTokens | None:
-            ids = prompts[number // one.samples].token_ids
-            return await respond(wanted, ids, f"{tag}-{one.name}-{number}", engines)
+        async def response(number: int) -> ResponseTokens | PlayedEpisode | None:
+            prompt, name = prompts[number // one.samples], f"{tag}-{one.name}-{number}"
+            if self._held is None:
+                return await respond(wanted, prompt.token_ids, name, engines)
+            return await play(
+                self._held,
+                next(self._numbers),
+                prompt.payload,
+                wanted,
+                name,
+                engines,
+                self._config.environment,
+                self._longest,
+            )
 
         async def alone(number: int) -> Answered:
             prompt = prompts[number // one.samples]
@@ -228,9 +256,12 @@ class Evaluator:
         return self._result(one.name, prompts, grouped, time.monotonic() - began)
 
     async def _scored(
-        self, prompt: Prompt, responses: Sequence[ResponseTokens | None]
+        self, prompt: Prompt, responses: Sequence[ResponseTokens | PlayedEpisode | None]
     ) -> list[Answered]:
         whole = [response for response in responses if response is not None]
+        turns = [r.turns if isinstance(r, PlayedEpisode) else [] for r in whole]
+        if any(turns):
+            prompt = with_conversations(prompt, list(map(conversation_of, turns)))
         if self._config.scorers.of_groups and whole:
             scores = await self._scorers.score_group(prompt, [r.token_ids for r in whole])
         else:
@@ -238,12 +269,13 @@ class Evaluator:
         found = iter(
             Answered(
                 self._task.text(r.token_ids),
-                *score,
-                length=len(r.token_ids),
+                *with_turns(*score, of_it),
+                length=sum(r.versions.values()) if of_it else len(r.token_ids),
                 truncated=r.end is FinishReason.LENGTH,
                 versions=r.versions,
+                messages=tuple(conversation_of(of_it)),
             )
-            for r, score in zip(whole, scores, strict=True)
+            for r, score, of_it in zip(whole, scores, turns, strict=True)
         )
         refused = Answered("", None, {}, 0, False)
         return [refused if response is None else next(found) for response in responses]
@@ -296,6 +328,7 @@ def _samples(name: str, prompt: Prompt, answered: Sequence[Answered]) -> Iterato
             "tokens": one.length,
             "truncated": one.truncated,
             "versions": [str(version) for version in one.versions],
+            **({"messages": list(one.messages)} if one.messages else {}),
         }
 
 

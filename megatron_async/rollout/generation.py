@@ -1,4 +1,5 @@
-"""Running requests: from the scheduler's `Submit` to `Finished`, `Aborted` or `Refused`.
+"""Running requests: from the scheduler's `Submit` to `Finished` (of an episode: `TurnEnded`),
+`Aborted` or `Refused`.
 
 Invariants
 - Tokens are in the store (at most a chunk of them not yet on disk) before the scheduler hears of
@@ -22,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
@@ -91,6 +94,7 @@ class Generation:
     ) -> None:
         """`feed` gets the events, for the scheduler."""
         self._forced = config.experiment.forced_lengths
+        self._episodes = config.plays
         sampling = config.sampling
         self._wanted = Wanted(sampling, sampling.max_new_tokens, tuple(stop_token_ids))
         self._store = store
@@ -286,11 +290,9 @@ class Generation:
             return None
         trajectory = self._store.load_trajectory(request.trajectory_id)
         request.group_id = trajectory.group_id
-        asked = self._wanted_of(request.trajectory_id).request(
-            request.key.name,
-            trajectory.prompt.token_ids,
-            *(segment.token_ids for segment in trajectory.segments),
-        )
+        before, answer = trajectory.input_parts()
+        wanted = self._wanted_of(request.trajectory_id)
+        asked = wanted.request(request.key.name, np.concatenate(before), *answer)
         return await read(request.slot.client, asked, partial(self._take, request))
 
     async def _take(self, request: RunningRequest, chunk: TokenChunk) -> bool:
@@ -335,7 +337,7 @@ class Generation:
         del self._requests[trajectory_id]
         self._statistics.running_changed(len(self._requests))
         if request.complete or self.end_if_complete(trajectory_id):
-            self._feed(ev.Finished(trajectory_id))
+            self._feed((ev.TurnEnded if self._episodes else ev.Finished)(trajectory_id))
             return
         self._store.end_request(request.key)
         self._feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))

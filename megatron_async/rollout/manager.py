@@ -28,6 +28,7 @@ from typing import Any
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.engines.interface import EngineClient
+from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
@@ -98,11 +99,14 @@ class RolloutManager:
         launcher: EngineLauncher,
         store_file: Path,
         events_directory: Path | None,
+        environments: EnvironmentWorkers | None = None,
     ) -> None:
+        """`environments`: what episodes are played against; None where there is none."""
+        self._environments = environments
         self._config = config
         self._task = task
         self._scorers = scorers
-        self._evaluator = Evaluator(config, task, scorers)
+        self._evaluator = Evaluator(config, task, scorers, environments)
         self._store_file = store_file
         self._events_directory = events_directory
         self._fleet = Fleet(config.engines, launcher)
@@ -175,6 +179,7 @@ class RolloutManager:
             stop_token_ids=self._task.stop_token_ids,
             vocabulary=vocabulary_of(self._config.model.path),
             recorder=recorder,
+            environments=self._environments,
         )
         evaluations = Evaluations(self._config, self._evaluator, driver)
         self._session = _Session(resume, store, driver, prompts, recorder, evaluations)

@@ -36,19 +36,21 @@ class ManagerHost:
 
         from megatron_async.config import build_config
         from megatron_async.engines.host import HostedEngines
+        from megatron_async.environments.workers import EnvironmentWorkers
         from megatron_async.places.addresses import place_at
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
         from megatron_async.rollout.prompt_lengths import longest_tokens
         from megatron_async.run_directory import RunDirectory
         from megatron_async.runtime.import_path import load_object
+        from megatron_async.scoring.interface import NoScorers, Scorers
         from megatron_async.scoring.workers import scorer_pool
         from megatron_async.tasks import build_task
 
         config_yaml, run_directory, place_address = self._arguments
         config = build_config(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
-        task = build_task(config.task, config.model.path, config.eval)
+        task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
         longest = longest_tokens(config)
         if config.task.filter_overlong and longest is not None:  # as the start has counted
             task.check_lengths(longest, config.sampling.max_new_tokens)
@@ -57,12 +59,16 @@ class ManagerHost:
         if config.experiment.ledger is not None:
             ledger = load_object(config.experiment.ledger, "experiment.ledger")
             launcher = ledger(directory.path).launcher(launcher)
+        scorers: Scorers = NoScorers()
+        if config.scores:
+            settings = config.scorers.logging_to(directory.logs)
+            scorers = scorer_pool(settings, config.model.path, place)
+        environments = EnvironmentWorkers(config, place) if config.plays else None
         self._manager = RolloutManager(
             config,
             task=task,
-            scorers=scorer_pool(
-                config.scorers.logging_to(directory.logs), config.model.path, place
-            ),
+            scorers=scorers,
+            environments=environments,
             launcher=launcher,
             store_file=directory.store_file,
             events_directory=directory.events if config.telemetry.record_events else None,

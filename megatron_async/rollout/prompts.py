@@ -8,6 +8,7 @@ Invariants
 - A prompt is asked at the latest after `_MOST_PASSED_OVER` others, whatever its pool.
 """
 
+import json
 from pathlib import Path
 
 from megatron_async.config.data import DifficultyConfig
@@ -20,8 +21,9 @@ _HASH_RANGE = 1 << 64
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """A name of the prompt that depends on its tokens only."""
-    return f"{stable_hash('prompt', prompt.token_ids.tobytes().hex()):016x}"
+    """A name of the prompt that depends on its tokens only; of an episode's, on its row."""
+    text = prompt.token_ids.tobytes().hex() or json.dumps(prompt.payload, sort_keys=True)
+    return f"{stable_hash('prompt', text):016x}"
 
 
 class PassRates:

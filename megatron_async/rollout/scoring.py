@@ -9,17 +9,19 @@ Invariants
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
-from megatron_async.scoring.interface import SCORER_FAULTS, Scorers
+from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS, Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.learning import FailingScores
-from megatron_async.trajectory.types import Group, Trajectory, TrajectoryState
+from megatron_async.trajectory.types import Group, Prompt, Trajectory, TrajectoryState, Turn
 
 _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
@@ -88,6 +90,8 @@ class Scoring:
         """Rewards of the trajectories `wanted`, among those that are `shown` to the scorer."""
         responses = [_response(trajectory) for trajectory in shown]
         prompt = shown[0].prompt
+        if any(trajectory.turns for trajectory in shown):
+            prompt = with_conversations(prompt, [conversation_of(t.turns) for t in shown])
         for _ in wanted:
             self._statistics.score_wanted()
         asked = time.monotonic()
@@ -95,6 +99,7 @@ class Scoring:
             scores = await self._scorers.score_group(prompt, responses)
         else:
             scores = [await self._scorers.score(prompt, responses[0])]
+        scores = [with_turns(*score, t.turns) for score, t in zip(scores, shown, strict=True)]
         seconds = time.monotonic() - asked
         for reward, _ in scores:
             self._prompts.scored(prompt, reward)
@@ -116,8 +121,38 @@ class Scoring:
 
 
 def _response(trajectory: Trajectory) -> list[int]:
+    """The tokens to score: of an episode the last answer's."""
     pieces = [segment.token_ids for segment in trajectory.segments]
+    if trajectory.turns:
+        pieces = trajectory.input_parts()[1]
     return np.concatenate(pieces or [np.zeros(0, np.int32)]).tolist()
+
+
+def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The messages of an episode, with the answers of the policy."""
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        messages += [dict(message) for message in turn.messages]
+        if turn.answer is not None:
+            messages.append({"role": "assistant", "content": turn.answer["text"]})
+    return messages
+
+
+def with_conversations(prompt: Prompt, conversations: Sequence[Sequence[Any]]) -> Prompt:
+    """Add to a prompt what rewards read as `Sample.messages`, for each response."""
+    return replace(prompt, payload={**prompt.payload, CONVERSATIONS: list(conversations)})
+
+
+def with_turns(
+    reward: float | None, detail: dict[str, float], turns: Sequence[Turn]
+) -> tuple[float | None, dict[str, float]]:
+    """A scorers' reward with those that the environment gave, and their parts added up."""
+    if not turns or reward is None:
+        return reward, detail
+    parts: Counter[str] = Counter()
+    for turn in turns:
+        parts.update((turn.answer or {}).get("parts", {}))
+    return reward + sum(turn.reward for turn in turns), {**parts, **detail}
 
 
 def part_means(groups: Iterable[Group]) -> dict[str, float]:

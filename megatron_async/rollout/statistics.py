@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.scoring.count import ScorerCount
 from megatron_async.scoring.interface import COST, SCORER_FAULTS
@@ -29,6 +30,9 @@ from megatron_async.trajectory.types import DropReason
 _LEAST_GENERATING_SECONDS = 0.5
 """Generation that a rate is measured over at least: a batch that was ready before its turn has
 none, and what arrived meanwhile counts for the next."""
+
+
+_OF_HELD = ("restored", "steps_repeated", "workers_lost", "replay_differs")
 
 
 @dataclass
@@ -49,6 +53,8 @@ class RolloutCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     scheduler: Counter[str] = field(default_factory=Counter)
+    episodes: Counter[str] = field(default_factory=Counter)
+    environment_seconds: float = 0.0
 
     def since(self, before: "RolloutCounts") -> "RolloutCounts":
         """Return what was counted after `before`."""
@@ -144,6 +150,17 @@ class RolloutStatistics:
         self.warnings[name] = message
         self._new_warnings.append((name, message))
 
+    def environment_called(self, seconds: float, counts: Mapping[str, int]) -> None:
+        """An environment has replied or failed; `counts` of `HeldEpisodes` as they are now."""
+        self.counts.environment_seconds += seconds
+        self.counts.episodes["environment_calls"] += 1
+        for name in _OF_HELD:
+            self.counts.episodes[name] = counts[name]
+
+    def environment_failed(self) -> None:
+        """Count a failure of an environment."""
+        self.counts.episodes["environment_failures"] += 1
+
     def take_warnings(self) -> tuple[tuple[str, str], ...]:
         """(name, message) of all since the last call."""
         news, self._new_warnings = self._new_warnings, []
@@ -205,6 +222,8 @@ class RolloutStatistics:
         if news.cost > 0:
             metrics["rollout/score_cost"] = news.cost
         self._longest_queue = self._unscored
+        if self.counts.episodes:
+            metrics |= _of_episodes(news, view)
         for name in self.counts.scheduler:
             metrics[f"rollout/{name}"] = float(news.scheduler[name])
         for reason in DropReason:
@@ -219,6 +238,27 @@ class RolloutStatistics:
         # `auto` may have lowered N'; until what runs has ended, more slots than N' are in use
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
+
+
+def statistics_of(
+    schedule: ScheduleConfig, first_step: int, batch_sizes: Mapping[int, int]
+) -> RolloutStatistics:
+    """The statistics of a session that begins at `first_step`, with batches before it."""
+    usual = schedule.groups_per_batch * schedule.group_size
+    trained = SamplesTrained(first_step, usual, batch_sizes)
+    return RolloutStatistics(overlap=schedule.overlap, trained=trained)
+
+
+def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
+    """Metrics of environments since the batch before."""
+    calls = news.episodes["environment_calls"]
+    names = ("environment_calls", "environment_failures", *_OF_HELD)
+    return {
+        **{f"rollout/{name}": float(news.episodes[name]) for name in names},
+        "rollout/environment_seconds": news.environment_seconds / max(1, calls),
+        "rollout/open_episodes": float(view.open_episodes),
+        "rollout/waiting_episodes": float(view.waiting),
+    }
 
 
 def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[str, float]:

@@ -24,11 +24,28 @@ SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
 SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
 """The same, and what a scorer does wrong although the score has come."""
 
+CONVERSATIONS: Final = "conversations"
+"""The key of a payload under which the messages of each response's episode are."""
 COST: Final = "cost"
 """The part of a score that is money: added up in the metrics."""
 
 # A reward, None when the scorer failed and that is not a 0, and its named parts.
 Score = tuple[float | None, dict[str, float]]
+
+
+class NoScorers:
+    """Scores nothing: the environment gives all rewards (implements `Scorers`)."""
+
+    size = ScorerCount(0)
+    failures: Mapping[str, str] = MappingProxyType({})
+
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
+        """A reward of 0."""
+        return 0.0, {}
+
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
+        """A reward of 0 for each."""
+        return [(0.0, {}) for _ in responses]
 
 
 class Scorers(Protocol):

@@ -162,7 +162,8 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
 
 
 def _samples(wanted: dict[str, Any]) -> list[Sample]:
-    return [sample_of(wanted["payload"], text) for text in wanted["texts"]]
+    texts = enumerate(wanted["texts"])
+    return [sample_of(wanted["payload"], text, place) for place, text in texts]
 
 
 def _content(scores: list[RewardScore]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.scoring.interface import SCORER_FAULTS
+from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
 from megatron_async.tasks.base import ResponseScore
 
 
@@ -32,9 +32,18 @@ def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[
     """All work that the score of some responses takes, reward by reward."""
     work = []
     for number, part in enumerate(settings.parts):
-        pieces = [tuple(texts)] if part.group else [(text,) for text in texts]
-        work += [Work(number, payload, piece) for piece in pieces]
+        size = len(texts) if part.group else 1
+        for start in range(0, len(texts), size or 1):
+            piece = slice(start, start + size)
+            work.append(Work(number, _of_texts(payload, piece), tuple(texts[piece])))
     return work
+
+
+def _of_texts(payload: Mapping[str, Any], piece: slice) -> Mapping[str, Any]:
+    """The payload with the conversations of some responses alone."""
+    if CONVERSATIONS not in payload:
+        return payload
+    return {**payload, CONVERSATIONS: payload[CONVERSATIONS][piece]}
 
 
 def scores_of(

@@ -120,10 +120,10 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
     check_placement(config)
     settings = config.simulate
     costs, max_running = engine_costs(config), config.engines.max_running_requests
-    schedule, episodes = config.resolved_schedule, episode_source(config)
-    open_episodes = None if episodes is None else schedule.open_episodes or "auto"
+    episodes = episode_source(config)
+    open_episodes = None if episodes is None else config.schedule.open_episodes or "auto"
     return World(
-        schedule.model_copy(update={"open_episodes": open_episodes}),
+        config.resolved_schedule.model_copy(update={"open_episodes": open_episodes}),
         settings,
         engines=[
             Engine(f"engine-{i}", costs, settings, max_running) for i in range(config.engines.count)

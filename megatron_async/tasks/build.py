@@ -15,8 +15,17 @@ if TYPE_CHECKING:
     from megatron_async.tasks.base import ProblemSource, Scorer, Task
 
 
-def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | None = None) -> Task:
-    """The task, tokenized for the model in `model_path`. Raises UserError."""
+def build_task(
+    config: TaskConfig,
+    model_path: str,
+    evaluation: EvalConfig | None = None,
+    *,
+    plays: bool = False,
+) -> Task:
+    """The task, tokenized for the model in `model_path`. Raises UserError.
+
+    `plays`: an environment opens each episode; prompts then have no tokens.
+    """
     from megatron_async.tasks.files import ProblemFile
     from megatron_async.tasks.text_task import TextTask, load_tokenizer, stop_tokens
 
@@ -28,7 +37,8 @@ def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | Non
         for name, (setting, file) in files.items()
     }
     source = build_source(config, {key for file in evaluated.values() for key in file.keys})
-    task = TextTask(config, source, tokenizer, stop_tokens(model_path, tokenizer), evaluated)
+    stops = stop_tokens(model_path, tokenizer)
+    task = TextTask(config, source, tokenizer, stops, evaluated, plays=plays)
     task.train_prompts(0, 1)  # a template that does not fit is reported now, not mid-run
     return task
 

@@ -132,7 +132,8 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 class TextTask:
     """Implements `base.Task`. `tokenizer` is a transformers tokenizer.
 
-    `evaluated`: the evaluation sets that are files of their own, by name.
+    `evaluated`: the evaluation sets that are files of their own, by name. `plays`: an environment
+    opens each episode; a prompt has no tokens, and its messages in the payload.
     """
 
     def __init__(
@@ -142,7 +143,10 @@ class TextTask:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         evaluated: Mapping[str, ProblemFile] = MappingProxyType({}),
+        *,
+        plays: bool = False,
     ) -> None:
+        self._plays = plays
         self._config = config
         self.source = source
         self._tokenizer = tokenizer
@@ -173,6 +177,8 @@ class TextTask:
     def summary(self) -> str:
         """The training data, and the first prompt as the template made it."""
         problem = self.source.train(0)
+        if self._plays:
+            return self.source.summary()
         text = shown_text(self._text(problem))
         kind = "chat template" if self._chat else "no chat template"
         return (
@@ -186,7 +192,9 @@ class TextTask:
         Only what has more bytes than it may have tokens is tokenized, and where one refuses, of
         that so much that it takes seconds; the rest is looked at when it is admitted.
         """
-        if self._config.long_prompts == "drop" and not self._config.filter_overlong:
+        if self._plays or (
+            self._config.long_prompts == "drop" and not self._config.filter_overlong
+        ):
             return 0
         most = longest - max_new_tokens
         first = self.source.train(0)
@@ -290,8 +298,11 @@ class TextTask:
         return "".join(text.split()) if self._config.remove_spaces else text
 
     def _prompt(self, problem: Problem) -> Prompt:
-        ids = self.prompt_ids(problem)
-        return Prompt(ids, self.source.name, problem.payload, problem.priority)
+        ids, payload = self.prompt_ids(problem), problem.payload
+        if self._plays:
+            shown = list(self.messages(problem)) if payload["question"] else []
+            ids, payload = ids[:0], {**payload, "messages": shown}
+        return Prompt(ids, self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
         response_ids = self._encode(response, add_special_tokens=False)

@@ -100,7 +100,7 @@ def train_locally(
     """
     manager = RolloutManager(
         config,
-        task=build_task(config.task, config.model.path, config.eval),
+        task=build_task(config.task, config.model.path, config.eval, plays=config.plays),
         scorers=scorers,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,

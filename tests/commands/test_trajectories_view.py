@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_async.trajectory.types import (
     PolicyVersion,
     TrajectoryState,
 )
+from tests.store.test_episodes import forked
 from tests.trajectory.builders import STORE, append, current, prompt, scored_group
 
 
@@ -50,6 +52,22 @@ def reader(tmp_path: Path) -> StoreReader:
 
     asyncio.run(scenario())
     return StoreReader(tmp_path / STORE)
+
+
+def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        await forked(store)
+        await store.close()
+
+    asyncio.run(scenario())
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        shown = view.details(reader.trajectory(0), lambda ids: "|".join(map(str, ids)))
+    text = " ".join(printed(shown).split())
+    assert "turn 0, begins segment 0: environment, 2 tokens, mask 0 1|2" in text
+    policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"
+    assert f"turn 1, follows turn 0 segment 2: environment, 1 tokens, mask 0 5 {policy}" in text
+    assert "turn 2 ended by stop, reward 1" in text
 
 
 def test_the_listing_counts_and_shows_each_trajectory(reader: StoreReader) -> None:

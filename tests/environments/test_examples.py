@@ -14,8 +14,6 @@ from megatron_async.config.data import FileConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
-from megatron_async.errors import UserError
-from megatron_async.launcher.preflight import check_run
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
@@ -57,9 +55,3 @@ def test_what_is_imitated_is_a_conversation(tmp_path: Path, example: str, data: 
     assert 40 <= len(examples) < 60, "some are held out"
     for worked in examples:
         assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
-
-
-def test_no_run_takes_an_environment_yet() -> None:
-    config = load_config(EXAMPLES / "guessing_game" / "config.yaml", [])
-    with pytest.raises(UserError, match="no run plays episodes of many turns yet"):
-        check_run(config)

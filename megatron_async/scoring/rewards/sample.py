@@ -1,12 +1,12 @@
 """The sample that a reward reads, and the score that it may return."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_async.config.reward import BATCH_METRICS
 from megatron_async.errors import shown
-from megatron_async.scoring.interface import SCORER_FAULTS
+from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
 """A score, or a score and named parts of it."""
@@ -24,6 +24,7 @@ class Sample:
     """A response, and the row of the data that it responds to.
 
     `answer` is the row's reference answer (empty where it has none), `metadata` its other columns.
+    Of an episode `response` is the last answer, and `messages` are all, with their roles.
     """
 
     response: str
@@ -31,16 +32,19 @@ class Sample:
     answer: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     payload: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
-def sample_of(payload: Mapping[str, Any], text: str) -> Sample:
-    """The sample of a request to a scorer."""
+def sample_of(payload: Mapping[str, Any], text: str, place: int = 0) -> Sample:
+    """The sample of a request to a scorer; `place` of the text among its responses."""
+    conversations = payload.get(CONVERSATIONS)
     return Sample(
         text,
         str(payload.get("question", "")),
         str(payload.get("answer", "")),
         payload.get("metadata", {}),
         payload,
+        conversations[place] if conversations else (),
     )
 
 

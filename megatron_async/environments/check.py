@@ -1,0 +1,73 @@
+"""An episode played before anything starts, with a made-up answer, in a worker as in a run."""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_async.config import RunConfig
+from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.worker import Rehearsed
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.places.local import local_place
+
+_MOST_SHOWN: Final = 2000
+
+
+@dataclass(frozen=True)
+class CheckedEnvironment:
+    """The opening of the first episode, and sentences that a person should read."""
+
+    summary: str
+    notices: tuple[str, ...]
+
+
+def check_environment(
+    config: RunConfig, payload: Mapping[str, Any], longest: int | None
+) -> CheckedEnvironment:
+    """Play an episode of the prompt with this payload. Raises UserError where it cannot be played.
+
+    `longest`: tokens that an engine takes.
+    """
+    name, settings = config.environment.name, config.environment
+    try:
+        # In a thread of its own: a notebook has a loop that runs.
+        with ThreadPoolExecutor(1) as thread:
+            played = thread.submit(asyncio.run, _rehearsed(config, payload)).result()
+    except (EnvironmentFault, ComponentFailure) as error:
+        raise UserError(
+            f"environment.name is {name!r}, and an episode that was played before the start "
+            f"failed: {error}"
+        ) from error
+    new = config.sampling.max_new_tokens
+    for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):
+        if longest is not None and tokens + new > longest:
+            raise UserError(
+                f"environment.name is {name!r}: {what} has {tokens} tokens, which with "
+                f"sampling.max_new_tokens {new} is more than the {longest} that an engine takes "
+                "(engines.context_length, else the model's; engines.max_total_tokens)"
+            )
+    notices = []
+    if played.differs:
+        notices.append(
+            f"environment.name {settings.name!r} opens two episodes of one row differently: "
+            "members of a group are compared, and should begin alike (take what is drawn from the "
+            "row's seed)"
+        )
+    text = played.text[:_MOST_SHOWN]
+    summary = f"first episode, {played.opening} tokens before the first answer:\n{text}"
+    return CheckedEnvironment(summary, tuple(notices))
+
+
+async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
+    one = config.environment.model_copy(update={"workers": 1})
+    alone = config.model_copy(update={"environment": one})
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron-async-environment-") as logs,
+        local_place(Path(logs)) as place,
+    ):
+        return await EnvironmentWorkers(alone, place).rehearse(payload)

@@ -1,0 +1,269 @@
+"""A process that holds many episodes: their environments, and the tokens of their turns.
+
+Invariants
+- Calls of one episode run one after the other; whoever asks a second time before the first reply
+  waits. An episode is here from its beginning until it has ended, is forgotten, or the worker dies.
+- A step is made once for each call that reaches it. What was asked of a worker that has died, or
+  whose reply was lost, is asked of a restored environment, never of the same one again.
+- A worker in which calls hang in half of its threads ends itself: a thread cannot be ended alone.
+"""
+
+import asyncio
+import os
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import psutil
+
+from megatron_async.config.environment import EnvironmentConfig
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.interface import Answer, EnvironmentHung, Reply
+from megatron_async.environments.player import Player, environment_builder
+from megatron_async.environments.tools import CallReader, described, tools_of
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.tasks.base import Message
+from megatron_async.trajectory.types import IntArray, Turn
+
+_EXIT_SECONDS: Final = 0.2
+_MADE_UP: Final = "Yes."
+
+
+class EpisodeUnknown(ComponentFailure):
+    """This worker does not hold the episode."""
+
+
+class ReplayDiffers(ComponentFailure):
+    """A replayed environment does not do what it did, or cannot be restored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """The first turn's input; `messages` are those of the environment and of the row."""
+
+    messages: tuple[Message, ...]
+    token_ids: IntArray
+    state: bytes | None
+
+
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
+
+    `answer`: what the environment got, and named numbers for metrics.
+    """
+
+    answer: Mapping[str, Any]
+    reward: float
+    messages: tuple[Message, ...] = ()
+    token_ids: IntArray | None = None
+    state: bytes | None = None
+    ended: str | None = None
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """An episode's beginning: tokens and text of its opening, tokens of the first observation.
+
+    `differs`: a second one of the same row opened otherwise.
+    """
+
+    opening: int
+    text: str
+    observation: int
+    differs: bool
+
+
+@dataclass(eq=False)
+class _Episode:
+    player: Player
+    calls: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EnvironmentWorker:
+    """Episodes of one environment class, by the keys that callers give them."""
+
+    def __init__(self, settings: str, task: str, model_path: str) -> None:
+        """Take both settings as JSON. Raises UserError for what does not fit them."""
+        from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
+
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._settings = EnvironmentConfig.model_validate_json(settings)
+        self._build = environment_builder(self._settings.name, self._settings.arguments)
+        tokenizer = load_tokenizer(model_path)
+        stops = stop_tokens(model_path, tokenizer)
+        tools = tools_of(self._build(), self._settings.name)
+        schemas = described(tools, self._settings.name)
+        self.conversation = Conversation(
+            TaskConfig.model_validate_json(task), tokenizer, stops, schemas
+        )
+        self.reader: CallReader | None = None
+        if self._settings.tool_parser:
+            self.reader = CallReader(self._settings.tool_parser, schemas)
+            self.reader.check()  # which imports what reads calls, before memory is limited
+        self._stops = frozenset(stops)
+        self._threads = ThreadPoolExecutor(self._settings.threads, "environment")
+        self._hung = 0
+        self._episodes: dict[str, _Episode] = {}
+        _limit_memory(self._settings.memory_mib)
+
+    async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
+        """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
+        player = self._player()
+        with self._noticing_hangs():
+            messages = await player.reset(_row(payload), _prompt(payload))
+            state = await player.state()
+        self._episodes[key] = _Episode(player)
+        return Opened(messages, self.conversation.opening(messages), state)
+
+    async def step(
+        self, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
+    ) -> Stepped:
+        """Hand an answer to the environment. Raises EpisodeUnknown, EnvironmentFault.
+
+        `room`: tokens that the next turn's input may add; more, and after the `last` turn, the
+        episode ends as `length`.
+        """
+        episode = self._episodes.get(key)
+        if episode is None:
+            raise EpisodeUnknown(f"episode {key} is not held here")
+        ended = bool(len(answer_ids)) and answer_ids[-1] in self._stops
+        text = self.conversation.answer_text(answer_ids)
+        answer = Answer(text, truncated=not ended, turn=turn)
+        async with episode.calls:
+            with self._noticing_hangs():
+                reply = await episode.player.step(answer, self.reader)
+                stepped = await self._stepped(episode.player, answer, reply, room, last)
+        if stepped.ended is not None:
+            await self.forget(key)
+        return stepped
+
+    async def _stepped(
+        self, player: Player, answer: Answer, reply: Reply, room: int, last: bool
+    ) -> Stepped:
+        ended = "stop" if reply.done else "length" if last else None
+        token_ids = None
+        if ended is None:
+            token_ids = self.conversation.next(reply.messages, ended=not answer.truncated)
+            ended = "length" if len(token_ids) > room else None
+        seen = self._seen(answer)
+        if ended is None:
+            state = await player.state()
+            given = _with_parts(seen, reply.parts)
+            return Stepped(given, reply.reward, reply.messages, token_ids, state)
+        final, parts = await player.final_reward()
+        return Stepped(_with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
+
+    def _seen(self, answer: Answer) -> dict[str, Any]:
+        """The answer for who reads the store: the text as the policy wrote it, calls in it."""
+        calls = () if self.reader is None else self.reader.read(answer.text)[1]
+        shown = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        return {"text": answer.text, "truncated": answer.truncated, "tool_calls": shown}
+
+    async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
+        """Have an environment that has seen the answers of all but the last of these turns.
+
+        From its newest snapshot, or by giving it the answers again. Raises ReplayDiffers,
+        EnvironmentFault.
+        """
+        player = self._player()
+        state = turns[-1].state
+        with self._noticing_hangs():
+            if state is not None:
+                await player.restore(state, _row(payload))
+            else:
+                await self._replay(player, payload, turns)
+        self._episodes[key] = _Episode(player)
+
+    async def _replay(
+        self, player: Player, payload: Mapping[str, Any], turns: Sequence[Turn]
+    ) -> None:
+        messages = await player.reset(_row(payload), _prompt(payload))
+        for number, turn in enumerate(turns):
+            if list(messages) != list(turn.messages):
+                raise ReplayDiffers(
+                    f"{self._settings.name} played again does otherwise in turn {number}: "
+                    f"{list(messages)!r:.300}, and it was {list(turn.messages)!r:.300}"
+                )
+            if number + 1 < len(turns):
+                assert turn.answer is not None
+                text, cut = str(turn.answer["text"]), bool(turn.answer["truncated"])
+                answer = Answer(text, truncated=cut, turn=number)
+                messages = (await player.step(answer, self.reader)).messages
+
+    async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
+        """Play the first turns of a row twice. Raises EnvironmentFault, UserError."""
+        openings, observed = [], 0
+        for _ in range(2):
+            player = self._player()
+            openings.append(await player.reset(_row(payload), _prompt(payload)))
+            if player.tools and self.reader is None:
+                raise UserError(
+                    f"environment.name is {self._settings.name!r}, a class of tools, and "
+                    "environment.tool_parser is not set: name the form in which the model calls "
+                    "them"
+                )
+            await player.state()
+            reply = await player.step(Answer(_MADE_UP), self.reader)
+            roles = {"tool"} if player.tools else {m["role"] for m in reply.messages} or {"user"}
+            self.conversation.check(openings[0], roles)
+            if reply.messages:
+                observed = len(self.conversation.next(reply.messages, ended=False))
+            await player.final_reward()
+            await player.close()
+        opening = self.conversation.opening(openings[0])
+        text = self.conversation.shown(opening)
+        return Rehearsed(len(opening), text, observed, differs=openings[0] != openings[1])
+
+    async def forget(self, key: str) -> None:
+        """Close an episode, after the call that runs."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            async with episode.calls:
+                with self._noticing_hangs():
+                    await episode.player.close()
+
+    def _player(self) -> Player:
+        settings = self._settings
+        return Player(self._build, settings.name, self._threads, settings.step_seconds)
+
+    @contextmanager
+    def _noticing_hangs(self) -> Iterator[None]:
+        """Count threads that do not come back."""
+        try:
+            yield
+        except EnvironmentHung:
+            self._hung += 1
+            if self._hung >= max(1, self._settings.threads // 2):
+                # The reply goes out first.
+                asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 1)
+            raise
+
+
+def _row(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of the row."""
+    named = {"prompt": payload.get("question"), "answer": payload.get("answer")}
+    return {**{name: text for name, text in named.items() if text}, **payload["metadata"]}
+
+
+def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:
+    messages: Sequence[Message] = payload.get("messages", ())
+    return messages
+
+
+def _with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+    together = {name: value for some in parts for name, value in some.items()}
+    return {**seen, "parts": together} if together else seen
+
+
+def _limit_memory(memory_mib: int) -> None:
+    """Let the address space grow by so much."""
+    now, most = psutil.Process().memory_info().vms, resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = now + (memory_mib << 20)
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))

@@ -1,0 +1,192 @@
+"""Episodes of a run: from the scheduler's `StartEpisode` and `StepEnvironment` to its events.
+
+Invariants
+- An environment gets an answer only when that is committed; what it sends back is in the store, in
+  one transaction, before the scheduler hears of it.
+- A trajectory that is dropped or starts again is forgotten first; a reply that comes later meets a
+  superseded call in the store, and is discarded.
+- A failure costs its own episode (`environment.on_failure`). `FAILURES` in a row without a success
+  end the run.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.background import Background
+from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.scheduler import events as ev
+from megatron_async.store.episodes import TurnOutcome
+from megatron_async.store.records import SupersededRequest
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.trajectory.types import FinishReason, RequestKey, Turn
+
+FAILURES: Final = 64
+UNLIMITED_ROOM: Final = 1 << 31
+
+
+def room_after(longest: int | None, taken: int, max_new_tokens: int) -> int:
+    """Tokens that a turn's input may add so that an answer fits behind it."""
+    return UNLIMITED_ROOM if longest is None else longest - taken - max_new_tokens
+
+
+class Episodes:
+    """All environments of one driver."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: TrajectoryStore,
+        workers: EnvironmentWorkers | None,
+        statistics: RolloutStatistics,
+        background: Background,
+        feed: Callable[[ev.Event], None],
+        longest: Callable[[], int | None],
+    ) -> None:
+        """`feed` gets the events, for the scheduler; `longest`: tokens that an engine takes.
+
+        Without `workers` there are no episodes.
+        """
+        self._settings = config.environment
+        self._max_new_tokens = config.sampling.max_new_tokens
+        self._store = store
+        self._episodes = None if workers is None else HeldEpisodes(workers)
+        self._statistics = statistics
+        self._background = background
+        self._feed = feed
+        self._longest = longest
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._began: dict[int, float] = {}
+        self._failures = 0
+
+    @property
+    def _held(self) -> HeldEpisodes:
+        assert self._episodes is not None  # else the scheduler begins none
+        return self._episodes
+
+    def begin(self, trajectory_id: int) -> None:
+        """Begin an episode's environment."""
+        self._began[trajectory_id] = time.monotonic()
+        self._call(trajectory_id, self._begin)
+
+    def step(self, trajectory_id: int) -> None:
+        """Hand the answer of its newest turn to its environment."""
+        self._call(trajectory_id, self._step)
+
+    def forget(self, trajectory_id: int) -> None:
+        """The trajectory leaves or starts again: what is under way is not waited for."""
+        if self._episodes is None:
+            return
+        call = self._calls.pop(trajectory_id, None)
+        if call is not None:
+            call.cancel()
+        self._began.pop(trajectory_id, None)
+        self._background.spawn(self._held.forget(trajectory_id))
+
+    def _call(
+        self,
+        trajectory_id: int,
+        ask: Callable[[int, RequestKey], Coroutine[Any, Any, ev.Event]],
+    ) -> None:
+        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, ask))
+
+    async def _asked(
+        self,
+        trajectory_id: int,
+        ask: Callable[[int, RequestKey], Coroutine[Any, Any, ev.Event]],
+    ) -> None:
+        await self._store.sync()
+        call, asked = self._store.episodes.begin_step(trajectory_id), time.monotonic()
+        try:
+            event = await ask(trajectory_id, call)
+        except SupersededRequest as superseded:
+            self._statistics.warned("superseded_append", str(superseded))
+            return
+        except (EnvironmentFault, ComponentFailure, UserError) as error:
+            event = self._failed(trajectory_id, call, error)
+        else:
+            if ask == self._step:  # one that begins and then always fails has no success
+                self._failures = 0
+        self._statistics.environment_called(time.monotonic() - asked, self._held.counts)
+        del self._calls[trajectory_id]
+        if isinstance(event, ev.EpisodeEnded | ev.EnvironmentFailed):
+            self._began.pop(trajectory_id, None)
+        self._feed(event)
+
+    async def _begin(self, trajectory_id: int, call: RequestKey) -> ev.Event:
+        prompt = self._store.load_trajectory(trajectory_id).prompt
+        opened = await self._held.begin(trajectory_id, prompt.payload)
+        added, taken = len(opened.token_ids), len(prompt.token_ids)
+        if added > room_after(self._longest(), taken, self._max_new_tokens):
+            raise EnvironmentFault(
+                f"the first prompt has {taken + added} tokens, which with sampling.max_new_tokens "
+                f"{self._max_new_tokens} is longer than the {self._longest()} that an engine takes"
+            )
+        self._store.episodes.begin_turn(
+            call, opened.token_ids, opened.messages, parent=None, state=opened.state
+        )
+        return ev.EnvironmentReady(trajectory_id, added)
+
+    async def _step(self, trajectory_id: int, call: RequestKey) -> ev.Event:
+        trajectory = self._store.load_trajectory(trajectory_id)
+        turns, payload = trajectory.turns, trajectory.prompt.payload
+        prompt, answer = trajectory.input_parts()
+        taken = sum(map(len, (*prompt, *answer)))
+        stepped = await self._held.step(
+            trajectory_id,
+            payload,
+            turns,
+            np.concatenate(answer).tolist(),
+            room=room_after(self._longest(), taken, self._max_new_tokens),
+            last=self._is_last(trajectory_id, turns[-1]),
+        )
+        outcome = TurnOutcome(stepped.answer, stepped.reward)
+        if stepped.ended is not None:
+            self._store.episodes.end_episode(call, FinishReason(stepped.ended), outcome)
+            return ev.EpisodeEnded(trajectory_id)
+        assert stepped.token_ids is not None
+        self._store.episodes.begin_turn(
+            call,
+            stepped.token_ids,
+            stepped.messages,
+            parent=turns[-1].number,
+            state=stepped.state,
+            outcome=outcome,
+        )
+        held = taken + len(stepped.token_ids) - len(trajectory.prompt.token_ids)
+        return ev.EnvironmentReady(trajectory_id, held)
+
+    def _is_last(self, trajectory_id: int, turn: Turn) -> bool:
+        began = self._began.setdefault(trajectory_id, time.monotonic())
+        late = time.monotonic() - began > self._settings.episode_seconds
+        return late or turn.number + 1 >= self._settings.max_turns
+
+    def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
+        """Count a failure of an environment; return what follows from it."""
+        self._failures += 1
+        self._statistics.environment_failed()
+        self._statistics.warned(
+            "environment_failed",
+            f"trajectory {trajectory_id} (megatron-async trajectories RUN --show {trajectory_id}): "
+            f"{error}",
+        )
+        if self._failures >= FAILURES:
+            self._background.fail(
+                ComponentFailure(
+                    f"{self._failures} calls of environment.name {self._settings.name!r} failed "
+                    f"in a row and none succeeded; the last: {error}"
+                )
+            )
+        self._background.spawn(self._held.forget(trajectory_id))
+        wanted = self._settings.on_failure
+        if wanted == "zero" and self._store.load_trajectory(trajectory_id).turns:
+            self._store.episodes.end_episode(call, FinishReason.LENGTH)
+            return ev.EpisodeEnded(trajectory_id)
+        return ev.EnvironmentFailed(trajectory_id, again=wanted != "drop")

@@ -1,0 +1,118 @@
+"""Environments for tests, by what they do to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_async.environments import Answer, Step
+
+
+class Count:
+    """Counts answers up to a number of the seed's; `log`: a file that gets every call."""
+
+    def __init__(self, turns: int = 3, log: str = "", seconds: float = 0.0) -> None:
+        self._turns, self._log, self._seconds = turns, log, seconds
+
+    def _note(self, *what: object) -> None:
+        if self._log:
+            with Path(self._log).open("a") as file:
+                file.write(json.dumps([os.getpid(), *what]) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.seed, self.seen = seed, 0
+        self.most = 1 + random.Random(seed).randrange(self._turns)
+        self._note("reset", seed)
+        return f"seed {seed}"
+
+    def step(self, answer: Answer) -> Step:
+        self._note("step", self.seed, answer.turn, answer.text)
+        time.sleep(self._seconds)
+        self.seen += 1
+        assert answer.turn == self.seen - 1
+        done = self.seen == self.most
+        reward = 0.25 * (len(answer.text) % 3)
+        return Step("" if done else f"{self.seen} of {self.most}", reward, done, {"seen": 1.0})
+
+
+class KeptCount(Count):
+    """The same with snapshots."""
+
+    def state(self) -> bytes:
+        return json.dumps([self.seed, self.seen, self.most]).encode()
+
+    def restore(self, state: bytes, **row: Any) -> None:
+        self.seed, self.seen, self.most = json.loads(state)
+        self._note("restore", self.seed, self.seen)
+
+
+class AsynchronousCount(Count):
+    async def step(self, answer: Answer) -> Step:  # type: ignore[override]
+        await asyncio.sleep(self._seconds)
+        self._seconds = 0.0
+        return super().step(answer)
+
+
+class Hostile(Count):
+    """`how` it misbehaves, in the first turn of every second seed."""
+
+    def __init__(self, how: str = "raise", always: bool = False) -> None:
+        super().__init__()
+        self._how, self._always = how, always
+
+    def step(self, answer: Answer) -> Step:
+        if self._always or self.seed % 2:
+            return self._misbehave(answer)
+        return super().step(answer)
+
+    def _misbehave(self, answer: Answer) -> Step:
+        match self._how:
+            case "raise":
+                raise ValueError("no such move")
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+            case "fork":
+                os.fork()  # both go on
+            case "flood":
+                return Step("x" * (1 << 20) + "x")
+            case "long":
+                return Step("x" * 100_000)
+            case "type":
+                return "higher"  # type: ignore[return-value]
+            case "reward":
+                return Step(reward=float("nan"))
+        return super().step(answer)
+
+
+class RaisesInRestore(KeptCount):
+    def restore(self, state: bytes, **row: Any) -> None:
+        raise OSError("it is gone")
+
+
+class Unlike(Count):
+    """Opens every episode otherwise."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        super().reset(seed)
+        return f"{os.urandom(4).hex()}"
+
+
+class TrulyRandom(Count):
+    """Plays otherwise when it is played again."""
+
+    def step(self, answer: Answer) -> Step:
+        step = super().step(answer)
+        return Step(f"{step.observation} {os.urandom(4).hex()}", step.reward, step.done)
+
+
+def rows_of(log: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -1,0 +1,52 @@
+"""A place whose objects live in the test's own process, and die when the test wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.places.place import PlacedLost
+
+
+class InsidePlaced:
+    """An object that is made anew at some of its calls, before or after they had their effect.
+
+    It dies at every call of which the number is a multiple of one in `before` or `after`.
+    """
+
+    def __init__(
+        self, what: type, arguments: tuple[Any, ...], before: int = 0, after: int = 0
+    ) -> None:
+        self._what, self._arguments = what, arguments
+        self._before, self._after = before, after
+        self._object = what(*arguments)
+        self.calls: list[str] = []
+
+    def _die(self) -> None:
+        self._object = self._what(*self._arguments)
+
+    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+        self.calls.append(method)
+        number = len(self.calls)
+        if self._before and number % self._before == 0:
+            self._die()
+        dies = bool(self._after) and number % self._after == 0
+        returned = await getattr(self._object, method)(*arguments)
+        if dies:
+            self._die()
+            raise PlacedLost("it died")
+        return returned
+
+    def end(self) -> None:
+        pass
+
+
+class InsidePlace:
+    """Implements what the product uses of `Place`."""
+
+    address, one_machine = "inside:", True
+
+    def __init__(self, before: int = 0, after: int = 0) -> None:
+        self._dies = (before, after)
+
+    def start(self, what: type, *arguments: Any, **options: Any) -> InsidePlaced:
+        return InsidePlaced(what, arguments, *self._dies)

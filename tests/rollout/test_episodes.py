@@ -1,0 +1,427 @@
+"""Episodes on simulated engines: what is asked, stored and trained, and what outlives a death."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.errors import ComponentFailure
+from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.scoring.interface import NoScorers
+from megatron_async.store.reader import StoreReader
+from megatron_async.tasks import build_task
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import PolicyVersion, Trajectory
+from tests.environments.games import rows_of
+from tests.environments.inside import InsidePlace
+
+GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
+
+
+class Noting(SimulatedEngine):
+    """An engine that keeps every request and every chunk that it has sent."""
+
+    def __init__(self, name: str, model: SimulatedEngineModel) -> None:
+        super().__init__(name, model)
+        self.requests: list[GenerationRequest] = []
+        self.chunks: dict[str, list[TokenChunk]] = {}
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.requests.append(request)
+        async for chunk in super().generate(request):
+            self.chunks.setdefault(request.request_id, []).append(chunk)
+            yield chunk
+
+
+class Run:
+    """A manager over simulated engines and environments, and its trainer."""
+
+    def __init__(
+        self, folder: Path, config: RunConfig, engines: int = 2, place: InsidePlace | None = None
+    ) -> None:
+        self.folder, self.config = folder, config
+        place = place or InsidePlace()
+        model = SimulatedEngineModel(
+            mean_length=6, step_seconds=0.001, stream_interval=2, longest_tokens=600
+        )
+        self.engines = [Noting(f"engine{i}", model) for i in range(engines)]
+        self.manager = RolloutManager(
+            config,
+            task=build_task(config.task, config.model.path, config.eval, plays=True),
+            scorers=NoScorers(),
+            launcher=self,
+            store_file=folder / "store.sqlite",
+            events_directory=folder / "events",
+            environments=EnvironmentWorkers(config, place),  # type: ignore[arg-type]
+        )
+        self.lineage = 0
+
+    async def launch(self, index: int) -> SimulatedEngine:
+        return self.engines[index]
+
+    async def alive(self, index: int) -> bool:
+        return await self.engines[index].healthy()
+
+    async def stop(self, index: int) -> None:
+        return None
+
+    async def begin(self, resume: ResumePoint) -> None:
+        await self.manager.start()
+        await self.manager.attach(resume)
+        await self.publish(resume.lineage, resume.step)
+
+    async def publish(self, lineage: int, number: int) -> None:
+        self.lineage = lineage
+        addresses = await self.manager.begin_update(lineage, number)
+        for engine in self.engines:
+            engine.set_weights(PolicyVersion(lineage, number))
+        ids = [address.engine_id for address in addresses]
+        await self.manager.end_update(lineage, number, ids, False)
+        await self.manager.verify_update(lineage, number, None, False)
+
+    async def train(self, steps: range) -> list[TokenBatch]:
+        batches = []
+        for step in steps:
+            batch = await self.manager.next_batch(self.lineage)
+            assert batch is not None and batch.step == step
+            batches.append(batch)
+            await self.publish(self.lineage, step + 1)
+        return batches
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_character_tokenizer(folder)
+    return folder
+
+
+def configured(
+    tokenizer: Path, preset: str = "copris", game: str = "Count", **changes: Any
+) -> RunConfig:
+    schedule = {"preset": preset, "groups_per_batch": 3, "group_size": 2, "concurrency": 6}
+    own: dict[str, Any] = {
+        "steps": 100,
+        "trainer": {"wait_for_batch_seconds": 20},
+        "eval": {"prompts": 2},
+        "model": {"path": str(tokenizer)},
+        "engines": {
+            "kind": "simulated",
+            "count": 2,
+            "max_total_tokens": 606,
+            "health_interval_seconds": 0.1,
+        },
+        "weights": {"transport": "tensor", "verify": "never"},
+        "task": {"kind": "seeds"},
+        "environment": {"name": f"{GAMES}:{game}"},
+        "sampling": {"max_new_tokens": 12},
+        "schedule": {**schedule, **({"updates_per_batch": 2} if preset == "rapid" else {})},
+        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 100},
+    }
+    return build_config(merge(own, changes))
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 60))
+
+
+def episodes_of(run_: Run) -> dict[int, Trajectory]:
+    with closing(StoreReader(run_.folder / "store.sqlite")) as reader:
+        return {s.trajectory_id: reader.trajectory(s.trajectory_id) for s in reader.summaries()}
+
+
+@pytest.mark.parametrize("preset", ["sync", "rapid", "copris", "pipeline", "async"])
+def test_what_is_asked_stored_and_trained_are_the_same_tokens(
+    tmp_path: Path, tokenizer: Path, preset: str
+) -> None:
+    config = configured(tokenizer, preset)
+    one = Run(tmp_path, config)
+    batches: list[TokenBatch] = []
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        batches.extend(await one.train(range(4)))
+        await one.manager.stop()
+
+    run(body())
+    episodes = episodes_of(one)
+    for engine in one.engines:
+        for request in engine.requests:
+            episode = episodes[int(request.request_id[1:].partition("-")[0])]
+            sent = engine.chunks.get(request.request_id, [])
+            ids = [*request.input_ids.tolist(), *(int(t) for c in sent for t in c.token_ids)]
+            stored = [b.token_ids.tolist() for b in episode.branches()]
+            if episode.state != "dropped":
+                # The newest chunk of one that ran at the end may not have been taken.
+                most = {len(branch): branch for branch in stored}
+                assert any(
+                    ids[:length] == branch[: len(ids)] and length >= len(request.input_ids)
+                    for length, branch in most.items()
+                )
+    chunks = [chunk for e in one.engines for sent in e.chunks.values() for chunk in sent]
+    made = {(int(t), float(p)) for c in chunks for t, p in zip(c.token_ids, c.logprobs)}  # noqa: B905
+    for batch in batches:
+        trained_T = batch.loss_mask_T > 0
+        tokens = zip(batch.token_ids_T[trained_T], batch.rollout_logprobs_T[trained_T], strict=True)
+        assert {(int(t), float(p)) for t, p in tokens} <= made
+        assert (batch.version_T[trained_T] >= 0).all()
+        for number, start, end in zip(
+            batch.trajectory_ids_S, batch.cu_seqlens_S1, batch.cu_seqlens_S1[1:], strict=False
+        ):
+            (branch,) = episodes[int(number)].branches()
+            np.testing.assert_array_equal(branch.token_ids, batch.token_ids_T[start:end])
+            np.testing.assert_array_equal(branch.mask, batch.loss_mask_T[start:end])
+            np.testing.assert_array_equal(branch.logprobs, batch.rollout_logprobs_T[start:end])
+        if preset in ("sync", "rapid"):
+            assert batch.lag_T.max() == 0
+        if preset == "async":
+            assert batch.lag_T.max() <= 2
+    ended = [e for e in episodes.values() if e.state == "batched"]
+    assert {len(e.turns) for e in ended} == {1, 2, 3}
+    for episode in ended:
+        assert episode.reward == pytest.approx(sum(turn.reward for turn in episode.turns))
+        assert episode.reward_detail["seen"] == len(episode.turns)
+        messages = [message["content"] for turn in episode.turns for message in turn.messages]
+        assert messages[0] == f"seed {episode.prompt.payload['metadata']['seed']}"
+        assert messages[1:] == [f"{n} of {len(episode.turns)}" for n in range(1, len(messages))]
+        for turn in episode.turns:
+            assert turn.answer is not None and turn.end is not None
+            assert turn.answer["truncated"] == (turn.end == "length")
+
+
+def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> None:
+    one = Run(tmp_path, configured(tokenizer, environment={"credit": "turn", "discount": 0.5}))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        (batch,) = await one.train(range(1))
+        await one.manager.stop()
+        returns_T = batch.columns["turn_returns"]
+        for number, start, end in zip(
+            batch.trajectory_ids_S, batch.cu_seqlens_S1, batch.cu_seqlens_S1[1:], strict=False
+        ):
+            episode = episodes_of(one)[int(number)]
+            expected = episode.returns(0.5)
+            found = returns_T[start:end][batch.loss_mask_T[start:end] > 0]
+            assert set(found.tolist()) <= set(np.float32(expected).tolist())
+            assert found[0] == np.float32(expected[0])
+
+    run(body())
+
+
+@pytest.mark.parametrize("limit", ["max_turns", "context"])
+def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, limit: str) -> None:
+    changes: dict[str, Any] = {"environment": {"arguments": {"turns": 1000}}}
+    if limit == "max_turns":
+        changes["environment"]["max_turns"] = 2
+    one = Run(tmp_path, configured(tokenizer, **changes))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        await one.train(range(1))
+        await one.manager.stop()
+
+    run(body())
+    ended = [e for e in episodes_of(one).values() if e.state == "batched"]
+    assert {e.finish_reason for e in ended} == {"length"}
+    for episode in ended:
+        (branch,) = episode.branches()
+        if limit == "max_turns":
+            assert len(episode.turns) == 2
+        else:
+            assert len(episode.turns) > 5
+            assert 500 < len(branch.token_ids) <= 600
+
+
+@pytest.mark.parametrize("game", ["Count", "KeptCount", "AsynchronousCount"])
+def test_a_worker_that_dies_costs_no_episode(tmp_path: Path, tokenizer: Path, game: str) -> None:
+    log = tmp_path / "calls"
+    config = configured(
+        tokenizer, game=game, environment={"arguments": {"turns": 6, "log": str(log)}}
+    )
+    one = Run(tmp_path, config, place=InsidePlace(before=37, after=53))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        batches = await one.train(range(6))
+        counts = one.manager._driver.statistics.counts.episodes
+        assert counts["restored"] > 0
+        assert counts["workers_lost"] > 0
+        assert counts["environment_failures"] == 0, one.manager._driver.statistics.warnings
+        assert batches[-1].extra_metrics["rollout/environment_calls"] > 0
+        await one.manager.stop()
+
+    run(body())
+    assert_plays_agree(log, episodes_of(one))
+    assert ("restore" in {row[1] for row in rows_of(log)}) == (game == "KeptCount")
+
+
+def assert_plays_agree(log: Path, episodes: Mapping[int, Trajectory]) -> None:
+    """Every answer that an environment saw is stored under its turn."""
+    stored: dict[tuple[int, int], set[str]] = {}
+    for episode in episodes.values():
+        seed = episode.prompt.payload["metadata"]["seed"]
+        for turn in episode.turns:
+            if turn.answer is not None:
+                stored.setdefault((seed, turn.number), set()).add(turn.answer["text"])
+    unfinished = {
+        e.prompt.payload["metadata"]["seed"]
+        for e in episodes.values()
+        if e.state in ("waiting", "partial", "running", "pending")
+    }
+    for _, what, seed, *rest in rows_of(log):
+        if what == "step":
+            turn, text = rest
+            assert text in stored.get((seed, turn), set()) or seed in unfinished
+
+
+def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenizer: Path) -> None:
+    arguments = {"turns": 6, "seconds": 0.01}
+    config = configured(tokenizer, environment={"arguments": arguments})
+    open_ids: dict[int, list[list[int]]] = {}
+
+    async def first() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(0))
+        await one.train(range(2))
+        await asyncio.sleep(0.1)
+        await one.manager.stop()
+        found = episodes_of(one)
+        open_ids.update(
+            {
+                i: [b.token_ids.tolist() for b in e.branches()]
+                for i, e in found.items()
+                if e.state in ("waiting", "partial") and e.turns
+            }
+        )
+
+    async def second() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(1, 2, parent=0))
+        await one.train(range(2, 6))
+        counts = one.manager._driver.statistics.counts.episodes
+        assert counts["restored"] > 0
+        assert counts["replay_differs"] == counts["environment_failures"] == 0
+        await one.manager.stop()
+        after = episodes_of(one)
+        for i, branches in open_ids.items():
+            if after[i].state == "batched":
+                (now,) = (b.token_ids.tolist() for b in after[i].branches())
+                assert now[: len(branches[0])] == branches[0], "it did not start again"
+
+    run(first())
+    assert open_ids
+    run(second())
+
+
+def test_with_resume_restart_open_episodes_begin_anew(tmp_path: Path, tokenizer: Path) -> None:
+    config = configured(
+        tokenizer, environment={"resume": "restart", "arguments": {"turns": 6, "seconds": 0.01}}
+    )
+
+    async def lives() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(0))
+        await one.train(range(2))
+        await one.manager.stop()
+        again = Run(tmp_path, config)
+        await again.begin(ResumePoint(1, 2, parent=0))
+        await again.train(range(2, 4))
+        assert again.manager._driver.statistics.counts.episodes["restored"] == 0
+        await again.manager.stop()
+
+    run(lives())
+
+
+HOSTILE: dict[str, str] = {
+    "raise": r"Hostile.step raised ValueError: no such move at .*games.py:\d+",
+    "flood": r"Hostile.step returned an observation of more than 1,048,576 characters",
+    "type": r"Hostile.step returned 'higher'; it must be a Step",
+    "reward": r"Hostile.step: Step.reward: the reward returned nan",
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+@pytest.mark.parametrize("on_failure", ["regenerate", "zero", "drop"])
+def test_a_hostile_environment_costs_its_own_episodes(
+    tmp_path: Path, tokenizer: Path, how: str, on_failure: str
+) -> None:
+    environment = {
+        "arguments": {"how": how},
+        "on_failure": on_failure,
+    }
+    schedule = {"concurrency": 24, "max_regenerations": 1}
+    one = Run(
+        tmp_path, configured(tokenizer, game="Hostile", environment=environment, schedule=schedule)
+    )
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        await one.train(range(2))
+        statistics = one.manager._driver.statistics
+        warned = statistics.warnings["environment_failed"]
+        assert re.search(HOSTILE[how], warned), warned
+        assert statistics.counts.episodes["environment_failures"] > 0
+        await one.manager.stop()
+
+    run(body())
+    found = episodes_of(one)
+    dropped = [e for e in found.values() if e.drop_reason == "environment"]
+    assert dropped or on_failure != "drop"
+    for episode in (e for e in found.values() if e.state == "batched"):
+        odd = episode.prompt.payload["metadata"]["seed"] % 2
+        assert not odd or on_failure == "zero"
+        if odd:
+            assert (episode.finish_reason, episode.reward) == ("length", 0.0)
+
+
+def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    environment = {"arguments": {"how": "raise", "always": True}}
+    one = Run(tmp_path, configured(tokenizer, game="Hostile", environment=environment))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        sentence = r"64 calls of environment.name '.*Hostile' failed in a row and none succeeded"
+        with pytest.raises(ComponentFailure, match=sentence):
+            await one.train(range(1))
+        await one.manager.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("game", "why"), [("TrulyRandom", "does otherwise"), ("RaisesInRestore", "gone")]
+)
+def test_an_environment_that_cannot_be_restored_begins_anew(
+    tmp_path: Path, tokenizer: Path, game: str, why: str
+) -> None:
+    schedule = {"max_regenerations": 20}
+    config = configured(
+        tokenizer, game=game, environment={"arguments": {"turns": 6}}, schedule=schedule
+    )
+    one = Run(tmp_path, config, place=InsidePlace(before=41))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        await one.train(range(3))
+        statistics = one.manager._driver.statistics
+        assert statistics.counts.episodes["replay_differs"] > 0
+        assert why in statistics.warnings["environment_failed"]
+        await one.manager.stop()
+
+    run(body())
