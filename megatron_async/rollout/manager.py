@@ -80,11 +80,8 @@ class _Session:
 
 
 def _superseded(lineage: int, by: int) -> ComponentFailure:
-    if by == lineage:
-        return ComponentFailure(f"the trainer of lineage {lineage} has attached once more")
-    return ComponentFailure(
-        f"the trainer of lineage {lineage} is superseded by that of lineage {by}"
-    )
+    what = "has attached once more" if by == lineage else f"is superseded by that of lineage {by}"
+    return ComponentFailure(f"the trainer of lineage {lineage} {what}")
 
 
 class RolloutManager:
