@@ -137,8 +137,24 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
-def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
-    """Refuse a model that the run's checkpoints and tokens are not of. Raises UserError."""
+def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
+    """Refuse what a resume cannot change: the run's place, its model, the weights that it has.
+
+    Raises UserError.
+    """
+    if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
+        key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
+        raise UserError(
+            f"{key} is {value!r}, and the run of {directory.path} stays where it is: leave it out, "
+            "or rename the directory and resume that"
+        )
+    own = next(iter(list_checkpoints(directory.checkpoints)), None)
+    if own and config.model.checkpoint not in ("", before.model.checkpoint):
+        raise UserError(
+            f"model.checkpoint is {config.model.checkpoint!r}, and {directory.path} goes on from "
+            f"its own checkpoint {own.path.name}: leave it out, or start a new run under another "
+            "name"
+        )
     for difference in _differences(directory, before, config):
         raise UserError(
             f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
