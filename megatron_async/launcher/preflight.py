@@ -59,6 +59,14 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
         weights.open_all()
 
 
+def check_served(path: Path | str) -> None:
+    """Check a model that an engine alone will have, of whatever family. Raises UserError."""
+    from megatron_async.models.model_files import check_weights
+
+    check_model(path)
+    check_weights(path, None)
+
+
 def check_engines(engines: EngineConfig) -> None:
     """Check that other hosts reach engines only with a key: a client can change weights."""
     if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
@@ -235,7 +243,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
-    check_model(model_path)
+    check_served(model_path)
     path = config.model.model_copy(update={"path": str(model_path)})
     return _check_task(config.model_copy(update={"model": path}), trains=False)
 
