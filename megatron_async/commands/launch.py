@@ -27,7 +27,7 @@ from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
-from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import check_ranks, check_ray
 from megatron_async.launcher.figures import (
@@ -182,8 +182,7 @@ def launch_run(
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
-        if resume is None and not directory.never_began():
-            directory.check_free()
+        (check_new if resume is None else check_unclaimed)(directory)
         overview = "".join(f"# {line}\n" for line in shown)
         return f"{(on_one_node if shared else commands).rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:

@@ -17,7 +17,7 @@ from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
-from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.figures import checkpoints_with_room, figures
@@ -55,8 +55,7 @@ def dry_run(config: RunConfig) -> None:
     show_layout(config)
     directory = RunDirectory.of(config)
     show_notices(_checked(config, directory)[0])
-    if not directory.never_began():
-        directory.check_free()
+    check_new(directory)
     typer.echo(_PASSED)
 
 
@@ -74,6 +73,7 @@ def resume_command(
             typer.echo(sentence)
             return
         if dry:
+            check_unclaimed(directory)
             show_layout(settings)
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
