@@ -348,10 +348,15 @@ def size_faults(checkpoint: Checkpoint) -> list[str]:
     return found
 
 
-def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
+def quickly_read(checkpoint: Checkpoint) -> bool:
+    """Return whether its files are read in a few seconds."""
     whole = sum(record.size for record in checkpoint.manifest.files.values())
-    return (all_faults if whole <= _QUICKLY_READ_BYTES else size_faults)(checkpoint)
+    return whole <= _QUICKLY_READ_BYTES
+
+
+def quick_faults(checkpoint: Checkpoint) -> list[str]:
+    """All faults of files that are `quickly_read`; of larger ones those of their sizes."""
+    return (all_faults if quickly_read(checkpoint) else size_faults)(checkpoint)
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

@@ -11,7 +11,12 @@ from typing import Final
 
 import typer
 
-from megatron_async.checkpoint.manifest import first_intact, list_checkpoints, quick_faults
+from megatron_async.checkpoint.manifest import (
+    first_intact,
+    list_checkpoints,
+    quick_faults,
+    quickly_read,
+)
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
@@ -180,6 +185,8 @@ def resume_lines(
     what = "its beginning (there is no checkpoint yet)"
     if newest is not None:
         what = f"checkpoint {newest.path.name}, made after step {start - 1}"
+        if back is None and not quickly_read(newest):
+            what += " (its files are verified as they are read)"
     lines = [f"{directory.path.name} goes on from {what}"]
     if done > start:
         again = f"steps {start} to {done - 1} are" if done > start + 1 else f"step {start} is"
