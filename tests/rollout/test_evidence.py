@@ -134,9 +134,9 @@ PATIENCE = 20.0
 
 
 class Engine:
-    """Answers as it is told: each question for its version, and for its load, by the next of these.
+    """Answers each question for its version, and for its load, by the next of `answers`.
 
-    None: it never answers. What is true of it beside that, `paused`, comes with its first answer.
+    None: it never answers. `paused`: a pause begins and ends while it is asked.
     """
 
     engine_id = "e"
