@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
+from megatron_async.config.renamed import with_todays_names
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.files.package_files import existing
@@ -55,7 +56,9 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(
             f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
         )
-    content = anchored(content, path.parent)
+    content = with_todays_names(anchored(content, path.parent), what)
+    if _GIVEN in content:
+        content[_GIVEN] = with_todays_names(content[_GIVEN], what)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -81,7 +84,7 @@ def parse_override(text: str) -> dict[str, Any]:
     parsed = anchored(parsed, Path.cwd())
     for key in reversed(dotted.split(".")):
         parsed = {key: parsed}
-    return parsed  # type: ignore[no-any-return]
+    return with_todays_names(parsed, f"override {shown(text)}")
 
 
 def _number(text: str) -> str | float:
@@ -97,7 +100,7 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
-    settings = _expanded(settings)
+    settings = with_todays_names(_expanded(settings), "settings")
     own = {key: value for key, value in settings.items() if key != _GIVEN}
     try:
         config = RunConfig.model_validate(merge(_defaults_below(own), own))

@@ -21,7 +21,7 @@ from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.telemetry.summary import RunSummary, summarise
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Trajectory
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Trajectory, parts_of_today
 
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
@@ -140,11 +140,12 @@ def _facts(row: dict[str, Any]) -> str:
     """Describe in words what an evaluation has found about a response."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
-    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    named = parts_of_today(row.get("parts", {}))
+    parts = {k: v for k, v in named.items() if (k, v) != ("score", reward)}
     facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
     for name, value in parts.items():
-        fault = name.replace("verifier", "scorer").replace("_", " ")
-        facts.append(fault if name in SCORER_FAULTS else f"{name} {value:.3g}")
+        fault = name in SCORER_FAULTS
+        facts.append(name.replace("_", " ") if fault else f"{name} {value:.3g}")
     facts += [f"right answer {answer}"] * bool(answer)
     facts += ["cut at the length limit"] * bool(row.get("truncated"))
     return _cut(", ".join(facts), _MOST_FACTS)

@@ -26,7 +26,7 @@ from megatron_async.report.panels import (
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+from megatron_async.trajectory.types import FORMER_PARTS, FinishReason, PolicyVersion, Prompt
 from tests.browser import drawn, flaws, needs_browser
 
 HOSTILE = "<script>alert('x')</script>"
@@ -224,7 +224,7 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
         "answer": "4",
         "response": "5",
         "reward": 0.0,
-        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "parts": {next(iter(FORMER_PARTS)): 1.0, "form": 0.25},  # of an earlier version
         "tokens": 7,
         "truncated": True,
         "versions": ["0.16", "1.17"],
