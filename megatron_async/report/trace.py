@@ -18,18 +18,11 @@ from typing import Any, Final
 
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Exchange
+from megatron_async.telemetry.metrics import TRAINER_PHASES
 
 _TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
-# In the order in which a step of the trainer spends its time.
-_PHASES: Final = (
-    ("wait for a batch", "time/wait_for_batch"),
-    ("train", "time/train"),
-    ("weight update", "time/publish"),
-    ("evaluation", "time/evaluate"),
-    ("checkpoint", "time/checkpoint"),
-)
 _SHORTEST_GAP: Final = 0.01
 """Seconds without any request from which an engine counts as idle."""
 
@@ -244,12 +237,12 @@ class Trace:
     def add_trainer(self, lines: Iterable[Mapping[str, float]], since: float) -> None:
         """Phases of the steps that ended after `since`, from their lines in metrics.jsonl."""
         for line in lines:
-            begin = line["time"] - sum(line.get(name, 0.0) for _, name in _PHASES)
+            begin = line["time"] - sum(line.get(name, 0.0) for _, name in TRAINER_PHASES)
             if begin < since:
                 continue
             step = int(line["step"])
             self._span(f"step {step}", _TRAINER, 1, begin, line["time"])
-            for phase, name in _PHASES:
+            for phase, name in TRAINER_PHASES:
                 end = begin + line.get(name, 0.0)
                 if end > begin:
                     self._span(phase, _TRAINER, 1, begin, end, {"step": step})
