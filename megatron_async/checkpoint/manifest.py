@@ -230,22 +230,24 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return a sentence for each fault of these files of the checkpoint at `path`."""
+def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
+    """Return a sentence for each fault of these files of the checkpoint at `path`.
+
+    Unless they are `read`, those of their sizes only.
+    """
     found = []
     for name, record in sorted(files.items()):
         try:
-            actual = hash_file(file_in(path, name))
+            file = file_in(path, name)
+            size = file.stat().st_size
+            if size != record.size:
+                found.append(f"{name} has {size} bytes, by its manifest {record.size}")
+            elif read and hash_file(file).sha256 != record.sha256:
+                found.append(f"{name} does not have the checksum of its manifest")
         except CorruptCheckpoint as error:
             found.append(str(error))
-            continue
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if actual.size != record.size:
-            found.append(f"{name} has {actual.size} bytes, by its manifest {record.size}")
-        elif actual.sha256 != record.sha256:
-            found.append(f"{name} does not have the checksum of its manifest")
     return found
 
 
@@ -328,24 +330,11 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
-def size_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return files that are missing or have another size: what is found without reading them."""
-    found = []
-    for name, record in sorted(checkpoint.manifest.files.items()):
-        try:
-            size = file_in(checkpoint.path, name).stat().st_size
-        except (CorruptCheckpoint, OSError) as error:
-            found.append(f"{name} cannot be read ({error})")
-            continue
-        if size != record.size:
-            found.append(f"{name} has {size} bytes, by its manifest {record.size}")
-    return found
-
-
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
     """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
-    whole = sum(record.size for record in checkpoint.manifest.files.values())
-    return (all_faults if whole <= _QUICKLY_READ_BYTES else size_faults)(checkpoint)
+    files = checkpoint.manifest.files
+    whole = sum(record.size for record in files.values())
+    return faults(checkpoint.path, files, read=whole <= _QUICKLY_READ_BYTES)
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
@@ -386,10 +375,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def prune(root: Path | str, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest finalised checkpoints; returns what was removed."""
-    removed = []
+def prune(root: Path | str, keep: int) -> None:
+    """Remove all but the `keep` newest finalised checkpoints."""
     for checkpoint in list_checkpoints(root)[keep:]:
         remove(checkpoint.path)
-        removed.append(checkpoint.path)
-    return removed
