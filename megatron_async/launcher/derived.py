@@ -171,8 +171,8 @@ def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
     return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
 
 
-def _verifier_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
-    base = config.task.verifier_workers
+def _scorer_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
+    base = config.task.scorer_workers
     if machine.cores is None:
         return base * max(1, machine.engine_nodes), f"{base} a node that generates"
     half = machine.cores // 2
@@ -185,7 +185,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
     "engines.stream_interval": _stream_interval,
-    "task.verifier_workers": _verifier_workers,
+    "task.scorer_workers": _scorer_workers,
 }
 
 
