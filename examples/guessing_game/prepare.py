@@ -1,7 +1,7 @@
 """Make a small model and games to imitate: `prepare.py OUT`.
 
-In half of the games the player minds all hints and guesses about the middle of what is
-left, in the others it guesses anything. Imitation makes a model do both; RL finds out which wins.
+In some of the games the player guesses the middle of what the hints have left, in the others
+anything. Imitation makes a model do both; RL finds out which wins.
 """
 
 import argparse
@@ -28,12 +28,11 @@ TEMPLATE = (
 def game(seed: int, high: int) -> dict[str, object]:
     """A row to imitate: the messages of one game, and its seed."""
     environment, chance = Guess(high), random.Random(f"player {seed}")
-    careful = chance.random() < 0.5
+    careful = chance.random() < 0.4
     low, most = 1, high
     messages = [{"role": "user", "content": environment.reset(seed)}]
     while True:
-        edge = (most - low) // 4
-        guess = chance.randint(low + edge, most - edge) if careful else chance.randint(1, high)
+        guess = (low + most) // 2 if careful else chance.randint(1, high)
         messages.append({"role": "assistant", "content": str(guess)})
         step = environment.step(Answer(str(guess)))
         if step.done:
