@@ -49,7 +49,7 @@ def paths_of(example: str, folder: Path) -> list[str]:
 
 def prepare(example: str, folder: Path) -> Path:
     """The fine-tuned model of an example, made where it is not there yet."""
-    source, model = ROOT / "examples" / example, folder / f"{example}-sft"
+    source, model = ROOT / "examples" / example, folder / "fine_tuned" / example
     if not (folder / example / "model").exists():
         script = [sys.executable, str(source / "prepare.py"), str(folder / example)]
         subprocess.run(script, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
