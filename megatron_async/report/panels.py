@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 from megatron_async.report.data import Lines, RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
+from megatron_async.telemetry.metrics import TRAINER_PHASES
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
@@ -274,13 +275,6 @@ _LAG_SHARES: Final = (
     *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
     (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
 )
-_TRAINER_PHASES: Final = (
-    ("waiting for a batch", "time/wait_for_batch"),
-    ("training", "time/train"),
-    ("weight update", "time/publish"),
-    ("checkpoint", "time/checkpoint"),
-    ("evaluation", "time/evaluate"),
-)
 _UPDATE_PHASES: Final = (
     ("until engines are ready", "weights/ready_seconds"),
     ("transfer", "weights/transfer_seconds"),
@@ -335,7 +329,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
             ("training, prompts included", "train/tokens_per_second"),
         ),
     ).figure,
-    Panel("Where the trainer's seconds went", "s", _TRAINER_PHASES, "bars").figure,
+    Panel("Where the trainer's seconds went", "s", TRAINER_PHASES, "bars").figure,
     rollout_seconds,
     Panel(
         "Lag",
