@@ -24,9 +24,8 @@ from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
-    activation_bytes,
     kv_capacity_tokens,
-    trainer_state_bytes,
+    trainer_memory,
     update_bytes,
 )
 from megatron_async.simulate.planner import sufficient_concurrency
@@ -249,11 +248,11 @@ def _shared(config: RunConfig) -> str:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    layout, sharded = config.parallel, config.optimizer.sharded
-    state = trainer_state_bytes(shape, layout, sharded=sharded, expert=layout.expert)
-    activations = activation_bytes(
+    trainer = trainer_memory(
         shape,
-        layout,
+        config.parallel,
+        sharded=config.optimizer.sharded,
+        expert=config.parallel.expert,
         microbatch_tokens=config.trainer.microbatch_tokens,
         logit_tokens=config.trainer.logprob_chunk_tokens,
         recompute=config.trainer.recompute_activations,
@@ -265,8 +264,9 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
     return [
-        f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "
-        f"{activations / _GB:.1f} GB, peak {(state + activations) / _GB:.1f} of "
+        f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
+        f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
+        f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
         f"{machine.memory_bytes / _GB:.0f} GB",
         f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
         f"{max(0, tokens):,} tokens an engine",
