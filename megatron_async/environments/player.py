@@ -52,7 +52,7 @@ def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
 
 
 class Threads:
-    """Where `def` runs, so many calls at once; all are there from the beginning.
+    """Runs `def`, so many calls at once; all threads are there from the beginning.
 
     `hung`: calls that were given up and still have their thread.
     """
@@ -214,7 +214,7 @@ class Player:
         return await self._run(method, lambda: found(*arguments, **named))
 
     async def read(self, action: Build) -> Any:
-        """What `action` makes of what the object returned: its size is the user's choice.
+        """Run `action` on what the object returned, whose size is the user's choice.
 
         Raises EnvironmentFault.
         """

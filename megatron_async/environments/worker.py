@@ -256,7 +256,7 @@ class EnvironmentWorker:
             raise
 
     def _end(self) -> None:
-        """Nothing of it can go on."""
+        """End, since nothing here can go on."""
 
 
 class EnvironmentProcess(EnvironmentWorker):

@@ -94,7 +94,7 @@ class EnvironmentWorkers:
 
     @asynccontextmanager
     async def through(self, number: int, *, alone: bool) -> AsyncIterator[None]:
-        """What is asked inside, for the episode `number`; `alone`: nothing else meanwhile."""
+        """Ask inside, for the episode `number`; `alone`: nothing else is asked meanwhile."""
         async with self._doors[number % len(self._doors)].through(alone=alone):
             yield
 

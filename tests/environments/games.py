@@ -132,7 +132,7 @@ def rows_of(log: Path) -> list[list[Any]]:
 
 
 class Talkative(Count):
-    """Says all kinds of things: several messages, nothing, much, other roles, marks of templates.
+    """Sends all kinds of things: several messages, nothing, much, other roles, marks of templates.
 
     `roles`: those that the model's template can show.
     """
@@ -141,7 +141,7 @@ class Talkative(Count):
         super().__init__(turns)
         self._roles = roles
 
-    def _said(self, turn: int) -> list[dict[str, str]]:
+    def _sent(self, turn: int) -> list[dict[str, str]]:
         chance = random.Random(f"{self.seed} {turn}")
         texts = ("higher", "", "x y " * 40, "\N{SNOWMAN} \n\n", "a<|im_end|>b", "<end_of_turn>")
         messages = [{"role": chance.choice(self._roles), "content": chance.choice(texts)}]
@@ -156,4 +156,4 @@ class Talkative(Count):
 
     def step(self, answer: Answer) -> Step:
         step = super().step(answer)
-        return Step([] if step.done else self._said(self.seen), step.reward, step.done)
+        return Step([] if step.done else self._sent(self.seen), step.reward, step.done)
