@@ -10,7 +10,6 @@ Invariants
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -168,16 +167,6 @@ def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict
     }
 
 
-@dataclass(frozen=True)
-class HealthWarning:
-    """A named rule that a metric broke."""
-
-    rule: str
-    metric: str
-    value: float
-    message: str
-
-
 # rule, metric, lowest and highest healthy value (the guide of verl's rollout correction,
 # docs/algo/rollout_corr.md, "conditional alerting").
 _HEALTH_RULES: tuple[tuple[str, str, float, float], ...] = (
@@ -194,9 +183,10 @@ def unmeasured_rules(metrics: Mapping[str, float]) -> frozenset[str]:
     return frozenset(rule for rule, name, _, _ in _HEALTH_RULES if name not in metrics)
 
 
-def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
-    """The rules that `metrics` break: mean weight outside 0.5 to 2, ESS < 0.3, weight std > 1,
-    |KL| > 0.1, token chi^2 > 1. A metric that is absent breaks none; NaN breaks its rule."""
+def health_warnings(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Rules that `metrics` break, each with a message: mean weight outside 0.5 to 2, ESS < 0.3,
+    weight std > 1, |KL| > 0.1, token chi^2 > 1. An absent metric breaks none; NaN breaks its rule.
+    """
     found = []
     for rule, name, low, high in _HEALTH_RULES:
         value = metrics.get(name)
@@ -204,6 +194,5 @@ def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
             healthy = f"between {low:g} and {high:g}"
             if math.isinf(low) or math.isinf(high):
                 healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
-            message = f"{name} is {value:.4g}, healthy is {healthy}"
-            found.append(HealthWarning(rule, name, value, message))
+            found.append((rule, f"{name} is {value:.4g}, healthy is {healthy}"))
     return found

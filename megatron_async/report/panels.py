@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 from megatron_async.report.data import Lines, RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
+from megatron_async.telemetry.metrics import TRAINER_PHASES
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
@@ -255,16 +256,24 @@ def happenings(run: RunData) -> Figure | None:
     return figure.update_yaxes(automargin=True)
 
 
+def endings(run: RunData) -> Figure | None:
+    """Episodes by the turn in which they ended, and by what ended them."""
+    if not run.endings:
+        return None
+    figure = go.Figure()
+    hows = sorted({how for how, _ in run.endings})
+    for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
+        turns = sorted(turn for other, turn in run.endings if other == how)
+        counts = [run.endings[how, turn] for turn in turns]
+        bars_ = go.Bar(x=turns, y=counts, name=how, marker_color=colour, marker_line_width=0)
+        figure.add_trace(bars_)
+    figure.update_layout(barmode="stack", bargap=0.1)
+    return styled(figure, "Where episodes ended", "episodes", "turn")
+
+
 _LAG_SHARES: Final = (
     *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
     (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
-)
-_TRAINER_PHASES: Final = (
-    ("waiting for a batch", "time/wait_for_batch"),
-    ("training", "time/train"),
-    ("weight update", "time/publish"),
-    ("checkpoint", "time/checkpoint"),
-    ("evaluation", "time/evaluate"),
 )
 _UPDATE_PHASES: Final = (
     ("until engines are ready", "weights/ready_seconds"),
@@ -299,6 +308,20 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
     ).figure,
     Panel(
+        "Turns of an episode",
+        "turns",
+        (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
+    ).figure,
+    endings,
+    Panel(
+        "Seconds of an environment's reply",
+        "s",
+        (
+            ("mean", "rollout/environment_seconds"),
+            ("longest", "rollout/environment_seconds_max"),
+        ),
+    ).figure,
+    Panel(
         "Throughput",
         "tokens/s",
         (
@@ -306,7 +329,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
             ("training, prompts included", "train/tokens_per_second"),
         ),
     ).figure,
-    Panel("Where the trainer's seconds went", "s", _TRAINER_PHASES, "bars").figure,
+    Panel("Where the trainer's seconds went", "s", TRAINER_PHASES, "bars").figure,
     rollout_seconds,
     Panel(
         "Lag",

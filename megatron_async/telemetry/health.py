@@ -61,7 +61,7 @@ class HealthWatch:
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        found = [(w.rule, f"{w.message}: {_TOO_FAR}") for w in health_warnings(metrics)]
+        found = [(rule, f"{message}: {_TOO_FAR}") for rule, message in health_warnings(metrics)]
         found += self._learning.step(metrics)
         for name, metric, broken in _RULES:
             if metric in metrics:
