@@ -92,7 +92,12 @@ def settings(case: Case, model: Path) -> RunConfig:
                 "group_size": 8,
             },
             "sampling": {"max_new_tokens": TOKENS},
-            "engines": {"count": 2, "stream_interval": TOKENS, "max_total_tokens": 1 << 20},
+            "engines": {
+                "kind": "simulated",
+                "count": 2,
+                "stream_interval": TOKENS,
+                "max_total_tokens": 1 << 20,
+            },
             "weights": {"verify": "never"},
             "eval": {"prompts": 1},
             "steps": 100,

@@ -326,10 +326,10 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
                 )
     for trajectory_id, requests in evidence.requests.items():
         for request, following in pairwise(requests):
-            asked = following.start >= request.end
+            again = following.start >= request.end
             if trajectory_id in episodic:
-                asked = following.start == request.end  # else an observation is between
-            if request.noted_end in ("stop", "length") and asked:
+                again = following.start == request.end  # else an observation is between
+            if request.noted_end in ("stop", "length") and again:
                 wrong.append(
                     f"trajectory {trajectory_id} was sent to an engine again after its end "
                     f"({request.noted_end})"

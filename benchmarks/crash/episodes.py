@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.crash.noted_environment import OPENING
-from megatron_async.trajectory.types import Turn
 
 MADE_UP = "Yes."  # what is played before a run starts
 
@@ -42,9 +41,9 @@ class Episode:
     drop_reason: str | None = None
 
 
-def name_of(turns: Sequence[Turn]) -> str:
-    """The name that an episode's environment has drawn; "" before it is stored."""
-    for message in turns[0].messages if turns else ():
+def name_of(opening: Sequence[Mapping[str, Any]]) -> str:
+    """The name that an episode's environment has drawn, from its first messages; "": none."""
+    for message in opening:
         if str(message["content"]).startswith(OPENING):
             return str(message["content"])[len(OPENING) :]
     return ""

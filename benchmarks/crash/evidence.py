@@ -391,5 +391,6 @@ def open_names(directory: RunDirectory) -> frozenset[str]:
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         for summary in reader.summaries():
             if summary.state.value in ("running", "partial", "waiting"):
-                names.add(name_of(reader.trajectory(summary.trajectory_id).turns))
+                turns = reader.trajectory(summary.trajectory_id).turns
+                names.add(name_of(turns[0].messages) if turns else "")
     return frozenset(names - {""})

@@ -273,17 +273,3 @@ def test_an_observation_of_any_size_reaches_the_caller(villains: Workers) -> Non
         assert player.held.counts.total() == 0
 
     run(body())
-
-
-def test_what_takes_too_long_to_read_costs_its_episode_alone(villains: Workers) -> None:
-    """Its tokens are counted beside the others' calls."""
-
-    async def body() -> None:
-        player = Player(villains)
-        sentence = r"Villain.observation took longer than 1 s"
-        with pytest.raises(EnvironmentFault, match=sentence):
-            await player.play(0, "longest")
-        assert len(await player.play(1, "well")) == 3
-        assert player.held.counts.total() == 0
-
-    run(body())
