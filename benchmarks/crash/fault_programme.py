@@ -88,7 +88,7 @@ def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, plays: bool
         config = episode_settings(plan.preset, folder)
     else:
         failure = ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]
-        config = settings(plan.preset, task={"on_verifier_timeout": failure})
+        config = settings(plan.preset, task={"on_scorer_timeout": failure})
     return asyncio.run(
         suffer(
             folder,

@@ -1,7 +1,7 @@
 """The quickstart: build a small model, fine-tune it, train it by RL, evaluate on the way.
 
 Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpoints`,
-`Supervisor`); this module only puts them in a row and adds up the times.
+`supervise`); this module only puts them in a row and adds up the times.
 """
 
 import time
@@ -20,7 +20,7 @@ from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.summary import summarise
@@ -83,7 +83,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     rl = with_model(config, tuned)
     directory.save_config(rl)
     with timed("RL in all, start of engine and trainers included"):
-        Supervisor(rl, directory, devices).run()
+        supervise(rl, directory, devices)
     summary = summarise(directory)
     console.print(
         closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases)

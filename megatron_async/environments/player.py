@@ -106,6 +106,16 @@ async def _outcome_of(work: Awaitable[Any]) -> Outcome:
         return None, error
 
 
+def built(build: Build, name: str) -> Any:
+    """An object of the user's. Raises UserError where its class raises."""
+    try:
+        return build()
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"environment.name is {name!r}, and building it raised {described_error(error)}"
+        ) from error
+
+
 class Player:
     """Plays one environment object. `seconds`: limit of a call; `threads`: where `def` runs."""
 

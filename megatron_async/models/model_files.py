@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, shown
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import rules_of
+from megatron_async.models.families import stage_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,12 +154,11 @@ def _cause(path: Path, error: Exception) -> str:
 
 
 def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every Hugging Face tensor of the model; a tied head comes twice."""
+    """Name and shape of every Hugging Face tensor of the model."""
     experts = architecture.experts.num if architecture.experts else 1
-    for rule in rules_of(architecture):
-        for layer in range(architecture.num_layers if "{layer}" in rule.tensors[0] else 1):
-            for expert in range(experts if rule.expert else 1):
-                yield from zip(rule.tensor_names(layer, expert), rule.shapes, strict=True)
+    for rule, layer in stage_rules(architecture):
+        for expert in range(experts if rule.expert else 1):
+            yield from zip(rule.tensor_names(layer, expert), rule.shapes, strict=True)
 
 
 def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
