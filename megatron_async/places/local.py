@@ -224,6 +224,8 @@ class _Process:
     def _look_after(self) -> None:
         while True:
             code = self._running.wait()
+            with suppress(ProcessLookupError, PermissionError):  # a child may hold connections
+                os.killpg(self._running.pid, signal.SIGKILL)
             with self._changed:
                 os.close(self._lifeline)
                 self._why = self._how(code)
