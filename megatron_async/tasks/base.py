@@ -156,13 +156,6 @@ class ProblemSource(Protocol):
         """Training problems with answers whose steps are written out. UserError if it has none."""
 
 
-class Scorer(Protocol):
-    """Scores responses. May raise or hang: it runs in a process of its own (`scoring`)."""
-
-    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
-        """The score of a response's text, special tokens already removed."""
-
-
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """The part of a row that a scorer reads: `answer` is empty where there is none, `metadata`
     holds the row's other columns (JSON)."""
