@@ -77,10 +77,10 @@ def figures(config: RunConfig, machine: Machine) -> list[str]:
     lines = layout_lines(config, machine)
     if machine.device == "cpu":
         return lines
-    colocated = config.engines.placement == "colocated"
-    placement = {"placement": config.engines.placement, "offload": colocated}
-    simulated = config.simulate.model_copy(update=placement)
-    config = modelled(config.model_copy(update={"simulate": simulated}), machine)
+    placement = config.engines.placement
+    offload = placement == "colocated"
+    config = config.with_settings("simulate", placement=placement, offload=offload)
+    config = modelled(config, machine)
     try:
         return [*lines, *_storage_and_times(config, shape_of(config))]
     except UserError as error:
