@@ -20,6 +20,7 @@ from typing import Final
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.files.mounts import existing
 from megatron_async.launcher.derived import Machine, layout_lines, modelled, with_own_model
 from megatron_async.models.shape import BF16, ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
@@ -60,9 +61,7 @@ class Checkpoints:
         """Check that there is room for them, beside those that lie there. Raises UserError."""
         place = directory.checkpoints
         room = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
-        while not place.exists():
-            place = place.parent
-        room += shutil.disk_usage(place).free
+        room += shutil.disk_usage(existing(place)).free
         if room < self.most * self.size:
             raise UserError(
                 f"{self.most} checkpoints of {self.size / _GB:,.3g} GB lie in "
