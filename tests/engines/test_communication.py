@@ -103,6 +103,7 @@ def sglang_leaves() -> Iterator[Leaves]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("nvls", [True, False])
 def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool, sglang_leaves: Leaves) -> None:
     """SGLang 0.5.23's own function; where nothing is set it turns both off."""
@@ -117,6 +118,7 @@ def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool, sglang_leave
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("setting", ["enable_nccl_nvls", "enable_symm_mem"])
 def test_an_argument_that_changes_it_for_servers_alone_is_refused(
     setting: str, sglang_leaves: Leaves

@@ -291,6 +291,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -303,6 +304,7 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path) -> None:
     one, two, long = (tmp_path / f"{name}.html" for name in ("one", "two", "long"))

@@ -27,6 +27,7 @@ def seen() -> dict[str, dict[str, bool]]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sglangs_group_builder_meets_where_the_sender_waits(
     device: str, seen: dict[str, dict[str, bool]]
