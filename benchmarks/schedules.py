@@ -8,7 +8,7 @@
 Time. Every trajectory's response length is forced (a recorded length per trajectory id), once
 long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
 show no gain. The model is the quickstart's architecture with random weights: with forced lengths
-the time does not depend on its content. Everything else is the real run: Ray, SGLang, Megatron
+the time does not depend on its content. Everything else is the real run: SGLang, Megatron
 under torchrun. All figures are per optimizer step of the same number of trajectories: a batch of
 `rapid` is H times as large and is taken in H minibatches.
 

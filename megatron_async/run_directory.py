@@ -86,7 +86,7 @@ class RunDirectory:
             write_atomically(self.failed_start_file, sentence)
 
     def _has_trained(self) -> bool:
-        if any(self.checkpoints.glob("*/manifest.json")):
+        if any(self.checkpoints.glob("*/manifest*.json")):
             return True
         lines = self.metrics_file.open(errors="replace") if self.metrics_file.exists() else ()
         return any('"kind": "train"' in line for line in lines)

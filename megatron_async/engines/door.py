@@ -1,6 +1,6 @@
 """Checks of every chunk and load report that an engine sends. Pure; no socket, no clock.
 
-They run where the answers are read, in the engine's own actor, so that they cost the rollout
+They run where the answers are read, in the engine's own host, so that they cost the rollout
 manager nothing. docs/failures.md has the table.
 
 Invariants

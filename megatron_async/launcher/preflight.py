@@ -15,6 +15,7 @@ from typing import Any
 from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
     check_manifests,
+    is_checkpoint,
     list_checkpoints,
     open_checkpoint,
 )
@@ -110,7 +111,7 @@ def _check_checkpoint(path: Path, architecture: Architecture) -> None:
     """Check its manifest; the files are verified when they are read."""
     from megatron_async.checkpoint.placement import misfit
 
-    if not (path / MANIFEST_NAME).is_file():
+    if not is_checkpoint(path):
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
     checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
     if fault := misfit(checkpoint.manifest, architecture, None):

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,8 +100,9 @@ class LocalPlace:
         return LocalPlaced(self._directory / name, self._logs)
 
     def close(self) -> None:
-        for process in self._started:
-            process.end()
+        with ExitStack() as ends:  # all of them, also when an interrupt comes at one
+            for process in self._started:
+                ends.callback(process.end)
 
     def _take(self, count: int, name: str) -> list[str]:
         if not count:

@@ -227,6 +227,21 @@ def happenings(run: RunData) -> Figure | None:
     return figure.update_yaxes(automargin=True)
 
 
+def endings(run: RunData) -> Figure | None:
+    """Episodes by the turn in which they ended, and by what ended them."""
+    if not run.endings:
+        return None
+    figure = go.Figure()
+    hows = sorted({how for how, _ in run.endings})
+    for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
+        turns = sorted(turn for other, turn in run.endings if other == how)
+        counts = [run.endings[how, turn] for turn in turns]
+        bars_ = go.Bar(x=turns, y=counts, name=how, marker_color=colour, marker_line_width=0)
+        figure.add_trace(bars_)
+    figure.update_layout(barmode="stack", bargap=0.1)
+    return styled(figure, "Where episodes ended", "episodes", "turn")
+
+
 _LAG_SHARES: Final = (
     *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
     (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
@@ -267,6 +282,20 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         "Response length",
         "tokens",
         (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
+    ).figure,
+    Panel(
+        "Turns of an episode",
+        "turns",
+        (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
+    ).figure,
+    endings,
+    Panel(
+        "Seconds of an environment's reply",
+        "s",
+        (
+            ("mean", "rollout/environment_seconds"),
+            ("longest", "rollout/environment_seconds_max"),
+        ),
     ).figure,
     Panel(
         "Throughput",

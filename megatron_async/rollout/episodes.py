@@ -150,6 +150,7 @@ class Episodes:
         outcome = TurnOutcome(stepped.answer, stepped.reward)
         if stepped.ended is not None:
             self._store.episodes.end_episode(call, FinishReason(stepped.ended), outcome)
+            self._statistics.episode_ended(len(turns))
             return ev.EpisodeEnded(trajectory_id)
         assert stepped.token_ids is not None
         self._store.episodes.begin_turn(

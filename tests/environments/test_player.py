@@ -17,12 +17,14 @@ from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.player import Player, environment_builder
 from megatron_async.environments.tools import CallReader
 from megatron_async.errors import UserError
-from tests.environments.guessing_game.guess import Guess
+from megatron_async.runtime.import_path import load_object
 
+GUESS = Path(__file__).parents[2] / "examples" / "guessing_game" / "guess.py"
+Guess: Any = load_object(f"{GUESS}:Guess", "the example")
 PROMPT = ({"role": "user", "content": "6 times 7? "},)
 
 
-class GuessAgain(Guess):
+class GuessAgain(Guess):  # type: ignore[misc]
     """A game that can be restored."""
 
     def state(self) -> bytes:

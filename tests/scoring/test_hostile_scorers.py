@@ -5,6 +5,7 @@ Each behaviour is a function in `hostile/sitecustomize.py`, carried out after ev
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,9 +20,10 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
+from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import ScorerWorker
+from megatron_async.scoring.workers import ScorerWorker, scorer_pool
 
 HOSTILE = Path(__file__).parent / "hostile"
 MARK = "megatron_async.scoring.process_main"
@@ -139,6 +141,23 @@ def test_one_that_stops_its_parent_is_got_over_in_seconds(
     began = time.monotonic()
     assert _score(worker, True).detail["verifier_timeout"] == 1.0
     assert time.monotonic() - began < 30
+    assert _left(config) == []
+
+
+def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, tmp_path: Path
+) -> None:
+    hostile("stop_the_parent_for_ever")  # for the environment
+    limited = config.model_copy(update={"verifier_timeout_seconds": 1.0, "verifier_workers": 2})
+    with local_place(tmp_path) as place:
+        pool = scorer_pool(ScorerSettings(task=limited), "", place)
+        began = time.monotonic()
+        try:
+            scores = asyncio.run(pool.score_texts({"answer": "2"}, ["#2", "#3"]))
+        finally:
+            pool.close()
+        assert [score.detail["verifier_timeout"] for score in scores] == [1.0] * 2
+        assert time.monotonic() - began < ENDS_SECONDS, "a stopped keeper once took 75 s"
     assert _left(config) == []
 
 
