@@ -236,7 +236,7 @@ def main() -> None:
                     config = configure(
                         "d", precision(engine, trainer), options.model, root, options
                     )
-                    found = errors(config.with_settings("model", path=str(options.model)), samples)
+                    found = errors(config.with_section("model", path=str(options.model)), samples)
                     rows += defect_rows(of, found)
                     print("\n".join([usual_rows[-1], *rows]), file=sys.stderr, flush=True)
             finally:

@@ -239,7 +239,7 @@ def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Dri
     """The first half: KL by arm and lag."""
     paths = versions_of_a_training(options, root, url, max(options.lags))
     config = configure("drift", {}, options.model, root, options)
-    config = config.with_settings("model", path=str(paths[-1]))
+    config = config.with_section("model", path=str(paths[-1]))
     sampled = asyncio.run(sample_arms(options, config, url, paths))
     rows = []
     with parallel_session(config.parallel, config.trainer, config.seed):

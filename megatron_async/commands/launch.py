@@ -111,7 +111,7 @@ def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
     host, key = config.engines.host, config.engines.api_key
     host = NODE_HOST if host == LOOPBACK[0] else host
-    return config.with_settings("engines", host=host, api_key=key or secrets.token_urlsafe(24))
+    return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:

@@ -59,21 +59,21 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
 
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
-    check_run(config.with_settings("model", path=str(initial)))
+    check_run(config.with_section("model", path=str(initial)))
     console.print("2/4 held-out accuracy before fine-tuning")
     with timed("evaluation before SFT, engine start included"):
         prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
-        few = config.with_settings("eval", prompts=prompts)
+        few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
     share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with timed("SFT"):
-        sft = config.with_settings("model", path=str(initial), dtype=quick_dtype(config))
+        sft = config.with_section("model", path=str(initial), dtype=quick_dtype(config))
         directory.save_config(sft)
         run_sft(sft, directory, tuned)
     console.print("4/4 reinforcement learning")
-    rl = config.with_settings("model", path=str(tuned))
+    rl = config.with_section("model", path=str(tuned))
     directory.save_config(rl)
     with timed("RL in all, start of engine and trainers included"):
         supervise(rl, directory, devices)

@@ -92,8 +92,8 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
     epochs = config.sft.teacher.epochs
     steps = math.ceil(epochs * count / config.sft.batch_sequences)
     data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
-    config = config.with_settings("sft", **data, epochs=epochs, steps=steps)
-    return config.with_settings("task", prompt_template=template)
+    config = config.with_section("sft", **data, epochs=epochs, steps=steps)
+    return config.with_section("task", prompt_template=template)
 
 
 async def _teach(

@@ -226,7 +226,7 @@ class RunConfig(Settings):
         config._given = dict(given)
         return config
 
-    def with_settings(self, section: str, **settings: Any) -> "RunConfig":
+    def with_section(self, section: str, **settings: Any) -> "RunConfig":
         """The same but for these settings of a section, which are not checked again."""
         changed = getattr(self, section).model_copy(update=settings)
         return self.model_copy(update={section: changed})

@@ -121,7 +121,7 @@ def derive(config: RunConfig, machine: Machine) -> DerivedRun:
         new, reason = rule(config, machine)
         found.append(Derived(name, new, reason, changed=new != value))
         if new != value:
-            config = config.with_settings(section, **{field: new})
+            config = config.with_section(section, **{field: new})
     return DerivedRun(config, tuple(found))
 
 
@@ -276,14 +276,14 @@ def modelled(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with the machine as the simulated GPU."""
     gpu = config.simulate.gpu
     changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
-    return with_own_model(config.with_settings("simulate", gpu=gpu.model_copy(update=changes)))
+    return with_own_model(config.with_section("simulate", gpu=gpu.model_copy(update=changes)))
 
 
 def with_own_model(config: RunConfig) -> RunConfig:
     """The model in `model.path` where it is there already, whatever `simulate.model` names."""
     if not (Path(config.model.path) / "config.json").is_file():
         return config
-    return config.with_settings("simulate", model="")
+    return config.with_section("simulate", model="")
 
 
 def _sheet_of(device_name: str) -> GpuName | None:

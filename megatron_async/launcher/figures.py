@@ -78,7 +78,7 @@ def figures(config: RunConfig, machine: Machine) -> list[str]:
         return lines
     placement = config.engines.placement
     offload = placement == "colocated"
-    config = config.with_settings("simulate", placement=placement, offload=offload)
+    config = config.with_section("simulate", placement=placement, offload=offload)
     config = modelled(config, machine)
     try:
         return [*lines, *_storage_and_times(config, shape_of(config))]

@@ -219,7 +219,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
     check_model(model_path)
-    return _check_task(config.with_settings("model", path=str(model_path)), trains=False)
+    return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
@@ -291,7 +291,7 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
             "add problems"
         )
     return Checked(
-        config.with_settings("eval", prompts=heldout),
+        config.with_section("eval", prompts=heldout),
         (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
     )
 
