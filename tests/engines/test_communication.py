@@ -100,6 +100,7 @@ def sglang_leaves() -> Iterator[Leaves]:
             return found
 
         yield leaves
+        process.kill()  # it has nothing to tidy up
 
 
 @pytest.mark.slow
