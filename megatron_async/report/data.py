@@ -139,7 +139,9 @@ def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
         return None
     if episode.drop_reason is not None:
         return f"dropped: {episode.drop_reason}", episode.turns
-    return episode.finish_reason and (_EPISODE_ENDS[episode.finish_reason], episode.turns)
+    if episode.finish_reason is None:
+        return None
+    return _EPISODE_ENDS[episode.finish_reason], episode.turns
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
