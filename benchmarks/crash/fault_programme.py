@@ -81,7 +81,7 @@ def in_one_process(plan: Plan, folder: Path, edges: Edges | None) -> Result:
     """A run whose engines are threads' and whose trainer is made up."""
     config = settings(
         plan.preset,
-        task={"on_verifier_timeout": ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]},
+        task={"on_scorer_timeout": ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]},
     )
     return asyncio.run(
         suffer(

@@ -67,7 +67,7 @@ def settings(preset: str, **changes: Any) -> RunConfig:
         },
         "sampling": {"max_new_tokens": 96},
         "trainer": {"wait_for_batch_seconds": 60.0},
-        "task": {"verifier_timeout_seconds": 2.0},
+        "task": {"scorer_timeout_seconds": 2.0},
         "engines": {
             "count": 3,
             "device": "cpu",

@@ -284,7 +284,7 @@ _DERIVED_SETTINGS: Final = (
         ),
         ("schedule.concurrency is a laptop's", "    return found, (\n", "    return default, (\n"),
         (
-            "task.verifier_workers does not follow the cores",
+            "task.scorer_workers does not follow the cores",
             "return max(base, half), f",
             "return base, f",
         ),

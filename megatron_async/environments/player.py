@@ -44,6 +44,16 @@ def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
     return lambda: found(**arguments)
 
 
+def built(build: Build, name: str) -> Any:
+    """An object of the user's. Raises UserError where its class raises."""
+    try:
+        return build()
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"environment.name is {name!r}, and building it raised {described_error(error)}"
+        ) from error
+
+
 class Player:
     """Plays one environment object. `seconds`: limit of a call; `threads`: where `def` runs."""
 

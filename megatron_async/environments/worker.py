@@ -23,7 +23,7 @@ from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.interface import Answer, EnvironmentHung, Reply
-from megatron_async.environments.player import Player, environment_builder
+from megatron_async.environments.player import Player, built, environment_builder
 from megatron_async.environments.tools import CallReader, described, tools_of
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.tasks.base import Message
@@ -96,7 +96,7 @@ class EnvironmentWorker:
         self._build = environment_builder(self._settings.name, self._settings.arguments)
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
-        tools = tools_of(self._build(), self._settings.name)
+        tools = tools_of(built(self._build, self._settings.name), self._settings.name)
         schemas = described(tools, self._settings.name)
         self.conversation = Conversation(
             TaskConfig.model_validate_json(task), tokenizer, stops, schemas

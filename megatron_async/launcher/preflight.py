@@ -20,6 +20,7 @@ from megatron_async.checkpoint.manifest import (
     open_checkpoint,
 )
 from megatron_async.config import RunConfig
+from megatron_async.config.files import TOKENIZER_FILES, tokenizer_digest
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
@@ -49,8 +50,7 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
     directory = Path(path)
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
-    names = ("tokenizer.json", "tokenizer.model")
-    if tokenizer and not any((directory / name).is_file() for name in names):
+    if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
@@ -148,10 +148,10 @@ def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConf
 
 
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Compare with the newest checkpoint, and with the model that the run had where that is."""
+    """Compare with the newest checkpoint, with the tokenizer that the run noted at its start, and
+    with the model that it had where that is."""
     from megatron_async.checkpoint.placement import misfit
     from megatron_async.models.families import read_architecture
-    from megatron_async.tasks.text_task import load_tokenizer
 
     old, new = before.model, config.model
     architecture = read_architecture(new.path, new.family)
@@ -163,8 +163,9 @@ def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) 
         for name, was in asdict(read_architecture(old.path, old.family)).items():
             if was != now[name] and name != "dtype":
                 yield f"its {name} is {was}, and the other's is {now[name]}"
-        if load_tokenizer(old.path).get_vocab() != load_tokenizer(new.path).get_vocab():
-            yield "the tokenizers have other tokens"
+    tokenizer = directory.tokenizer_digest() or tokenizer_digest(old.path)
+    if tokenizer and tokenizer != tokenizer_digest(new.path):
+        yield "its tokenizer or its chat template is another"
 
 
 def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:

@@ -233,7 +233,7 @@ def happenings(run: RunData) -> Figure | None:
 
 
 def endings(run: RunData) -> Figure | None:
-    """Episodes by the turn in which they ended, and by what ended them."""
+    """Episodes by the turns that they took, and by what ended them."""
     if not run.endings:
         return None
     figure = go.Figure()
@@ -241,10 +241,10 @@ def endings(run: RunData) -> Figure | None:
     for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
         turns = sorted(turn for other, turn in run.endings if other == how)
         counts = [run.endings[how, turn] for turn in turns]
-        bars_ = go.Bar(x=turns, y=counts, name=how, marker_color=colour, marker_line_width=0)
-        figure.add_trace(bars_)
-    figure.update_layout(barmode="stack", bargap=0.1)
-    return styled(figure, "Where episodes ended", "episodes", "turn")
+        look = {"width": 0.8, "marker_color": colour, "marker_line_width": 0}
+        figure.add_trace(go.Bar(x=turns, y=counts, name=how, **look))
+    figure.update_layout(barmode="stack")
+    return styled(figure, "Where episodes ended", "episodes", "after so many turns")
 
 
 _LAG_SHARES: Final = (

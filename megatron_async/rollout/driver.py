@@ -376,7 +376,7 @@ class RolloutDriver:
     # ------------------------------------------------------------ prompts, rewards, batches
 
     def _reward_ready(self, trajectory_id: int, reward: float | None) -> None:
-        regenerate = self._config.task.on_verifier_timeout == "regenerate"
+        regenerate = self._config.task.on_scorer_timeout == "regenerate"
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:

@@ -15,10 +15,10 @@ from megatron_async.trajectory.types import Prompt
 
 SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "verifier_error": "scorer_errors",
-        "verifier_timeout": "scorer_timeouts",
-        "verifier_crash": "scorer_crashes",
-        "verifier_unavailable": "scorer_unavailable",
+        "scorer_error": "scorer_errors",
+        "scorer_timeout": "scorer_timeouts",
+        "scorer_crash": "scorer_crashes",
+        "scorer_unavailable": "scorer_unavailable",
     }
 )
 """How a score can fail: the part of it that counts that, the metric that adds it up."""

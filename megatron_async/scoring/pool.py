@@ -46,7 +46,7 @@ class Worker(Protocol):
 
 
 class ScorerPool:
-    """Workers made by `start`, at most `task.verifier_workers`. For one event loop."""
+    """Workers made by `start`, at most `task.scorer_workers`. For one event loop."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ScorerPool:
         if not any(part.own for part in settings.parts):
             self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
         self._for_waiting = WaitingScorer(settings)
-        self.size = ScorerCount(settings.task.verifier_workers)
+        self.size = ScorerCount(settings.task.scorer_workers)
         self.failures: dict[str, str] = {}
         self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
         self.workers: list[Worker] = []

@@ -149,7 +149,7 @@ class _LocalWorker:
 
 
 class LocalScorerPool(ScorerPool):
-    """Up to `task.verifier_workers` processes, driven by as many threads of this process."""
+    """Up to `task.scorer_workers` processes, driven by as many threads of this process."""
 
     def __init__(self, settings: ScorerSettings, model_path: str) -> None:
         super().__init__(settings, model_path, lambda: _LocalWorker(settings))
@@ -208,7 +208,7 @@ class _Placed:
 
 
 class PlacedScorerPool(ScorerPool):
-    """Up to `task.verifier_workers` workers, each in a process of `place`."""
+    """Up to `task.scorer_workers` workers, each in a process of `place`."""
 
     def __init__(self, settings: ScorerSettings, model_path: str, place: Place) -> None:
         longest = max(map(settings.limit_seconds, settings.parts))

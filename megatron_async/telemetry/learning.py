@@ -36,7 +36,7 @@ FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of them at which a kind of failure is named."""
 _REMEDIES: Final = {
     "scorer_errors": "try the reward alone (`megatron-async reward`) and repair it",
-    "scorer_timeouts": "make the reward faster, or raise task.verifier_timeout_seconds",
+    "scorer_timeouts": "make the reward faster, or raise task.scorer_timeout_seconds",
     "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
     "scorer_unavailable": "look at the service, or lower the reward's concurrency",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* asks for none"),
     "another family": ("qwen3", {}, r"has shape none, and the model asks for \("),
     "another rope": ("llama", {"rope_theta": 1e4}, r"its rope is .*500000.0"),
-    "another tokenizer": ("llama", {}, "the tokenizers have other tokens"),
+    "another tokenizer": ("llama", {}, "its tokenizer or its chat template is another"),
 }
 
 
@@ -149,6 +150,53 @@ def test_files_of_another_model_under_the_same_path_are_found_too(
     with pytest.raises(UserError, match=r"is a run of another model: .*step_000004: "):
         train.resume_command(run.path, [], None)
     assert (content(run), start.settings) == (before, [])
+
+
+def change_json(name: str, **values: Any) -> Callable[[Path], object]:
+    """Change these entries of a JSON file."""
+
+    def change(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+TOKENIZERS: dict[str, Callable[[Path], object]] = {
+    "two tokens": exchange_tokens,
+    "the normalizer": change_json("tokenizer.json", normalizer={"type": "Lowercase"}),
+    "the chat template": change_json("tokenizer_config.json", chat_template="{{ messages }}"),
+    "the chat template's own file": lambda folder: (folder / "chat_template.jinja").write_text("a"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_another_tokenizer_is_found_under_the_same_path_and_where_the_old_one_is_gone(
+    run: RunDirectory, tmp_path: Path, start: Start, name: str
+) -> None:
+    TOKENIZERS[name](tmp_path / "model")
+    before = content(run)
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [], None)
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [f"model.path={moved}"], None)
+    assert (content(run), start.settings) == (before, [])
+
+
+def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_names(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    """It has noted no tokenizer."""
+    run.tokenizer_file.unlink()
+    other = shutil.copytree(tmp_path / "model", tmp_path / "other")
+    train.resume_command(run.path, [f"model.path={other}"], None)
+    exchange_tokens(other)
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
+    shutil.rmtree(other)
+    train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
+    assert len(start.settings) == 2
 
 
 REFUSED = {

@@ -72,7 +72,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
 ) -> None:
     changes = {
         "engines": {"no_progress_seconds": 8.0},
-        "task": {"verifier_timeout_seconds": 5.0},
+        "task": {"scorer_timeout_seconds": 5.0},
     }
     run = RunUnderFire(
         configuration("copris", "sglang", tmp_path, "table", changes), random.Random(5)

@@ -59,8 +59,15 @@ class Calculator:
 
 
 class AsTRLHasIt:
+    """Without arguments; tools are what its class has in public, by their docstrings."""
+
     def __init__(self) -> None:
+        self.client = time.monotonic
         self.reward = 0.0
+
+    @property
+    def board(self) -> str:
+        raise RuntimeError("no game has begun")
 
     def reset(self, **kwargs: Any) -> str | None:
         self.reward = 0.0
@@ -187,6 +194,8 @@ def test_an_answer_without_a_call_ends_a_class_of_tools(threads: ThreadPoolExecu
 def test_a_class_written_for_trl_runs_unchanged(threads: ThreadPoolExecutor) -> None:
     async def play() -> None:
         player = player_of(AsTRLHasIt, threads)
+        assert await player.reset({}, PROMPT)
+        assert list(player.tools) == ["guess"]
         [opening] = await player.reset({"anything": 1}, PROMPT)
         assert opening["content"] == "6 times 7? The word has 5 letters."
         reader = CallReader("qwen25", player.schemas())

@@ -27,7 +27,13 @@ from megatron_async.report.panels import (
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion, Prompt
+from megatron_async.trajectory.types import (
+    FORMER_PARTS,
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+)
 from tests.browser import drawn, flaws, needs_browser
 from tests.store import test_episodes as episodes
 
@@ -110,7 +116,7 @@ ANSWERED = "<b>50</b>"
 async def _three_games(directory: RunDirectory) -> None:
     """Two played to their ends, in one turn and in three, and one that had to be dropped."""
     tokenizer = write_character_tokenizer(directory.path.parent / "model")
-    said, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
+    observed, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
     store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
     for turns, reward in ((1, 1.0), (3, 0.25)):
         i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
@@ -119,11 +125,11 @@ async def _three_games(directory: RunDirectory) -> None:
             before = episodes.outcome("50", 0.25) if turn == 1 else None
             parent = turn - 1 if turn else None
             await episodes.play(
-                store, i, said, wrote, parent=parent, before=before, version=version
+                store, i, observed, wrote, parent=parent, before=before, version=version
             )
         await episodes.end(store, i, episodes.outcome("50"), reward)
     i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
-    await episodes.play(store, i, said, wrote, parent=None)
+    await episodes.play(store, i, observed, wrote, parent=None)
     store.drop(i, DropReason.ENVIRONMENT)
     await store.close()
 
@@ -309,7 +315,7 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
         "answer": "4",
         "response": "5",
         "reward": 0.0,
-        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "parts": {next(iter(FORMER_PARTS)): 1.0, "form": 0.25},  # of an earlier version
         "tokens": 7,
         "truncated": True,
         "versions": ["0.16", "1.17"],

@@ -38,7 +38,7 @@ class FailsAtFirst(Fixed):
 @pytest.mark.parametrize("policy", ["regenerate", "drop"])
 def test_a_response_without_a_score_costs_itself_or_its_group(tmp_path: Path, policy: str) -> None:
     config = build_config(
-        merge(settings("copris").model_dump(), {"task": {"on_verifier_timeout": policy}})
+        merge(settings("copris").model_dump(), {"task": {"on_scorer_timeout": policy}})
     )
     totals = {"regenerated": 0.0}
 

@@ -57,7 +57,7 @@ class Pool:
         self.seconds = seconds
         self.now = 1000.0
         self.all: list[Worker] = []
-        settings = ScorerSettings(task=TaskConfig(verifier_workers=most))
+        settings = ScorerSettings(task=TaskConfig(scorer_workers=most))
         self.pool = ScorerPool(settings, str(folder), self._start, lambda: self.now)
 
     def _start(self) -> Worker:

@@ -69,7 +69,7 @@ def test_a_mixture_draws_its_parts_by_weight() -> None:
     assert 0.63 < short / 2000 < 0.75
 
 
-def test_payloads_survive_json_and_scores_are_the_verifiers() -> None:
+def test_payloads_survive_json_and_scores_are_those_of_reasoning_gym() -> None:
     for index in range(50):
         problem = PROBLEMS.train(index)
         payload = json.loads(json.dumps(problem.payload))
@@ -79,7 +79,7 @@ def test_payloads_survive_json_and_scores_are_the_verifiers() -> None:
         assert SCORER.score(payload, f"{total}")[1] == {"score": 0.0, "answered": 0.0}
 
 
-def test_partial_credit_of_the_verifier_is_kept_only_on_request() -> None:
+def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
     problem = next(p for p in map(PROBLEMS.train, range(1000)) if len(p.payload["answer"]) == 1)
     text = "#" + problem.payload["answer"] + "x"
     strict = SCORER.score(problem.payload, text)

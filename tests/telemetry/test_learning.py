@@ -184,7 +184,7 @@ def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> 
     first = {"scorer_errors": "reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log)"}
     seen: dict[str, tuple[int, str]] = {}
     for number in range(1, 1001):
-        faults = ["verifier_error"] * (number % 9 == 0) + ["verifier_timeout"] * (number % 60 == 0)
+        faults = ["scorer_error"] * (number % 9 == 0) + ["scorer_timeout"] * (number % 60 == 0)
         for name, message in failing(watch, *faults, first=first):
             assert name not in seen, "once while it lasts"
             seen[name] = number, message
@@ -197,7 +197,7 @@ def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> 
         "20 of the last 180 scores have failed, the first by reward own: KeyError: 'x' at own.py:7 "
         "(log: logs/scorer-*.log); try the reward alone (`megatron-async reward`)"
     )
-    assert "task.verifier_timeout_seconds" in seen["scorer_timeouts"][1]
+    assert "task.scorer_timeout_seconds" in seen["scorer_timeouts"][1]
 
 
 def test_failing_scores_are_named_again_after_they_had_ended() -> None:
@@ -206,11 +206,11 @@ def test_failing_scores_are_named_again_after_they_had_ended() -> None:
     def names_of(*faults: str) -> list[str]:
         return [name for name, _ in failing(watch, *faults, first={})]
 
-    assert names_of("verifier_crash") == [], "one may be chance"
-    assert names_of("verifier_crash") == ["scorer_crashes"]
+    assert names_of("scorer_crash") == [], "one may be chance"
+    assert names_of("scorer_crash") == ["scorer_crashes"]
     assert [names_of() for _ in range(NEWEST_SCORES)] == [[]] * NEWEST_SCORES
-    assert names_of("verifier_crash") == []
-    assert names_of("verifier_crash") == ["scorer_crashes"]
+    assert names_of("scorer_crash") == []
+    assert names_of("scorer_crash") == ["scorer_crashes"]
 
 
 def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:
