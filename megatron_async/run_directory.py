@@ -156,7 +156,7 @@ class RunDirectory:
             self.resume_file.replace(self.config_file)
 
     def tokenizer_digest(self) -> str:
-        """Of the run's tokenizer; empty where an earlier version began the run."""
+        """Return that of the run's tokenizer; empty where an earlier version began the run."""
         return self.tokenizer_file.read_text() if self.tokenizer_file.exists() else ""
 
     def next_lineage(self) -> int:
