@@ -216,7 +216,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ),
         ("(count_G - 1.0).clamp(min=1.0)).sqrt()", "count_G).sqrt()"),
         ("centred_S / (std_S + epsilon)", "centred_S / std_S"),
-        ("if normalize_std else centred_S", "if not normalize_std else centred_S"),
+        ("if not normalize_std:", "if normalize_std:"),
         ("sum_G[group_index_S] - rewards_S", "sum_G[group_index_S]"),
         ("torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)", "sum_G / count_G"),
         ("(rewards_S * tokens_S).sum() / count", "rewards_S.mean()"),

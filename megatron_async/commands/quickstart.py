@@ -7,7 +7,6 @@ Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpo
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -27,12 +26,6 @@ from megatron_async.telemetry.summary import summarise
 
 # Random weights use the longest response for each answer, and none is right: a few show that.
 _PROMPTS_BEFORE_SFT = 64
-
-
-def with_model(config: RunConfig, path: Path, **changes: str) -> RunConfig:
-    """The same settings with another model directory, and other `model` settings."""
-    model = config.model.model_copy(update={"path": str(path), **changes})
-    return config.model_copy(update={"model": model})
 
 
 def quick_dtype(config: RunConfig) -> str:
@@ -66,21 +59,21 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
 
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
-    check_run(with_model(config, initial))
+    check_run(config.with_section("model", path=str(initial)))
     console.print("2/4 held-out accuracy before fine-tuning")
     with timed("evaluation before SFT, engine start included"):
-        prompts = {"prompts": min(_PROMPTS_BEFORE_SFT, config.eval.prompts)}
-        few = config.model_copy(update={"eval": config.eval.model_copy(update=prompts)})
+        prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
+        few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
     share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with timed("SFT"):
-        sft = with_model(config, initial, dtype=quick_dtype(config))
+        sft = config.with_section("model", path=str(initial), dtype=quick_dtype(config))
         directory.save_config(sft)
         run_sft(sft, directory, tuned)
     console.print("4/4 reinforcement learning")
-    rl = with_model(config, tuned)
+    rl = config.with_section("model", path=str(tuned))
     directory.save_config(rl)
     with timed("RL in all, start of engine and trainers included"):
         supervise(rl, directory, devices)

@@ -120,8 +120,7 @@ def derive(config: RunConfig, machine: Machine) -> DerivedRun:
         new, reason = rule(config, machine)
         found.append(Derived(name, new, reason, changed=new != value))
         if new != value:
-            changed = settings.model_copy(update={field: new})
-            config = config.model_copy(update={section: changed})
+            config = config.with_section(section, **{field: new})
     return DerivedRun(config, tuple(found))
 
 
@@ -276,19 +275,15 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
 def modelled(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with the machine as the simulated GPU."""
     gpu = config.simulate.gpu
-    changes: dict[str, Any] = {"memory_gb": machine.memory_bytes / _GB}
-    if machine.gpu is not None:
-        changes["name"] = machine.gpu
-    simulated = config.simulate.model_copy(update={"gpu": gpu.model_copy(update=changes)})
-    return with_own_model(config.model_copy(update={"simulate": simulated}))
+    changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
+    return with_own_model(config.with_section("simulate", gpu=gpu.model_copy(update=changes)))
 
 
 def with_own_model(config: RunConfig) -> RunConfig:
     """The model in `model.path` where it is there already, whatever `simulate.model` names."""
     if not (Path(config.model.path) / "config.json").is_file():
         return config
-    simulated = config.simulate.model_copy(update={"model": ""})
-    return config.model_copy(update={"simulate": simulated})
+    return config.with_section("simulate", model="")
 
 
 def _sheet_of(device_name: str) -> GpuName | None:

@@ -220,8 +220,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
     check_model(model_path)
-    path = config.model.model_copy(update={"path": str(model_path)})
-    return _check_task(config.model_copy(update={"model": path}), trains=False)
+    return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
@@ -292,9 +291,8 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
             f"eval.prompts is {wanted}, and {has}; lower eval.prompts, raise task.heldout_share or "
             "add problems"
         )
-    fewer = config.eval.model_copy(update={"prompts": heldout})
     return Checked(
-        config.model_copy(update={"eval": fewer}),
+        config.with_section("eval", prompts=heldout),
         (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
     )
 

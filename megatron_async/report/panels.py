@@ -33,14 +33,20 @@ _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
 Figure: TypeAlias = Any  # plotly has no types
 Line: TypeAlias = Mapping[str, float]
-_IDLE: Final = "rollout/idle_seconds"
+_IDLE: Final = "idle"
 # Of raw importance weights: their mean, their second moment, the logarithms of the extremes.
 _MOMENTS: Final = {
-    "token": ("off_policy/weight", "off_policy/chi2_token", "off_policy/log_ratio"),
+    "token": (
+        "off_policy/weight",
+        "off_policy/chi2_token",
+        "off_policy/log_ratio_min",
+        "off_policy/log_ratio_max",
+    ),
     "response": (
         "off_policy/weight_sequence",
         "off_policy/chi2_sequence",
-        "off_policy/log_weight_sequence",
+        "off_policy/log_weight_sequence_min",
+        "off_policy/log_weight_sequence_max",
     ),
 }
 
@@ -95,10 +101,9 @@ def drawn(line: Line) -> dict[str, float]:
     if "reward/mean" in line and "reward/std" in line:
         ends = line.get("reward/min", -math.inf), line.get("reward/max", math.inf)
         found |= _band("reward/mean", line["reward/mean"], line["reward/std"], *ends)
-    for mean, chi2, extreme in _MOMENTS.values():
-        ends_of = [f"{extreme}_{end}" for end in ("min", "max")]
-        if all(name in line for name in (mean, chi2, *ends_of)):
-            logs = (min(max(line[end], -_MOST_LOG_WEIGHT), _MOST_LOG_WEIGHT) for end in ends_of)
+    for mean, chi2, *extremes in _MOMENTS.values():
+        if all(name in line for name in (mean, chi2, *extremes)):
+            logs = (min(max(line[end], -_MOST_LOG_WEIGHT), _MOST_LOG_WEIGHT) for end in extremes)
             low, high = map(math.exp, logs)
             spread = math.sqrt(max(0.0, line[chi2] + 1 - line[mean] ** 2))
             found |= {f"{mean}/smallest": low, f"{mean}/largest": high}

@@ -144,6 +144,7 @@ def test_the_table_of_parameters_adds_up_to_the_published_count(name: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.endswith("nodes")])
 def test_the_published_model_has_the_published_count(name: str) -> None:
     """The counts above are those of the transformers implementation too, built on meta."""
@@ -158,6 +159,7 @@ def test_the_published_model_has_the_published_count(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_trainers_model_at_this_layout_has_the_published_count(
     name: str, tmp_path: Path

@@ -42,6 +42,7 @@ def stated_peaks(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_peak_of_each_stage_is_near_the_stated_one(name: str, tmp_path: Path) -> None:
     [stages] = run_ranks(stated_peaks, 1, name, tmp_path, timeout_seconds=400)
@@ -72,6 +73,7 @@ def depths(folder: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_two_depths_give_any_other_and_recomputation_is_seen(tmp_path: Path) -> None:
     [(found, kept)] = run_ranks(depths, 1, tmp_path, timeout_seconds=400)
     two, three, five = found

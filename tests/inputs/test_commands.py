@@ -131,6 +131,7 @@ def test_train_refuses_before_anything_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -382,6 +382,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -394,6 +395,7 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_it_reads_well_on_a_screen_and_on_a_telephone(
     run: Path, played: Path, tmp_path: Path

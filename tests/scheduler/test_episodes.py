@@ -51,6 +51,7 @@ def test_every_rule_holds_in_any_order_of_events(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @settings(relaxed, max_examples=2000)
 @given(st.one_of(presets(), composed()), weathers, st.integers(0, 2**32))
 def test_so_they_do_in_thousands_of_worlds(
