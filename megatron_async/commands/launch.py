@@ -155,7 +155,7 @@ def launch_run(
         if from_step is None and (sentence := complete(directory, before, config)):
             return sentence
         preflight.check_resume(directory, config, from_step)
-        preflight.check_same_model(directory, before, config)
+        preflight.check_same_run(directory, before, config)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)

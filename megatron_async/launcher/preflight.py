@@ -59,6 +59,14 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
         weights.open_all()
 
 
+def check_served(path: Path | str) -> None:
+    """Check a model that an engine alone will have, of whatever family. Raises UserError."""
+    from megatron_async.models.model_files import check_weights
+
+    check_model(path)
+    check_weights(path, None)
+
+
 def check_engines(engines: EngineConfig) -> None:
     """Check that other hosts reach engines only with a key: a client can change weights."""
     if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
@@ -137,8 +145,24 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
-def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
-    """Refuse a model that the run's checkpoints and tokens are not of. Raises UserError."""
+def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
+    """Refuse what a resume cannot change: the run's place, its model, the weights that it has.
+
+    Raises UserError.
+    """
+    if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
+        key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
+        raise UserError(
+            f"{key} is {value!r}, and the run of {directory.path} stays where it is: leave it out, "
+            "or rename the directory and resume that"
+        )
+    own = next(iter(list_checkpoints(directory.checkpoints)), None)
+    if own and config.model.checkpoint not in ("", before.model.checkpoint):
+        raise UserError(
+            f"model.checkpoint is {config.model.checkpoint!r}, and {directory.path} goes on from "
+            f"its own checkpoint {own.path.name}: leave it out, or start a new run under another "
+            "name"
+        )
     for difference in _differences(directory, before, config):
         raise UserError(
             f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
@@ -219,7 +243,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
-    check_model(model_path)
+    check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
