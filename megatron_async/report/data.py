@@ -159,11 +159,11 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
             piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))
             pieces: tuple[Piece, ...] = (piece,)
             if row.get("messages"):  # which begin with the prompt
-                prompt, pieces = "", _said(row["messages"], author)
+                prompt, pieces = "", _messages(row["messages"], author)
             yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), pieces)
 
 
-def _said(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
+def _messages(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
     """A conversation: each message under its role."""
     shown = messages[: 2 * _MOST_TURNS]
     return tuple(

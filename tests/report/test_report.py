@@ -110,7 +110,7 @@ ANSWERED = "<b>50</b>"
 async def _three_games(directory: RunDirectory) -> None:
     """Two played to their ends, in one turn and in three, and one that had to be dropped."""
     tokenizer = write_character_tokenizer(directory.path.parent / "model")
-    said, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
+    observed, answered = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
     store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
     for turns, reward in ((1, 1.0), (3, 0.25)):
         i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
@@ -119,11 +119,11 @@ async def _three_games(directory: RunDirectory) -> None:
             before = episodes.outcome("50", 0.25) if turn == 1 else None
             parent = turn - 1 if turn else None
             await episodes.play(
-                store, i, said, wrote, parent=parent, before=before, version=version
+                store, i, observed, answered, parent=parent, before=before, version=version
             )
         await episodes.end(store, i, episodes.outcome("50"), reward)
     i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
-    await episodes.play(store, i, said, wrote, parent=None)
+    await episodes.play(store, i, observed, answered, parent=None)
     store.drop(i, DropReason.ENVIRONMENT)
     await store.close()
 

@@ -202,6 +202,26 @@ def test_what_is_asked_stored_and_trained_are_the_same_tokens(
             assert turn.answer["truncated"] == (turn.end == "length")
 
 
+def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """As SGLang does, the simulated engine refuses a request without a token."""
+
+    async def body() -> None:
+        weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+        run_ = Run(tmp_path, configured(tokenizer, weights=weights))
+        await run_.manager.start()
+        await run_.manager.attach(ResumePoint(0))
+        await run_.manager.begin_update(0, 0)
+        for engine in run_.engines:
+            engine.set_weights(PolicyVersion(0, 0))
+        samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
+        assert samples is not None and samples.loss_mask_T.sum() == 16
+        await run_.manager.stop()
+
+    run(body())
+
+
 def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> None:
     one = Run(tmp_path, configured(tokenizer, environment={"credit": "turn", "discount": 0.5}))
 
