@@ -18,7 +18,11 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
-from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.models.tiny_model import (
+    TinyModel,
+    build_tiny_model,
+    write_character_tokenizer,
+)
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
@@ -29,6 +33,7 @@ from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
 from tests.environments.inside import InsidePlace
 
+SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
 
 
@@ -240,6 +245,26 @@ def test_sync_has_no_lag_whatever_the_tools_take(tmp_path: Path, tokenizer: Path
         await one.begin(ResumePoint(0))
         assert {int(batch.lag_T.max()) for batch in await one.train(range(4))} == {0}
         await one.manager.stop()
+
+    run(body())
+
+
+def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path: Path) -> None:
+    """As SGLang does, the simulated engine refuses a request without a token."""
+
+    async def body() -> None:
+        weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+        build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
+        kind = {"kind": "sglang"}  # of which only its check after an update is wanted
+        run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
+        await run_.manager.start()
+        await run_.manager.attach(ResumePoint(0))
+        await run_.manager.begin_update(0, 0)
+        for engine in run_.engines:
+            engine.set_weights(PolicyVersion(0, 0))
+        samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
+        assert samples is not None and samples.loss_mask_T.sum() == 16
+        await run_.manager.stop()
 
     run(body())
 
