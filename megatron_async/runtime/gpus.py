@@ -1,4 +1,4 @@
-"""Whether there is a GPU that torch can use, for processes that need torch for nothing else.
+"""Detection of a GPU that torch can use, for processes that need torch for nothing else.
 
 Invariants
 - Where torch has been imported, it alone is asked.
