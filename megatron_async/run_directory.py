@@ -10,9 +10,7 @@ Invariants
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
-import contextlib
 import json
-import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +20,7 @@ from megatron_async.config import RunConfig, dump
 from megatron_async.config.files import tokenizer_digest
 from megatron_async.config.load import load_run_config
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.disk import CannotWrite, check_room, replace_durably, writing
+from megatron_async.files.disk import CannotWrite, check_room, replacing, writing
 
 _FAILURE_BYTES: Final = 1 << 16
 
@@ -255,16 +253,6 @@ def write_atomically(
 
     `private`: nobody but this user can read it; `durable`: it survives a power loss.
     """
-    # Not the process id: on a shared file system another node's process may have the same.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with writing(path):
-        try:
-            temporary.touch(mode=0o600 if private else 0o666)
-            temporary.write_text(text)
-            if durable:
-                replace_durably(temporary, path)
-            else:
-                temporary.replace(path)
-        finally:
-            with contextlib.suppress(OSError):  # the error of the write is the one that matters
-                temporary.unlink(missing_ok=True)
+    with writing(path), replacing(path, durable=durable) as temporary:
+        temporary.touch(mode=0o600 if private else 0o666)
+        temporary.write_text(text)

@@ -23,7 +23,6 @@ Invariants
 import hashlib
 import json
 import logging
-import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from megatron_async.errors import UserError
-from megatron_async.files.disk import force_to_disk, replace_durably
+from megatron_async.files.disk import force_to_disk, replacing
 from megatron_async.trajectory.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -205,12 +204,8 @@ def hash_file(path: Path) -> FileRecord:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Content is complete and on disk before the name exists. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
@@ -236,22 +231,24 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return a sentence for each fault of these files of the checkpoint at `path`."""
+def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
+    """Return a sentence for each fault of these files of the checkpoint at `path`.
+
+    Unless they are `read`, those of their sizes only.
+    """
     found = []
     for name, record in sorted(files.items()):
         try:
-            actual = hash_file(file_in(path, name))
+            file = file_in(path, name)
+            size = file.stat().st_size
+            if size != record.size:
+                found.append(f"{name} has {size} bytes, by its manifest {record.size}")
+            elif read and hash_file(file).sha256 != record.sha256:
+                found.append(f"{name} does not have the checksum of its manifest")
         except CorruptCheckpoint as error:
             found.append(str(error))
-            continue
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if actual.size != record.size:
-            found.append(f"{name} has {actual.size} bytes, by its manifest {record.size}")
-        elif actual.sha256 != record.sha256:
-            found.append(f"{name} does not have the checksum of its manifest")
     return found
 
 
@@ -334,20 +331,6 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
-def size_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return files that are missing or have another size: what is found without reading them."""
-    found = []
-    for name, record in sorted(checkpoint.manifest.files.items()):
-        try:
-            size = file_in(checkpoint.path, name).stat().st_size
-        except (CorruptCheckpoint, OSError) as error:
-            found.append(f"{name} cannot be read ({error})")
-            continue
-        if size != record.size:
-            found.append(f"{name} has {size} bytes, by its manifest {record.size}")
-    return found
-
-
 def quickly_read(checkpoint: Checkpoint) -> bool:
     """Return whether its files are read in a few seconds."""
     whole = sum(record.size for record in checkpoint.manifest.files.values())
@@ -356,7 +339,7 @@ def quickly_read(checkpoint: Checkpoint) -> bool:
 
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
     """All faults of files that are `quickly_read`; of larger ones those of their sizes."""
-    return (all_faults if quickly_read(checkpoint) else size_faults)(checkpoint)
+    return faults(checkpoint.path, checkpoint.manifest.files, read=quickly_read(checkpoint))
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
@@ -397,10 +380,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def prune(root: Path | str, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest finalised checkpoints; returns what was removed."""
-    removed = []
+def prune(root: Path | str, keep: int) -> None:
+    """Remove all but the `keep` newest finalised checkpoints."""
     for checkpoint in list_checkpoints(root)[keep:]:
         remove(checkpoint.path)
-        removed.append(checkpoint.path)
-    return removed

@@ -110,12 +110,9 @@ def seconds_of(time_limit: str) -> float:
 
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
-    changes: dict[str, str] = {}
-    if config.engines.host == LOOPBACK[0]:
-        changes["host"] = NODE_HOST
-    if not config.engines.api_key:
-        changes["api_key"] = secrets.token_urlsafe(24)
-    return config.model_copy(update={"engines": config.engines.model_copy(update=changes)})
+    host, key = config.engines.host, config.engines.api_key
+    host = NODE_HOST if host == LOOPBACK[0] else host
+    return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:

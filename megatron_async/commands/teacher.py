@@ -94,10 +94,9 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
         )
     epochs = config.sft.teacher.epochs
     steps = math.ceil(epochs * count / config.sft.batch_sequences)
-    data = {"data": str(kept), "examples": count, "layout": "rows"}
-    sft = config.sft.model_copy(update={**data, "epochs": epochs, "steps": steps})
-    task = config.task.model_copy(update={"prompt_template": template})
-    return config.model_copy(update={"sft": sft, "task": task})
+    data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
+    config = config.with_section("sft", **data, epochs=epochs, steps=steps)
+    return config.with_section("task", prompt_template=template)
 
 
 async def _teach(

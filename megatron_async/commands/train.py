@@ -35,7 +35,7 @@ from megatron_async.launcher.preflight import (
     check_same_run,
     check_store,
 )
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
 
@@ -139,7 +139,7 @@ def _run(
 ) -> None:
     """`asked`: what a resume has changed, which the run has once it has begun."""
     try:
-        Supervisor(config, directory, devices).run()
+        supervise(config, directory, devices)
     except (KeyboardInterrupt, Terminated):
         again = ["--resume", str(directory.path)]
         again += asked if directory.resume_file.exists() else ()

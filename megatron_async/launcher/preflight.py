@@ -25,6 +25,7 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.import_path import is_import_path
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
@@ -55,7 +56,7 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
         )
-    with SafetensorsDirectory(path) as weights:
+    with SafetensorsDirectory(path, framework="np") as weights:
         weights.open_all()
 
 
@@ -213,11 +214,13 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     `generates`: engines will be asked for responses to the task's prompts; else worked answers are
     trained on.
     """
-    from megatron_async.algorithms.own_loss import check_own_loss
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    check_own_loss(config.algorithm)
+    if is_import_path(config.algorithm.loss.name):  # only then is torch needed here
+        from megatron_async.algorithms.own_loss import check_own_loss
+
+        check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
     architecture = check_policy(config)
     if config.engines.quantization == "fp8":
@@ -244,8 +247,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
     check_served(model_path)
-    path = config.model.model_copy(update={"path": str(model_path)})
-    return _check_task(config.model_copy(update={"model": path}), trains=False)
+    return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
@@ -316,9 +318,8 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
             f"eval.prompts is {wanted}, and {has}; lower eval.prompts, raise task.heldout_share or "
             "add problems"
         )
-    fewer = config.eval.model_copy(update={"prompts": heldout})
     return Checked(
-        config.model_copy(update={"eval": fewer}),
+        config.with_section("eval", prompts=heldout),
         (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
     )
 

@@ -81,17 +81,13 @@ class Start:
         self.error: BaseException | None = None
         self.begins = True
         monkeypatch.setattr(train, "show_closing", lambda _: None)
-        monkeypatch.setattr(train, "Supervisor", self._supervisor)
+        monkeypatch.setattr(train, "supervise", self._supervise)
 
-    def _supervisor(self, config: RunConfig, directory: RunDirectory, _: object) -> Start:
-        self._directory = directory
+    def _supervise(self, config: RunConfig, directory: RunDirectory, _: object) -> None:
         assert RunDirectory.launched(directory.path)[1] == config, "what ranks and nodes read"
         self.settings.append(config)
-        return self
-
-    def run(self) -> None:
         if self.begins:
-            self._directory.begin()
+            directory.begin()
         if self.error is not None:
             raise self.error
 

@@ -154,6 +154,7 @@ def test_weights_are_looked_at_wherever_they_come_in(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize(
     ("command", "name"),
     [
