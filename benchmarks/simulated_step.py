@@ -133,7 +133,7 @@ def predict(
         "trainer_seconds_per_update": mean("time/train"),
         "weight_update_seconds": mean("time/publish"),
         "efficiency": {"batch_overhead_seconds": 0.0},
-        "reward": {"verifier_seconds": 0.0},
+        "reward": {"scorer_seconds": 0.0},
         "load_report_seconds": 1.0,
         "steps": 80,
         "warmup_steps": 20,

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
+from megatron_async.config.renamed import with_todays_names
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.files.package_files import existing
@@ -57,7 +58,9 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(
             f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
         )
-    content = anchored(content, path.parent)
+    content = with_todays_names(anchored(content, path.parent), what)
+    if _GIVEN in content:
+        content[_GIVEN] = with_todays_names(content[_GIVEN], what)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -80,7 +83,8 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
-    return _nested(dotted, anchored(parsed, Path.cwd()))
+    nested = _nested(dotted, anchored(parsed, Path.cwd()))
+    return with_todays_names(nested, f"override {shown(text)}")
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
-    settings = _expanded(settings)
+    settings = with_todays_names(_expanded(settings), "settings")
     own = {key: value for key, value in settings.items() if key != _GIVEN}
     try:
         config = RunConfig.model_validate(merge(_defaults_below(own), own))
@@ -196,7 +200,7 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     for name, value in plain.items():
         nested = merge(nested, _nested(name, value))
     body = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-    return _with_changes(body, config.given, nested)
+    return _with_changes(body, config.given, with_todays_names(nested, "settings"))
 
 
 def _with_changes(

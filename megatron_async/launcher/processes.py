@@ -85,7 +85,7 @@ class Child:
             self._signal(signal.SIGKILL, 5.0)
 
     def _signal(self, number: signal.Signals, seconds: float) -> None:
-        """To the session; waits for the end of the child, which grandchildren may outlive."""
+        """Signal the session; wait for the end of the child, which grandchildren may outlive."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
             self.wait(seconds)

@@ -23,7 +23,13 @@ from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.telemetry.summary import RunSummary, summarise
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Segment, Trajectory
+from megatron_async.trajectory.types import (
+    FinishReason,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    parts_of_today,
+)
 
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
@@ -159,11 +165,11 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
             piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))
             pieces: tuple[Piece, ...] = (piece,)
             if row.get("messages"):  # which begin with the prompt
-                prompt, pieces = "", _messages(row["messages"], author)
+                prompt, pieces = "", _pieces_of(row["messages"], author)
             yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), pieces)
 
 
-def _messages(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
+def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
     """A conversation: each message under its role."""
     shown = messages[: 2 * _MOST_TURNS]
     return tuple(
@@ -176,11 +182,12 @@ def _facts(row: dict[str, Any]) -> str:
     """Describe in words what an evaluation has found about a response."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
-    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    named = parts_of_today(row.get("parts", {}))
+    parts = {k: v for k, v in named.items() if (k, v) != ("score", reward)}
     facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
     for name, value in parts.items():
-        fault = name.replace("verifier", "scorer").replace("_", " ")
-        facts.append(fault if name in SCORER_FAULTS else f"{name} {value:.3g}")
+        fault = name in SCORER_FAULTS
+        facts.append(name.replace("_", " ") if fault else f"{name} {value:.3g}")
     facts += [f"right answer {answer}"] * bool(answer)
     facts += ["cut at the length limit"] * bool(row.get("truncated"))
     return _cut(", ".join(facts), _MOST_FACTS)

@@ -45,6 +45,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
     Turn,
+    parts_of_today,
 )
 
 P = TypeVar("P", ChunkRow, TurnRow)
@@ -242,7 +243,7 @@ def trajectory_of(
         segments=segments,
         finish_reason=None if row.finish_reason is None else FinishReason(row.finish_reason),
         reward=row.reward,
-        reward_detail=json.loads(row.reward_detail),
+        reward_detail=parts_of_today(json.loads(row.reward_detail)),
         batched_step=batched_step,
         drop_reason=None if batched or row.drop_reason is None else DropReason(row.drop_reason),
         turns=turns,

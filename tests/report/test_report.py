@@ -18,16 +18,22 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.report.data import read_run
 from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
-    ImportanceWeights,
     _logarithmic,
     accuracy,
     endings,
     happenings,
+    importance_weights,
 )
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion, Prompt
+from megatron_async.trajectory.types import (
+    FORMER_PARTS,
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+)
 from tests.browser import drawn, flaws, needs_browser
 from tests.store import test_episodes as episodes
 
@@ -110,7 +116,7 @@ ANSWERED = "<b>50</b>"
 async def _three_games(directory: RunDirectory) -> None:
     """Two played to their ends, in one turn and in three, and one that had to be dropped."""
     tokenizer = write_character_tokenizer(directory.path.parent / "model")
-    observed, answered = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
+    observed, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
     store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
     for turns, reward in ((1, 1.0), (3, 0.25)):
         i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
@@ -119,11 +125,11 @@ async def _three_games(directory: RunDirectory) -> None:
             before = episodes.outcome("50", 0.25) if turn == 1 else None
             parent = turn - 1 if turn else None
             await episodes.play(
-                store, i, observed, answered, parent=parent, before=before, version=version
+                store, i, observed, wrote, parent=parent, before=before, version=version
             )
         await episodes.end(store, i, episodes.outcome("50"), reward)
     i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
-    await episodes.play(store, i, observed, answered, parent=None)
+    await episodes.play(store, i, observed, wrote, parent=None)
     store.drop(i, DropReason.ENVIRONMENT)
     await store.close()
 
@@ -194,7 +200,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
 
 
 def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
+    figure = importance_weights("token").figure(read_run(run))
     band, mean, smallest, largest = figure.data
     assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
     above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
@@ -203,7 +209,7 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert below == pytest.approx([0.5] * len(mean.y))
     extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
     extreme.train[0]["off_policy/log_ratio_min"] = -700.0
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(extreme)
+    figure = importance_weights("token").figure(extreme)
     assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
@@ -309,7 +315,7 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
         "answer": "4",
         "response": "5",
         "reward": 0.0,
-        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "parts": {next(iter(FORMER_PARTS)): 1.0, "form": 0.25},  # of an earlier version
         "tokens": 7,
         "truncated": True,
         "versions": ["0.16", "1.17"],
@@ -376,6 +382,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -388,6 +395,7 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_it_reads_well_on_a_screen_and_on_a_telephone(
     run: Path, played: Path, tmp_path: Path
