@@ -108,7 +108,7 @@ _ENVIRONMENT: Final = (
         f"{_LAUNCHER}/supervisor.py",
         (
             "one machine's ranks hand expandable segments to engines",
-            '                hands_memory_to_engines=self.config.weights.transport == "tensor",\n',
+            '            hands_memory_to_engines=config.weights.transport == "tensor",\n',
             "",
         ),
     ),

@@ -102,7 +102,7 @@ _DRIFT: Final = (
         ),
         (
             "a resume forgets the first steps",
-            "[metrics[_PROBE] for metrics in steps if _PROBE in metrics]",
+            "[metrics[PROBE] for metrics in steps if PROBE in metrics]",
             "[]",
         ),
     ),

@@ -23,7 +23,6 @@ Invariants
 import hashlib
 import json
 import logging
-import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from megatron_async.errors import UserError
-from megatron_async.files.disk import force_to_disk, replace_durably
+from megatron_async.files.disk import force_to_disk, replacing
 from megatron_async.trajectory.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -205,12 +204,8 @@ def hash_file(path: Path) -> FileRecord:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Content is complete and on disk before the name exists. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
@@ -336,11 +331,15 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
+def quickly_read(checkpoint: Checkpoint) -> bool:
+    """Return whether its files are read in a few seconds."""
+    whole = sum(record.size for record in checkpoint.manifest.files.values())
+    return whole <= _QUICKLY_READ_BYTES
+
+
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
-    files = checkpoint.manifest.files
-    whole = sum(record.size for record in files.values())
-    return faults(checkpoint.path, files, read=whole <= _QUICKLY_READ_BYTES)
+    """All faults of files that are `quickly_read`; of larger ones those of their sizes."""
+    return faults(checkpoint.path, checkpoint.manifest.files, read=quickly_read(checkpoint))
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

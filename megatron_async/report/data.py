@@ -78,7 +78,7 @@ class RunData:
     warnings: list[dict[str, Any]]
     samples: tuple[ReportSample, ...]
     endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Episodes by how they ended and in which turn, counted from 1."""
+    """Episodes by how they ended and after how many turns."""
 
     @property
     def began(self) -> float:
@@ -145,7 +145,9 @@ def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
         return None
     if episode.drop_reason is not None:
         return f"dropped: {episode.drop_reason}", episode.turns
-    return episode.finish_reason and (_EPISODE_ENDS[episode.finish_reason], episode.turns)
+    if episode.finish_reason is None:
+        return None
+    return _EPISODE_ENDS[episode.finish_reason], episode.turns
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
@@ -261,7 +263,8 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
         after = turn.parent is not None and turn.parent != turn.number - 1
         heading = f"turn {turn.number}" + f", after turn {turn.parent}" * after
         heading += f", reward {turn.reward:.3g}" * bool(turn.reward)
-        pieces += [replace(first, heading=heading), *rest]
+        begins = replace(first, heading=heading, text=first.text.lstrip("\n"))
+        pieces += [begins, *rest]
     left = turns - _MOST_TURNS
     facts += f", the first {_MOST_TURNS} are shown" * (left > 0)
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), tuple(pieces))

@@ -20,10 +20,9 @@ from typing import Any, Final, Protocol
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.scoring import count as scorer_count
 from megatron_async.scoring.count import ScorerCount
-from megatron_async.scoring.interface import SCORER_FAULTS, Score
+from megatron_async.scoring.interface import SCORER_FAULTS, ResponseScore, Score
 from megatron_async.scoring.waiting import WaitingScorer
 from megatron_async.scoring.work import Work, added_up, split
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.trajectory.types import Prompt
 
 _HELD_SECONDS: Final = 0.05

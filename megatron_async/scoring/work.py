@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
-from megatron_async.tasks.base import ResponseScore
+from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS, ResponseScore
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any, Final
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.process import (
     START_TIMEOUT_SECONDS,
@@ -34,7 +35,6 @@ from megatron_async.scoring.process import (
     StartHangs,
 )
 from megatron_async.scoring.work import Work, failed, scores_of
-from megatron_async.tasks.base import ResponseScore
 
 _SLACK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 0.2

@@ -112,6 +112,7 @@ def test_the_layout_names_gpus_batch_and_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
     pytest.importorskip("sglang")
     import argparse

@@ -18,11 +18,11 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.report.data import read_run
 from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
-    ImportanceWeights,
     _logarithmic,
     accuracy,
     endings,
     happenings,
+    importance_weights,
 )
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
@@ -200,7 +200,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
 
 
 def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
+    figure = importance_weights("token").figure(read_run(run))
     band, mean, smallest, largest = figure.data
     assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
     above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
@@ -209,7 +209,7 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert below == pytest.approx([0.5] * len(mean.y))
     extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
     extreme.train[0]["off_policy/log_ratio_min"] = -700.0
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(extreme)
+    figure = importance_weights("token").figure(extreme)
     assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
@@ -382,6 +382,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -394,6 +395,7 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_it_reads_well_on_a_screen_and_on_a_telephone(
     run: Path, played: Path, tmp_path: Path

@@ -21,9 +21,9 @@ import pytest
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.places.local import local_place
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
 from megatron_async.scoring.workers import ScorerWorker, scorer_pool
-from megatron_async.tasks.base import ResponseScore
 
 HOSTILE = Path(__file__).parent / "hostile"
 MARK = "megatron_async.scoring.process_main"

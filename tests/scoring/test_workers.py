@@ -20,9 +20,9 @@ from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.places.local import local_place
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
 from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool, ScorerWorker
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 from megatron_async.trajectory.types import Prompt
 

@@ -74,4 +74,4 @@ def test_the_scorer_gives_every_worked_answer_full_score() -> None:
     config = TaskConfig(answer_marker="#", direct_share=0.3, terse_share=0.3)
     scorer = ReasoningGymScorer(config)
     for problem, text in ReasoningGymProblems(config).worked(300):
-        assert scorer.score(problem.payload, text).reward == 1.0
+        assert scorer.score(problem.payload, text)[0] == 1.0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.algorithms.metrics import _HEALTH_RULES
 from megatron_async.config.reference import all_sections
 from megatron_async.scoring.interface import SCORE_FAILURES, SCORER_FAULTS
 from megatron_async.telemetry.health import _RULES, ENTROPY_WINDOW, HealthWatch
 from megatron_async.telemetry.learning import (
+    GUIDE,
     NEWEST_SCORES,
     ZERO_REWARD_STEPS,
     FailingScores,
@@ -58,6 +58,52 @@ def test_a_run_that_learns_is_not_warned_of() -> None:
 )
 def test_it_is_named_at_the_first_batch(name: str, changes: dict[str, float]) -> None:
     assert names(LearningWatch(), **changes) == [name]
+
+
+HEALTHY = {
+    "rollout_corr/rollout_is_mean": 1.0,
+    "rollout_corr/rollout_is_eff_sample_size": 0.9,
+    "rollout_corr/rollout_is_std": 0.2,
+    "rollout_corr/kl": 0.01,
+    "rollout_corr/chi2_token": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "rule"),
+    [
+        ("rollout_is_mean", 0.49, "mean_weight"),
+        ("rollout_is_mean", 2.01, "mean_weight"),
+        ("rollout_is_eff_sample_size", 0.29, "low_ess"),
+        ("rollout_is_std", 1.01, "weight_std"),
+        ("kl", 0.11, "kl"),
+        ("kl", -0.11, "kl"),
+        ("chi2_token", 1.01, "chi2"),
+        ("kl", math.nan, "kl"),
+    ],
+)
+def test_a_broken_rule_of_the_guide_is_named(metric: str, value: float, rule: str) -> None:
+    ((found, message),) = LearningWatch().step({**HEALTHY, f"rollout_corr/{metric}": value})
+    assert found == rule
+    assert metric in message
+
+
+def test_healthy_or_absent_metrics_raise_no_warning() -> None:
+    limits = {
+        "rollout_corr/rollout_is_mean": 2.0,
+        "rollout_corr/rollout_is_eff_sample_size": 0.3,
+        "rollout_corr/rollout_is_std": 1.0,
+        "rollout_corr/kl": -0.1,
+        "rollout_corr/chi2_token": 1.0,
+    }
+    assert all(LearningWatch().step(metrics) == [] for metrics in (HEALTHY, limits, {}))
+
+
+def test_ess_collapse_needs_three_low_steps() -> None:
+    watch = LearningWatch()
+    seen = [watch.step({"off_policy/ess": ess}) for ess in (0.1, 0.1, 0.5, 0.2, 0.2, 0.1)]
+    assert [[name for name, _ in found] for found in seen] == [[]] * 5 + [["ess_collapse"]]
+    assert "effective sample size was 0.10" in seen[-1][0][1]
 
 
 def test_zero_reward_is_named_after_several_steps() -> None:
@@ -118,7 +164,7 @@ def test_every_message_names_its_remedy_and_not_itself() -> None:
             broken | {"actor/entropy": 1.0 + step, "weights/probe_mean_error": 1.0 + step}
         )
     )
-    assert len(found) == 6 + len(_HEALTH_RULES) + len(_RULES)
+    assert len(found) == 6 + 1 + len(GUIDE) + len(_RULES)
     settings = {setting.name for section in all_sections() for setting in section.settings}
     for name, message in found.items():
         assert not message.startswith(name)

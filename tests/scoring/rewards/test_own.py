@@ -16,10 +16,10 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.scoring.workers import LocalScorerPool
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.trajectory.types import FORMER_PARTS, Prompt
 
 HERE = Path(__file__).parent
