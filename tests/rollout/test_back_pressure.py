@@ -12,7 +12,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import Prompt
-from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.stand_ins import Fixed, settings
 from tests.rollout.test_manager import Trainer
 
 STEPS = 10
@@ -52,28 +52,25 @@ def config(preset: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("preset", ["copris", "pipeline"])
-def test_lag_stays_bounded_however_slow_scores_are(tmp_path: Path, preset: str) -> None:
+async def test_lag_stays_bounded_however_slow_scores_are(tmp_path: Path, preset: str) -> None:
     lags: list[float] = []
     queues: list[float] = []
     waited: list[float] = []
     warnings: list[str] = []
 
-    async def body() -> None:
-        scorer = Slowest()
-        scorer.trainer = trainer = Trainer(tmp_path, config(preset), scorer)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(STEPS):
-            scorer.step = step
-            metrics = (await trainer.batch()).extra_metrics
-            lags.append(metrics["rollout/lag_max"])
-            queues.append(metrics["rollout/score_queue_max"])
-            waited.append(metrics.get("rollout/score_seconds", 0.0))
-            report = await trainer.publish(0, step + 1)
-            warnings.extend(name for name, _ in report.warnings)
-        await trainer.manager.stop()
-
-    run(body())
+    scorer = Slowest()
+    scorer.trainer = trainer = Trainer(tmp_path, config(preset), scorer)
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(0))
+    for step in range(STEPS):
+        scorer.step = step
+        metrics = (await trainer.batch()).extra_metrics
+        lags.append(metrics["rollout/lag_max"])
+        queues.append(metrics["rollout/score_queue_max"])
+        waited.append(metrics.get("rollout/score_seconds", 0.0))
+        report = await trainer.publish(0, step + 1)
+        warnings.extend(name for name, _ in report.warnings)
+    await trainer.manager.stop()
     in_flight = 1  # batches' worth
     assert max(lags) <= 1 + in_flight + (preset == "pipeline"), lags  # one more is being trained
     assert max(queues) > GROUPS * SIZE, "scores were not what it waited for"

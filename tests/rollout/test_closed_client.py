@@ -23,53 +23,47 @@ META = {
 REPORT = {"output_ids": [7], "meta_info": META}
 
 
-def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
-    async def body() -> None:
-        client = SGLangClient("engine0", "http://127.0.0.1:9", EngineConfig())
-        await client.close()
-        assert not await client.healthy()
-        for call in (client.version, client.status, client.flush_cache, client.resume):
-            with pytest.raises(EngineError, match="the client has been closed"):
-                await call()
-        request = GenerationRequest("t1-1;", np.asarray([1, 2], np.int32), 4, SamplingConfig())
+async def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
+    client = SGLangClient("engine0", "http://127.0.0.1:9", EngineConfig())
+    await client.close()
+    assert not await client.healthy()
+    for call in (client.version, client.status, client.flush_cache, client.resume):
         with pytest.raises(EngineError, match="the client has been closed"):
-            async for _ in client.generate(request):
-                pass
-
-    asyncio.run(body())
+            await call()
+    request = GenerationRequest("t1-1;", np.asarray([1, 2], np.int32), 4, SamplingConfig())
+    with pytest.raises(EngineError, match="the client has been closed"):
+        async for _ in client.generate(request):
+            pass
 
 
 @pytest.mark.parametrize("last_words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: bytes) -> None:
+async def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: bytes) -> None:
     """Between two reads, or by bytes that are no part of an answer."""
 
-    async def body() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            event = b"data: " + orjson.dumps(REPORT) + b"\n\n"
-            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
-            await writer.drain()
-            await lost.wait()
-            writer.write(last_words)
-            await asyncio.sleep(0.1)
-            writer.transport.abort()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        event = b"data: " + orjson.dumps(REPORT) + b"\n\n"
+        writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+        await writer.drain()
+        await lost.wait()
+        writer.write(last_words)
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
 
-        lost = asyncio.Event()
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        client = SGLangClient("engine0", f"http://127.0.0.1:{port}", EngineConfig())
-        request = GenerationRequest("t1-1;", np.asarray([1, 2], np.int32), 4, SamplingConfig())
-        stream = client.generate(request)
-        assert (await anext(stream)).token_ids.tolist() == [7]
-        lost.set()
-        await asyncio.sleep(0.3)
-        with pytest.raises(EngineError, match="generation of request t1-1; failed"):
-            await anext(stream)
-        await client.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    lost = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = SGLangClient("engine0", f"http://127.0.0.1:{port}", EngineConfig())
+    request = GenerationRequest("t1-1;", np.asarray([1, 2], np.int32), 4, SamplingConfig())
+    stream = client.generate(request)
+    assert (await anext(stream)).token_ids.tolist() == [7]
+    lost.set()
+    await asyncio.sleep(0.3)
+    with pytest.raises(EngineError, match="generation of request t1-1; failed"):
+        await anext(stream)
+    await client.close()
+    server.close()
 
 
 class ForgetfulServer:
@@ -91,79 +85,73 @@ class ForgetfulServer:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 
 
-def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None:
+async def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None:
     """A server that stood still for a while has closed the connections that were kept."""
-
-    async def body() -> None:
-        forgetful = ForgetfulServer()
-        server = await asyncio.start_server(forgetful.serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        client = SGLangClient("engine0", url, EngineConfig())
-        await client.flush_cache()
-        for call in (client.flush_cache, client.version, client.resume):
-            await call()
-            await client.healthy()  # leaves a connection to be reset
-        assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
-        with pytest.raises(EngineError, match="release_memory_occupation failed"):
-            await client.release_memory()  # SGLang refuses what it may have done already
-        await client.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    forgetful = ForgetfulServer()
+    server = await asyncio.start_server(forgetful.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = SGLangClient("engine0", url, EngineConfig())
+    await client.flush_cache()
+    for call in (client.flush_cache, client.version, client.resume):
+        await call()
+        await client.healthy()  # leaves a connection to be reset
+    assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
+    with pytest.raises(EngineError, match="release_memory_occupation failed"):
+        await client.release_memory()  # SGLang refuses what it may have done already
+    await client.close()
+    server.close()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(aborted: bool) -> None:
+async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
+    aborted: bool,
+) -> None:
     """Under another id, since SGLang may still abort the first; not where it was to be aborted."""
+    ids: list[str] = []
+    kept: list[asyncio.StreamWriter] = []
+    news = asyncio.Event()
 
-    async def body() -> None:
-        ids: list[str] = []
-        kept: list[asyncio.StreamWriter] = []
-        news = asyncio.Event()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = re.search(rb"Content-Length: (\d+)", head)
+            asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
+            if b"/abort_request" in head:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                continue
+            ids.append(asked["rid"])
+            news.set()
+            if writer in kept:  # it has stood still, and closes what it had kept
+                for connection in kept:
+                    connection.transport.abort()
+                return
+            kept.append(writer)
+            while len(ids) < 3:  # three connections are kept
+                await asyncio.sleep(0.01)
+            last = {**META, "finish_reason": {"type": "length"}}
+            event = b"data: " + orjson.dumps({**REPORT, "meta_info": last}) + b"\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(event))
+            writer.write(event)
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                length = re.search(rb"Content-Length: (\d+)", head)
-                asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
-                if b"/abort_request" in head:
-                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-                    continue
-                ids.append(asked["rid"])
-                news.set()
-                if writer in kept:  # it has stood still, and closes what it had kept
-                    for connection in kept:
-                        connection.transport.abort()
-                    return
-                kept.append(writer)
-                while len(ids) < 3:  # three connections are kept
-                    await asyncio.sleep(0.01)
-                last = {**META, "finish_reason": {"type": "length"}}
-                event = b"data: " + orjson.dumps({**REPORT, "meta_info": last}) + b"\n\n"
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(event))
-                writer.write(event)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = SGLangClient("engine0", url, EngineConfig())
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        client = SGLangClient("engine0", url, EngineConfig())
+    async def ask(name: str) -> list[int]:
+        request = GenerationRequest(name, np.asarray([1, 2], np.int32), 1, SamplingConfig())
+        return [int(t) async for chunk in client.generate(request) for t in chunk.token_ids]
 
-        async def ask(name: str) -> list[int]:
-            request = GenerationRequest(name, np.asarray([1, 2], np.int32), 1, SamplingConfig())
-            return [int(t) async for chunk in client.generate(request) for t in chunk.token_ids]
-
-        assert await asyncio.gather(*map(ask, ("t1-1;", "t2-1;", "t3-1;"))) == [[7]] * 3
-        if not aborted:
-            assert await ask("t4-1;") == [7]
-            assert [rid.partition(";")[2] for rid in ids[3:]] == ["t4-1;"] * 2
-            assert len(set(ids)) == 5
-        else:
-            client._unwanted["t4-1;"] = "its id"
-            with pytest.raises(EngineError, match="generation of request t4-1; failed"):
-                await ask("t4-1;")
-            assert len(ids) == 4
-        await client.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    assert await asyncio.gather(*map(ask, ("t1-1;", "t2-1;", "t3-1;"))) == [[7]] * 3
+    if not aborted:
+        assert await ask("t4-1;") == [7]
+        assert [rid.partition(";")[2] for rid in ids[3:]] == ["t4-1;"] * 2
+        assert len(set(ids)) == 5
+    else:
+        client._unwanted["t4-1;"] = "its id"
+        with pytest.raises(EngineError, match="generation of request t4-1; failed"):
+            await ask("t4-1;")
+        assert len(ids) == 4
+    await client.close()
+    server.close()
 
 
 def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:

@@ -78,9 +78,7 @@ def live_until_killed(folder: Path) -> None:
     """Train a step and die by SIGKILL while tokens of running trajectories are in the store."""
 
     async def body() -> None:
-        trainer = Trainer(folder, config(), engines=RoutingEngines())
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+        trainer = await Trainer(folder, config(), engines=RoutingEngines()).started()
         await trainer.batch()
         await trainer.publish(0, 1)
         position = (await trainer.manager.position(0))["store_position"]

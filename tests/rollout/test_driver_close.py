@@ -13,8 +13,9 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
-from megatron_async.trajectory.types import PolicyVersion, Prompt, TrajectoryState
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
+from megatron_async.trajectory.types import Prompt, TrajectoryState
+from tests.rollout.stand_ins import Fixed, settings
+from tests.rollout.test_manager import Trainer
 
 
 class Lingering(SimulatedEngine):
@@ -56,47 +57,35 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
     Returns the requests that were sent while it stopped. The scores end meanwhile.
     """
     cancelling, sent = asyncio.Event(), list[str]()
-    scorer, engines = Late(cancelling, outcome), Engines()
-    manager = manager_of(folder, settings("async"), engines, scorer)
-    await manager.start()
-    engine = engines.all[0]
+    trainer = Trainer(folder, settings("async"), scorer := Late(cancelling, outcome))
+    await trainer.manager.start()
+    engine = trainer.engines.all[0]
     engine.__class__ = Lingering
     assert isinstance(engine, Lingering)
     engine.sent, engine.cancelling = sent, cancelling
-    await manager.attach(ResumePoint(0))
-    await manager.begin_update(0, 0)
-    engine.set_weights(PolicyVersion(0, 0))
-    await manager.end_update(0, 0, [engine.engine_id], False)
-    await manager.verify_update(0, 0, None, False)
+    await trainer.begin(ResumePoint(0))
     while not sent or scorer.asked < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)
-    await manager.stop()
+    await trainer.manager.stop()
     assert cancelling.is_set(), "there was nothing to wait for"
     return sent[before:]
 
 
-def test_a_score_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
+async def test_a_score_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
     """One without a reward makes room for another group. It is made again after the next start."""
-
-    async def body() -> None:
-        assert await stop_under_scores(tmp_path, lambda: None) == []
-
-    run(body())
+    assert await stop_under_scores(tmp_path, lambda: None) == []
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         first, *others = [entry.state for entry in reader.summaries()]
     assert first is TrajectoryState.RUNNING  # to the next start that is a partial one
     assert set(others) == {TrajectoryState.FINISHED}
 
 
-def test_a_defect_that_shows_meanwhile_is_in_the_log(
+async def test_a_defect_that_shows_meanwhile_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def defect() -> None:
         raise LookupError("a defect of the scorer")
 
-    async def body() -> None:
-        assert await stop_under_scores(tmp_path, defect) == []
-
-    run(body())
+    assert await stop_under_scores(tmp_path, defect) == []
     assert "a defect of the scorer" in caplog.text

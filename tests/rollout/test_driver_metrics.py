@@ -20,7 +20,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import Prompt, TrajectoryState
-from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.stand_ins import Fixed, settings
 from tests.rollout.test_manager import Trainer
 
 BATCH = 2
@@ -49,7 +49,7 @@ def lag_in_samples(batch: TokenBatch) -> list[int]:
 
 
 @pytest.mark.parametrize("resumed_at", [None, 3])
-def test_lag_counts_the_samples_trained_since_a_trajectory_began(
+async def test_lag_counts_the_samples_trained_since_a_trajectory_began(
     tmp_path: Path, resumed_at: int | None
 ) -> None:
     batches: list[TokenBatch] = []
@@ -59,23 +59,20 @@ def test_lag_counts_the_samples_trained_since_a_trajectory_began(
         batches.append(await trainer.batch())
         await trainer.publish(lineage, step + 1)
 
-    async def body() -> None:
-        trainer, lineage, step = Trainer(tmp_path, config), 0, 0
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        while not batches or STRAGGLER not in batches[-1].trajectory_ids_S:
-            await train(trainer, lineage, step)
-            step += 1
-            if step == resumed_at:
-                position = (await trainer.manager.position(0))["store_position"]
-                await trainer.manager.checkpoint_finalised(0, step, [step])
-                await trainer.manager.stop()
-                trainer, lineage = Trainer(tmp_path, config), 1
-                await trainer.manager.start()
-                await trainer.begin(ResumePoint(1, step, parent=0, store_position=position))
-        await trainer.manager.stop()
-
-    run(body())
+    trainer, lineage, step = Trainer(tmp_path, config), 0, 0
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(0))
+    while not batches or STRAGGLER not in batches[-1].trajectory_ids_S:
+        await train(trainer, lineage, step)
+        step += 1
+        if step == resumed_at:
+            position = (await trainer.manager.position(0))["store_position"]
+            await trainer.manager.checkpoint_finalised(0, step, [step])
+            await trainer.manager.stop()
+            trainer, lineage = Trainer(tmp_path, config), 1
+            await trainer.manager.start()
+            await trainer.begin(ResumePoint(1, step, parent=0, store_position=position))
+    await trainer.manager.stop()
     assert len(batches) > 5, "it is trained after a resume, and began before it"
     for batch in batches:
         expected = lag_in_samples(batch)
@@ -97,22 +94,19 @@ class EveryOtherGroup(Fixed):
         return float(number % 2 == 0 or before == 0), {}
 
 
-def test_what_was_generated_for_groups_without_reward_variance_is_counted(tmp_path: Path) -> None:
+async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
+    tmp_path: Path,
+) -> None:
     batches: list[TokenBatch] = []
 
-    async def body() -> None:
-        trainer = Trainer(
-            tmp_path, changed("sync", schedule={"dynamic_sampling": True}), EveryOtherGroup()
-        )
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(3):
-            batches.append(await trainer.batch())
-            if step < 2:
-                await trainer.publish(0, step + 1)
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await Trainer(
+        tmp_path, changed("sync", schedule={"dynamic_sampling": True}), EveryOtherGroup()
+    ).started()
+    for step in range(3):
+        batches.append(await trainer.batch())
+        if step < 2:
+            await trainer.publish(0, step + 1)
+    await trainer.manager.stop()
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         dropped = [
             reader.trajectory(entry.trajectory_id).response_length
@@ -128,22 +122,17 @@ def test_what_was_generated_for_groups_without_reward_variance_is_counted(tmp_pa
     assert total("dropped_filtered") == len(dropped)
 
 
-def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: Path) -> None:
+async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: Path) -> None:
     """`Fixed` gives every response the same reward."""
     config = changed(
         "sync", schedule={"dynamic_sampling": True}, trainer={"max_filtered_rounds": 3}
     )
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, config)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        with pytest.raises(ComponentFailure, match=r"dropped the last 6 responses \(3 batches' w"):
-            await trainer.batch()
-        assert "all_filtered" in trainer.manager.status()["warnings"]
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await Trainer(tmp_path, config).started()
+    with pytest.raises(ComponentFailure, match=r"dropped the last 6 responses \(3 batches' w"):
+        await trainer.batch()
+    assert "all_filtered" in trainer.manager.status()["warnings"]
+    await trainer.manager.stop()
 
 
 class Storming(SimulatedEngine):
@@ -161,52 +150,44 @@ class Storming(SimulatedEngine):
 
 
 @pytest.mark.parametrize("preempted", [0, 9])
-def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
+async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     tmp_path: Path, preempted: int
 ) -> None:
     """1,000 preemptions that it counted for somebody else before are no news."""
     warnings: list[tuple[str, str]] = []
 
-    async def body() -> None:
-        config = changed("copris", engines={"health_interval_seconds": 0.02})
-        trainer = Trainer(tmp_path, config)
-        await trainer.manager.start()
-        engine = trainer.engines.all[0]
-        engine.__class__ = Storming
-        assert isinstance(engine, Storming)
-        engine.preempted = preempted
-        await trainer.begin(ResumePoint(0))
-        while engine.reports < 6:
-            await asyncio.sleep(0.01)
-        batches = [await trainer.batch()]
-        warnings.extend((await trainer.publish(0, 1)).warnings)
-        batches.append(await trainer.batch())
-        repeated = len((await trainer.publish(0, 2)).warnings)
-        assert repeated == 0, "each warning is handed out once"
-        metrics = batches[1].extra_metrics  # the first may be older than the first report
-        assert metrics["rollout/kv_usage"] == 0.75
-        assert metrics["rollout/concurrency"] == 4
-        seen = sum(batch.extra_metrics["rollout/preemptions"] for batch in batches)
-        assert seen % 9 == 0 and (seen > 0) == (preempted > 0)
-        assert seen < 1000
-        await trainer.manager.stop()
-
-    run(body())
+    config = changed("copris", engines={"health_interval_seconds": 0.02})
+    trainer = Trainer(tmp_path, config)
+    await trainer.manager.start()
+    engine = trainer.engines.all[0]
+    engine.__class__ = Storming
+    assert isinstance(engine, Storming)
+    engine.preempted = preempted
+    await trainer.begin(ResumePoint(0))
+    while engine.reports < 6:
+        await asyncio.sleep(0.01)
+    batches = [await trainer.batch()]
+    warnings.extend((await trainer.publish(0, 1)).warnings)
+    batches.append(await trainer.batch())
+    repeated = len((await trainer.publish(0, 2)).warnings)
+    assert repeated == 0, "each warning is handed out once"
+    metrics = batches[1].extra_metrics  # the first may be older than the first report
+    assert metrics["rollout/kv_usage"] == 0.75
+    assert metrics["rollout/concurrency"] == 4
+    seen = sum(batch.extra_metrics["rollout/preemptions"] for batch in batches)
+    assert seen % 9 == 0 and (seen > 0) == (preempted > 0)
+    assert seen < 1000
+    await trainer.manager.stop()
     assert [name for name, _ in warnings] == (["recomputation_storm"] if preempted else [])
 
 
-def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("copris", engines=2, max_restarts=1))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        trainer.engines.all[1].crash("injected crash")
-        warnings: tuple[tuple[str, str], ...] = ()
-        while not warnings:
-            await trainer.manager.next_batch(0)
-            warnings = (await trainer.publish(0, 1)).warnings
-        assert [name for name, _ in warnings] == ["engine_failed"]
-        assert "the process of engine engine1 has ended" in warnings[0][1]
-        await trainer.manager.stop()
-
-    run(body())
+async def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path) -> None:
+    trainer = await Trainer(tmp_path, settings("copris", engines=2, max_restarts=1)).started()
+    trainer.engines.all[1].crash("injected crash")
+    warnings: tuple[tuple[str, str], ...] = ()
+    while not warnings:
+        await trainer.manager.next_batch(0)
+        warnings = (await trainer.publish(0, 1)).warnings
+    assert [name for name, _ in warnings] == ["engine_failed"]
+    assert "the process of engine engine1 has ended" in warnings[0][1]
+    await trainer.manager.stop()

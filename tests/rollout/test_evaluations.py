@@ -20,7 +20,7 @@ from megatron_async.errors import UserError
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import Engines, run
+from tests.rollout.stand_ins import Engines
 from tests.rollout.stand_ins import settings as stand_in_settings
 from tests.rollout.test_manager import Trainer
 
@@ -74,113 +74,98 @@ async def begun(trainer: Trainer) -> tuple[Evaluation, ...]:
 
 
 @pytest.mark.parametrize("preset", ["copris", "pipeline", "async"])
-def test_training_goes_on_beside_an_evaluation_which_is_named_by_its_first_version(
+async def test_training_goes_on_beside_an_evaluation_which_is_named_by_its_first_version(
     tmp_path: Path, preset: str
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings(preset), engines=LongEngines())
-        (first,) = await begun(trainer)
-        found: list[Evaluation] = []
-        number = 0
-        while not found:
-            assert (await trainer.batch()).step == number
-            number += 1
-            report = await trainer.publish(0, number)
-            assert not report.evaluation_due, "training is not held up"
-            found += report.evaluations
-        (beside,) = found
-        assert number > 2 and beside.number == 1
-        metrics = beside.metrics()
-        ends = metrics["eval/version_oldest"], metrics["eval/version_newest"]
-        assert 1 <= ends[0] < metrics["eval/version_mean"] < ends[1] <= number
-        for sample in beside.samples():
-            versions = [PolicyVersion(*map(int, text.split("."))) for text in sample["versions"]]
-            assert versions == sorted(versions) and versions
-        assert texts(beside) == texts(first), "cut off or not, it is the same response"
-        (engine,) = trainer.engines.all
-        assert isinstance(engine, Watched)
-        assert not engine.changed_under_one
-        warnings = trainer.manager._driver.statistics.warnings
-        assert "is not evaluated: the evaluation of 0.1 still" in warnings["evaluation_skipped"]
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings(preset), engines=LongEngines())
+    (first,) = await begun(trainer)
+    found: list[Evaluation] = []
+    number = 0
+    while not found:
+        assert (await trainer.batch()).step == number
+        number += 1
+        report = await trainer.publish(0, number)
+        assert not report.evaluation_due, "training is not held up"
+        found += report.evaluations
+    (beside,) = found
+    assert number > 2 and beside.number == 1
+    metrics = beside.metrics()
+    ends = metrics["eval/version_oldest"], metrics["eval/version_newest"]
+    assert 1 <= ends[0] < metrics["eval/version_mean"] < ends[1] <= number
+    for sample in beside.samples():
+        versions = [PolicyVersion(*map(int, text.split("."))) for text in sample["versions"]]
+        assert versions == sorted(versions) and versions
+    assert texts(beside) == texts(first), "cut off or not, it is the same response"
+    (engine,) = trainer.engines.all
+    assert isinstance(engine, Watched)
+    assert not engine.changed_under_one
+    warnings = trainer.manager._driver.statistics.warnings
+    assert "is not evaluated: the evaluation of 0.1 still" in warnings["evaluation_skipped"]
+    await trainer.manager.stop()
 
 
-def test_one_beside_training_takes_few_slots_and_an_exact_one_many(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
-        await begun(trainer)
-        (engine,) = trainer.engines.all
-        assert isinstance(engine, Watched) and engine.most == 4
-        engine.most, number = 0, 0
-        found: tuple[Evaluation, ...] = ()
-        while not found:
-            await trainer.batch()
-            number += 1
-            found = (await trainer.publish(0, number)).evaluations
-        assert engine.most == 2
-        await trainer.manager.stop()
-
-    run(body())
+async def test_one_beside_training_takes_few_slots_and_an_exact_one_many(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
+    await begun(trainer)
+    (engine,) = trainer.engines.all
+    assert isinstance(engine, Watched) and engine.most == 4
+    engine.most, number = 0, 0
+    found: tuple[Evaluation, ...] = ()
+    while not found:
+        await trainer.batch()
+        number += 1
+        found = (await trainer.publish(0, number)).evaluations
+    assert engine.most == 2
+    await trainer.manager.stop()
 
 
 @pytest.mark.parametrize(("preset", "exact"), [("sync", None), ("async", True)])
-def test_an_exact_evaluation_is_of_one_version_and_the_trainer_waits_for_it(
+async def test_an_exact_evaluation_is_of_one_version_and_the_trainer_waits_for_it(
     tmp_path: Path, preset: str, exact: bool | None
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings(preset, exact=exact), engines=LongEngines())
-        await begun(trainer)
-        await trainer.batch()
-        assert (await trainer.publish(0, 1)).evaluation_due
-        (found,) = await trainer.manager.evaluate(0, 1)
-        metrics = found.metrics()
-        assert {metrics[f"eval/version_{e}"] for e in ("oldest", "newest", "mean")} == {1.0}
-        assert {tuple(sample["versions"]) for sample in found.samples()} == {("0.1",)}
-        assert not (await trainer.publish(0, 1)).evaluation_due, "it has been measured"
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings(preset, exact=exact), engines=LongEngines())
+    await begun(trainer)
+    await trainer.batch()
+    assert (await trainer.publish(0, 1)).evaluation_due
+    (found,) = await trainer.manager.evaluate(0, 1)
+    metrics = found.metrics()
+    assert {metrics[f"eval/version_{e}"] for e in ("oldest", "newest", "mean")} == {1.0}
+    assert {tuple(sample["versions"]) for sample in found.samples()} == {("0.1",)}
+    assert not (await trainer.publish(0, 1)).evaluation_due, "it has been measured"
+    await trainer.manager.stop()
 
 
-def test_the_last_evaluation_is_exact_and_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", steps=2), engines=LongEngines())
-        await begun(trainer)
-        await trainer.batch()
-        assert not (await trainer.publish(0, 1)).evaluation_due
-        await trainer.batch()
-        report = await trainer.publish(0, 2)
-        assert report.evaluation_due and not report.evaluations
-        beside, last = await trainer.manager.evaluate(0, 2)
-        assert (beside.number, last.number) == (1, 2)
-        assert beside.metrics()["eval/version_newest"] == 2
-        assert {tuple(sample["versions"]) for sample in last.samples()} == {("0.2",)}
-        await trainer.manager.stop()
-
-    run(body())
+async def test_the_last_evaluation_is_exact_and_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, settings("async", steps=2), engines=LongEngines())
+    await begun(trainer)
+    await trainer.batch()
+    assert not (await trainer.publish(0, 1)).evaluation_due
+    await trainer.batch()
+    report = await trainer.publish(0, 2)
+    assert report.evaluation_due and not report.evaluations
+    beside, last = await trainer.manager.evaluate(0, 2)
+    assert (beside.number, last.number) == (1, 2)
+    assert beside.metrics()["eval/version_newest"] == 2
+    assert {tuple(sample["versions"]) for sample in last.samples()} == {("0.2",)}
+    await trainer.manager.stop()
 
 
-def test_an_engine_that_dies_beside_training_costs_the_evaluation_no_response(
+async def test_an_engine_that_dies_beside_training_costs_the_evaluation_no_response(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", engines=2), engines=LongEngines())
-        (first,) = await begun(trainer)
-        await trainer.batch()
-        await trainer.publish(0, 1)
-        trainer.engines.all[1].crash()
-        found: list[Evaluation] = []
-        number = 1
-        while not found:
-            batch = await trainer.manager.next_batch(0)  # None: the restarted one wants weights
-            number += batch is not None
-            found += (await trainer.publish(0, number)).evaluations
-        assert texts(found[0]) == texts(first)
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async", engines=2), engines=LongEngines())
+    (first,) = await begun(trainer)
+    await trainer.batch()
+    await trainer.publish(0, 1)
+    trainer.engines.all[1].crash()
+    found: list[Evaluation] = []
+    number = 1
+    while not found:
+        batch = await trainer.manager.next_batch(0)  # None: the restarted one wants weights
+        number += batch is not None
+        found += (await trainer.publish(0, number)).evaluations
+    assert texts(found[0]) == texts(first)
+    await trainer.manager.stop()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +175,7 @@ def test_an_engine_that_dies_beside_training_costs_the_evaluation_no_response(
         (True, "the evaluation of 0.1 failed: no evaluation today"),
     ],
 )
-def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
+async def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
     tmp_path: Path, fails: bool, why: str
 ) -> None:
     class Broken(Watched):
@@ -202,30 +187,27 @@ def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
             async for chunk in super().generate(request):
                 yield chunk
 
-    async def body() -> None:
-        evaluation = {"timeout_seconds": 5.0 if fails else 0.2, "max_new_tokens": 1}
-        trainer = Trainer(tmp_path, settings("async", **evaluation), engines=LongEngines())
-        await begun(trainer)
-        trainer.engines.all[0].__class__ = Broken
-        warnings: list[tuple[str, str]] = []
-        number = 0
-        while not warnings:
-            await trainer.batch()
-            number += 1
-            warnings += [
-                one
-                for one in (await trainer.publish(0, number)).warnings
-                if one[0] == "evaluation_failed"
-            ]
-            await asyncio.sleep(0.05)
-        assert why in warnings[0][1]
+    evaluation = {"timeout_seconds": 5.0 if fails else 0.2, "max_new_tokens": 1}
+    trainer = Trainer(tmp_path, settings("async", **evaluation), engines=LongEngines())
+    await begun(trainer)
+    trainer.engines.all[0].__class__ = Broken
+    warnings: list[tuple[str, str]] = []
+    number = 0
+    while not warnings:
         await trainer.batch()
-        await trainer.manager.stop()
+        number += 1
+        warnings += [
+            one
+            for one in (await trainer.publish(0, number)).warnings
+            if one[0] == "evaluation_failed"
+        ]
+        await asyncio.sleep(0.05)
+    assert why in warnings[0][1]
+    await trainer.batch()
+    await trainer.manager.stop()
 
-    run(body())
 
-
-def test_a_stream_that_an_engine_does_not_end_is_cut_off(
+async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.respond._END_SECONDS", 0.1)
@@ -234,22 +216,19 @@ def test_a_stream_that_an_engine_does_not_end_is_cut_off(
         async def abort(self, request_ids: Any) -> None:
             await super().abort([name for name in request_ids if not name.startswith("eval")])
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
-        (first,) = await begun(trainer)
-        trainer.engines.all[0].__class__ = Deaf
-        await trainer.batch()
-        await trainer.publish(0, 1)
-        await trainer.batch()
-        assert not (await trainer.publish(0, 2)).evaluations
-        found: tuple[Evaluation, ...] = ()
-        while not found:
-            await asyncio.sleep(0.05)
-            found = trainer.manager._attached.evaluations.take()
-        assert texts(found[0]) == texts(first)
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
+    (first,) = await begun(trainer)
+    trainer.engines.all[0].__class__ = Deaf
+    await trainer.batch()
+    await trainer.publish(0, 1)
+    await trainer.batch()
+    assert not (await trainer.publish(0, 2)).evaluations
+    found: tuple[Evaluation, ...] = ()
+    while not found:
+        await asyncio.sleep(0.05)
+        found = trainer.manager._attached.evaluations.take()
+    assert texts(found[0]) == texts(first)
+    await trainer.manager.stop()
 
 
 def test_a_schedule_that_drains_evaluates_exactly_unless_it_is_asked_not_to() -> None:

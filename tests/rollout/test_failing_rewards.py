@@ -12,7 +12,6 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.rollout.manager import ResumePoint
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed, run, settings
@@ -50,9 +49,7 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
     warnings: dict[str, str] = {}
 
     async def body() -> None:
-        trainer = Trainer(tmp_path, config, Pooled(pool))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+        trainer = await Trainer(tmp_path, config, Pooled(pool)).started()
         for step in range(STEPS):
             batch = await trainer.batch()
             assert not batch.rewards_S.any()

@@ -12,7 +12,6 @@ import pytest
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.fleet import Fleet
-from tests.rollout.stand_ins import run
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,126 +111,102 @@ def names(driver: Driver) -> list[str]:
     return sorted(engine.engine_id for engine in driver.engines)
 
 
-def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> None:
+async def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> None:
     """Engine 0 is out for good; engine 1 was being restarted when the trainer was lost."""
-
-    async def body() -> None:
-        it = Run(count=2, max_restarts=1)
-        await it.start()
-        it.launcher.broken = {0}
-        it.lose_engine(0)
-        driver = await it.lose_trainer_in_restart_of(1)
-        await until(lambda: bool(driver.engines or driver.failures))
-        assert (names(driver), driver.failures) == (["engine1"], [])
-        it.fleet.detach()
-
-    run(body())
+    it = Run(count=2, max_restarts=1)
+    await it.start()
+    it.launcher.broken = {0}
+    it.lose_engine(0)
+    driver = await it.lose_trainer_in_restart_of(1)
+    await until(lambda: bool(driver.engines or driver.failures))
+    assert (names(driver), driver.failures) == (["engine1"], [])
+    it.fleet.detach()
 
 
-def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
-    async def body() -> None:
-        it = Run(count=2, max_restarts=1)
-        driver = await it.start()
-        it.launcher.broken = {0, 1}
-        it.lose_engine(0)
-        it.lose_engine(1)
-        await until(lambda: bool(driver.failures))
-        assert driver.failures == [
-            "no inference engine is left: no start of engine 1 (restarted 1 times, "
-            "engines.max_restarts is 1)"
-        ]
-        successor = it.next_trainer()
-        await until(lambda: bool(successor.failures))
-        assert "no inference engine is left: no start of engine" in successor.failures[0]
-        it.fleet.detach()
-
-    run(body())
+async def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
+    it = Run(count=2, max_restarts=1)
+    driver = await it.start()
+    it.launcher.broken = {0, 1}
+    it.lose_engine(0)
+    it.lose_engine(1)
+    await until(lambda: bool(driver.failures))
+    assert driver.failures == [
+        "no inference engine is left: no start of engine 1 (restarted 1 times, "
+        "engines.max_restarts is 1)"
+    ]
+    successor = it.next_trainer()
+    await until(lambda: bool(successor.failures))
+    assert "no inference engine is left: no start of engine" in successor.failures[0]
+    it.fleet.detach()
 
 
-def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
-    async def body() -> None:
-        it = Run(count=1, max_restarts=1)
-        await it.start()
-        for _ in range(3):
-            driver = await it.lose_trainer_in_restart_of(0)
-            it.launcher.slow = {0}
-        it.launcher.slow = set()
-        await until(lambda: bool(driver.engines or driver.failures))
-        assert (names(driver), driver.failures) == (["engine0"], [])
-        it.lose_engine(0)
-        await until(lambda: bool(driver.failures))
-        assert "engine0 died (restarted 1 times" in driver.failures[0]
-        it.fleet.detach()
-
-    run(body())
+async def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
+    it = Run(count=1, max_restarts=1)
+    await it.start()
+    for _ in range(3):
+        driver = await it.lose_trainer_in_restart_of(0)
+        it.launcher.slow = {0}
+    it.launcher.slow = set()
+    await until(lambda: bool(driver.engines or driver.failures))
+    assert (names(driver), driver.failures) == (["engine0"], [])
+    it.lose_engine(0)
+    await until(lambda: bool(driver.failures))
+    assert "engine0 died (restarted 1 times" in driver.failures[0]
+    it.fleet.detach()
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turns: int) -> None:
+async def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turns: int) -> None:
     """Wherever its news is, after so many turns of the event loop, when the trainer is lost."""
-
-    async def body() -> None:
-        it = Run(count=1, max_restarts=1)
-        driver = await it.start()
-        await asyncio.sleep(0.01)  # it waits for news
-        it.lose_engine(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        before = len(driver.engines)
-        successor = it.next_trainer()
-        await asyncio.sleep(0.01)
-        assert len(driver.engines) == before
-        assert names(successor) == ["engine0"]
-        it.fleet.detach()
-
-    run(body())
+    it = Run(count=1, max_restarts=1)
+    driver = await it.start()
+    await asyncio.sleep(0.01)  # it waits for news
+    it.lose_engine(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    before = len(driver.engines)
+    successor = it.next_trainer()
+    await asyncio.sleep(0.01)
+    assert len(driver.engines) == before
+    assert names(successor) == ["engine0"]
+    it.fleet.detach()
 
 
-def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_successor() -> None:
-    async def body() -> None:
-        it = Run(count=1, max_restarts=1)
-        [half_closed] = (await it.start()).engines
-        it.launcher.closing.clear()
-        it.lose_engine(0)
-        await asyncio.sleep(0.01)  # it waits in `close`
-        driver = it.next_trainer()
-        await until(lambda: bool(driver.engines))
-        assert half_closed not in driver.engines and names(driver) == ["engine0"]
-        it.launcher.closing.set()
-        it.fleet.detach()
-
-    run(body())
+async def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_successor() -> None:
+    it = Run(count=1, max_restarts=1)
+    [half_closed] = (await it.start()).engines
+    it.launcher.closing.clear()
+    it.lose_engine(0)
+    await asyncio.sleep(0.01)  # it waits in `close`
+    driver = it.next_trainer()
+    await until(lambda: bool(driver.engines))
+    assert half_closed not in driver.engines and names(driver) == ["engine0"]
+    it.launcher.closing.set()
+    it.fleet.detach()
 
 
-def test_lost_engines_are_mended_side_by_side() -> None:
+async def test_lost_engines_are_mended_side_by_side() -> None:
     """A lost node with four engines costs one start: all of them are under way at once."""
-
-    async def body() -> None:
-        it = Run(count=4, max_restarts=1)
-        driver = await it.start()
-        it.launcher.slow = {0, 1, 2, 3}
-        for index in range(4):
-            it.lose_engine(index)
-        await until(lambda: it.launcher.waiting == 4)
-        it.launcher.slow = set()
-        successor = it.next_trainer()
-        await until(lambda: len(successor.engines) == 4)
-        assert driver.failures == successor.failures == []
-        it.fleet.detach()
-
-    run(body())
+    it = Run(count=4, max_restarts=1)
+    driver = await it.start()
+    it.launcher.slow = {0, 1, 2, 3}
+    for index in range(4):
+        it.lose_engine(index)
+    await until(lambda: it.launcher.waiting == 4)
+    it.launcher.slow = set()
+    successor = it.next_trainer()
+    await until(lambda: len(successor.engines) == 4)
+    assert driver.failures == successor.failures == []
+    it.fleet.detach()
 
 
-def test_an_engine_whose_close_or_start_takes_long_keeps_none_from_being_mended() -> None:
-    async def body() -> None:
-        it = Run(count=2, max_restarts=2)
-        driver = await it.start()
-        it.launcher.slow = {0}
-        it.lose_engine(0)
-        await until(lambda: it.launcher.waiting == 1)
-        it.lose_engine(1)
-        await until(lambda: len(driver.engines) == 3)
-        assert names(driver) == ["engine0", "engine1", "engine1"]
-        it.fleet.detach()
-
-    run(body())
+async def test_an_engine_whose_close_or_start_takes_long_keeps_none_from_being_mended() -> None:
+    it = Run(count=2, max_restarts=2)
+    driver = await it.start()
+    it.launcher.slow = {0}
+    it.lose_engine(0)
+    await until(lambda: it.launcher.waiting == 1)
+    it.lose_engine(1)
+    await until(lambda: len(driver.engines) == 3)
+    assert names(driver) == ["engine0", "engine1", "engine1"]
+    it.fleet.detach()

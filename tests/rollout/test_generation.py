@@ -173,152 +173,132 @@ ENDS = {
 }
 
 
-def test_a_wait_in_the_engines_queue_is_reported_before_the_first_tokens(tmp_path: Path) -> None:
-    async def body() -> None:
-        first = replace(chunk(7), queued_seconds=0.5)
-        bench = Bench.of(tmp_path, config_of(), first, chunk(STOP, end="stop"))
-        await bench.one_request()
-        i = bench.trajectory_id
-        tokens = [ev.TokensArrived(i, 1, 0)] * 2
-        assert bench.events == [ev.LeftQueue(i, 0.5), *tokens, ev.Finished(i)]
-        await bench.store.close()
-
-    asyncio.run(body())
+async def test_a_wait_in_the_engines_queue_is_reported_before_the_first_tokens(
+    tmp_path: Path,
+) -> None:
+    first = replace(chunk(7), queued_seconds=0.5)
+    bench = Bench.of(tmp_path, config_of(), first, chunk(STOP, end="stop"))
+    await bench.one_request()
+    i = bench.trajectory_id
+    tokens = [ev.TokensArrived(i, 1, 0)] * 2
+    assert bench.events == [ev.LeftQueue(i, 0.5), *tokens, ev.Finished(i)]
+    await bench.store.close()
 
 
 @pytest.mark.parametrize(("script", "reason"), ENDS.values(), ids=ENDS)
-def test_a_response_is_finished_when_it_has_ended_and_partial_when_not(
+async def test_a_response_is_finished_when_it_has_ended_and_partial_when_not(
     tmp_path: Path, script: list[TokenChunk | EngineError], reason: FinishReason | None
 ) -> None:
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), *script)
-        kept = await bench.one_request()
-        i = bench.trajectory_id
-        if reason is None:
-            assert (kept.state, bench.outcomes) == (TrajectoryState.PARTIAL, [ev.Aborted(i)])
-        else:
-            assert (kept.state, bench.outcomes) == (TrajectoryState.FINISHED, [ev.Finished(i)])
-        assert kept.finish_reason is reason
-        await bench.store.close()
-
-    run(body())
+    bench = Bench.of(tmp_path, config_of(), *script)
+    kept = await bench.one_request()
+    i = bench.trajectory_id
+    if reason is None:
+        assert (kept.state, bench.outcomes) == (TrajectoryState.PARTIAL, [ev.Aborted(i)])
+    else:
+        assert (kept.state, bench.outcomes) == (TrajectoryState.FINISHED, [ev.Finished(i)])
+    assert kept.finish_reason is reason
+    await bench.store.close()
 
 
-def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> None:
-    async def body() -> None:
-        config = config_of(experiment={"forced_lengths": [4]})
-        bench = Bench.of(tmp_path, config, chunk(7, STOP, end="abort"))
-        assert (await bench.one_request()).state is TrajectoryState.PARTIAL
-        kept = await bench.one_request()
-        assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.LENGTH)
-        assert [(r.max_new_tokens, r.ignore_eos) for r in bench.engine.asked] == [
-            (4, True),
-            (2, True),
-        ]
-        await bench.store.close()
-
-    run(body())
+async def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> None:
+    config = config_of(experiment={"forced_lengths": [4]})
+    bench = Bench.of(tmp_path, config, chunk(7, STOP, end="abort"))
+    assert (await bench.one_request()).state is TrajectoryState.PARTIAL
+    kept = await bench.one_request()
+    assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.LENGTH)
+    assert [(r.max_new_tokens, r.ignore_eos) for r in bench.engine.asked] == [
+        (4, True),
+        (2, True),
+    ]
+    await bench.store.close()
 
 
 @pytest.mark.parametrize("last", [chunk(7, STOP, end="stop"), chunk(7, 8, end="stop")])
-def test_no_await_is_between_the_last_tokens_and_their_end(
+async def test_no_await_is_between_the_last_tokens_and_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: TokenChunk
 ) -> None:
     """Also when the tokens alone do not show it: who is killed or closed here must leave both."""
+    bench = Bench.of(tmp_path, config_of(), last)
+    committed, states = bench.store.sync, []
 
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), last)
-        committed, states = bench.store.sync, []
+    async def noted() -> int:
+        states.append(bench.store.load_trajectory(bench.trajectory_id).state)
+        return await committed()
 
-        async def noted() -> int:
-            states.append(bench.store.load_trajectory(bench.trajectory_id).state)
-            return await committed()
-
-        monkeypatch.setattr(bench.store, "sync", noted)
-        await bench.one_request()
-        assert states == [TrajectoryState.FINISHED]
-        await bench.store.close()
-
-    run(body())
+    monkeypatch.setattr(bench.store, "sync", noted)
+    await bench.one_request()
+    assert states == [TrajectoryState.FINISHED]
+    await bench.store.close()
 
 
 @pytest.mark.parametrize(
     "more", [chunk(9, end="stop"), chunk(9), LOST], ids=["end", "token", "error"]
 )
-def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_again(
+async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: TokenChunk | EngineError
 ) -> None:
     """It had reported that the response is complete, which was then restarted on another engine."""
+    bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end="stop"), more)
+    committed = bench.store.sync
 
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end="stop"), more)
-        committed = bench.store.sync
+    async def lost_and_restarted_meanwhile() -> int:
+        monkeypatch.undo()
+        bench.generation.forget_engine(bench.slot, failed=True)
+        bench.store.restart(bench.trajectory_id)
+        bench.store.begin_request(bench.trajectory_id)
+        return await committed()
 
-        async def lost_and_restarted_meanwhile() -> int:
-            monkeypatch.undo()
-            bench.generation.forget_engine(bench.slot, failed=True)
-            bench.store.restart(bench.trajectory_id)
-            bench.store.begin_request(bench.trajectory_id)
-            return await committed()
-
-        monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
-        kept = await bench.one_request()
-        assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
-        assert bench.slot.evidence.failed_prompts == set()
-        await bench.store.close()
-
-    run(body())
+    monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
+    kept = await bench.one_request()
+    assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
+    assert bench.slot.evidence.failed_prompts == set()
+    await bench.store.close()
 
 
-def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
-    async def body() -> None:
-        script = chunk(7, STOP, end="stop"), chunk(9), chunk(9, end="stop")
-        bench = Bench.of(tmp_path, config_of(), *script)
-        kept = await bench.one_request()
-        assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
-        assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
-        assert bench.statistics.counts.tokens == 2
-        assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
-        await bench.store.close()
+async def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    script = chunk(7, STOP, end="stop"), chunk(9), chunk(9, end="stop")
+    bench = Bench.of(tmp_path, config_of(), *script)
+    kept = await bench.one_request()
+    assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
+    assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
+    assert bench.statistics.counts.tokens == 2
+    assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
+    await bench.store.close()
 
-    run(body())
 
-
-def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended(
+async def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended(
     tmp_path: Path,
 ) -> None:
     """The engine lets go of it in this order: its successor may be submitted at once."""
+    unexpected = TokenChunk(
+        np.array([7], np.int32), np.full(1, -1.0, np.float32), PolicyVersion(0, 1), None
+    )
+    bench = Bench.of(tmp_path, config_of(), unexpected, chunk(8))
+    order: list[str] = []
+    generate = bench.engine.generate
 
-    async def body() -> None:
-        unexpected = TokenChunk(
-            np.array([7], np.int32), np.full(1, -1.0, np.float32), PolicyVersion(0, 1), None
-        )
-        bench = Bench.of(tmp_path, config_of(), unexpected, chunk(8))
-        order: list[str] = []
-        generate = bench.engine.generate
+    async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        try:
+            async for one in generate(request):
+                yield one
+        finally:
+            order.append("closed")
 
-        async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-            try:
-                async for one in generate(request):
-                    yield one
-            finally:
-                order.append("closed")
-
-        bench.engine.generate = noting  # type: ignore[method-assign]
-        feed = bench.generation._feed
-        bench.generation._feed = lambda event: (  # type: ignore[method-assign]
-            order.append(type(event).__name__),
-            feed(event),
-        )
-        await bench.one_request()
-        assert order == ["closed", "Aborted"]
-        assert len(bench.given_up) == 1, "it has not been sent that version"
-        await bench.store.close()
-
-    run(body())
+    bench.engine.generate = noting  # type: ignore[method-assign]
+    feed = bench.generation._feed
+    bench.generation._feed = lambda event: (  # type: ignore[method-assign]
+        order.append(type(event).__name__),
+        feed(event),
+    )
+    await bench.one_request()
+    assert order == ["closed", "Aborted"]
+    assert len(bench.given_up) == 1, "it has not been sent that version"
+    await bench.store.close()
 
 
-def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
+async def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass
@@ -332,108 +312,85 @@ def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
         async def abort(self, request_ids: list[str]) -> None:
             self.aborted.set()
 
-    async def body() -> None:
-        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
-        bench = Bench.of(tmp_path, config_of())
-        bench.slot = verified_slot(Slow([]))
-        bench.generation.submit(bench.trajectory_id, bench.slot)
-        await asyncio.sleep(0)
-        await bench.generation.abort(bench.generation.mark_unwanted())
-        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
-        assert bench.given_up == [] and bench.statistics.warnings == {}
-        await bench.store.close()
-
-    run(body())
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
+    bench = Bench.of(tmp_path, config_of())
+    bench.slot = verified_slot(Slow([]))
+    bench.generation.submit(bench.trajectory_id, bench.slot)
+    await asyncio.sleep(0)
+    await bench.generation.abort(bench.generation.mark_unwanted())
+    assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+    assert bench.given_up == [] and bench.statistics.warnings == {}
+    await bench.store.close()
 
 
 @pytest.mark.parametrize("end", ["stop", None])
-def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished(
+async def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
 ) -> None:
     """The same whether it had reported the end or not (`end`)."""
+    bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end=end), chunk(9, end="stop"))
+    committed = bench.store.sync
 
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end=end), chunk(9, end="stop"))
-        committed = bench.store.sync
+    async def lost_meanwhile() -> int:
+        if bench.slot.evidence.requests:
+            monkeypatch.undo()
+            bench.generation.forget_engine(bench.slot, failed=True)
+        return await committed()
 
-        async def lost_meanwhile() -> int:
-            if bench.slot.evidence.requests:
-                monkeypatch.undo()
-                bench.generation.forget_engine(bench.slot, failed=True)
-            return await committed()
-
-        monkeypatch.setattr(bench.store, "sync", lost_meanwhile)
-        kept = await bench.one_request()
-        assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
-        assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.STOP)
-        assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
-        await bench.store.close()
-
-    run(body())
+    monkeypatch.setattr(bench.store, "sync", lost_meanwhile)
+    kept = await bench.one_request()
+    assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
+    assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.STOP)
+    assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
+    await bench.store.close()
 
 
-def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), RequestRefused("too long"))
-        kept = await bench.one_request()
-        assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
-        assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
-        assert bench.refused == ["too long"]
-        assert (
-            bench.suspected == bench.given_up == [] and bench.slot.evidence.failed_prompts == set()
-        )
-        await bench.store.close()
-
-    run(body())
+async def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path: Path) -> None:
+    bench = Bench.of(tmp_path, config_of(), RequestRefused("too long"))
+    kept = await bench.one_request()
+    assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
+    assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
+    assert bench.refused == ["too long"]
+    assert bench.suspected == bench.given_up == [] and bench.slot.evidence.failed_prompts == set()
+    await bench.store.close()
 
 
-def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
+async def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
     """Also when all members of its group fail on one engine, which answers and serves others."""
-
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), LOST)
-        for times in range(1, 6):
-            await bench.one_request()
-            assert bench.outcomes == times * [ev.Aborted(bench.trajectory_id)]
+    bench = Bench.of(tmp_path, config_of(), LOST)
+    for times in range(1, 6):
         await bench.one_request()
-        assert bench.outcomes[-1] == ev.Refused(bench.trajectory_id)
-        assert bench.refused == [
-            "it failed 6 times in a row on engines that serve others: scripted died"
-        ]
-        assert len(bench.suspected) == 6 and bench.given_up == []
-        await bench.store.close()
-
-    run(body())
-
-
-def test_failures_with_tokens_between_them_never_add_up(tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(sampling={"max_new_tokens": 100}), chunk(7), LOST)
-        for _ in range(12):
-            await bench.one_request()
-        assert set(bench.outcomes) == {ev.Aborted(bench.trajectory_id)}
-        assert bench.refused == bench.given_up == []
-        await bench.store.close()
-
-    run(body())
+        assert bench.outcomes == times * [ev.Aborted(bench.trajectory_id)]
+    await bench.one_request()
+    assert bench.outcomes[-1] == ev.Refused(bench.trajectory_id)
+    assert bench.refused == [
+        "it failed 6 times in a row on engines that serve others: scripted died"
+    ]
+    assert len(bench.suspected) == 6 and bench.given_up == []
+    await bench.store.close()
 
 
-def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: Path) -> None:
+async def test_failures_with_tokens_between_them_never_add_up(tmp_path: Path) -> None:
+    bench = Bench.of(tmp_path, config_of(sampling={"max_new_tokens": 100}), chunk(7), LOST)
+    for _ in range(12):
+        await bench.one_request()
+    assert set(bench.outcomes) == {ev.Aborted(bench.trajectory_id)}
+    assert bench.refused == bench.given_up == []
+    await bench.store.close()
+
+
+async def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: Path) -> None:
     """It answers, but whatever is asked of it fails."""
-
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of(), LOST)
-        for prompts in range(1, 4):
-            assert bench.given_up == []
-            await bench.one_request()
-            assert len(bench.slot.evidence.failed_prompts) == prompts
-            group = bench.store.add_group(Prompt(np.array([5, prompts], np.int32), "fixed"), 1)
-            bench.trajectory_id = group.trajectories[0].trajectory_id
-        [why] = bench.given_up
-        assert "requests of 3 prompts in a row failed" in why
-        await bench.store.close()
-
-    run(body())
+    bench = Bench.of(tmp_path, config_of(), LOST)
+    for prompts in range(1, 4):
+        assert bench.given_up == []
+        await bench.one_request()
+        assert len(bench.slot.evidence.failed_prompts) == prompts
+        group = bench.store.add_group(Prompt(np.array([5, prompts], np.int32), "fixed"), 1)
+        bench.trajectory_id = group.trajectories[0].trajectory_id
+    [why] = bench.given_up
+    assert "requests of 3 prompts in a row failed" in why
+    await bench.store.close()
 
 
 class Quiet(Scripted):
@@ -462,47 +419,41 @@ async def quiet(bench: Bench) -> EngineSlot:
     return slot
 
 
-def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of())
-        slot = await quiet(bench)
-        slot.evidence.hold("pause", 100.0)
-        slot.evidence.release("pause", 900.0)
-        bench.now = 1399.0
-        bench.generation.end_silent(slot, 600.0)
-        assert bench.outcomes == []
-        bench.now = 1401.0
-        bench.generation.end_silent(slot, 600.0)
-        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
-        assert (
-            "no token came from engine scripted for 600 s"
-            in bench.statistics.warnings["request_silent"]
-        )
-        assert bench.given_up == bench.suspected == [] and len(bench.generation) == 0
-        await bench.store.close()
-
-    run(body())
+async def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> None:
+    bench = Bench.of(tmp_path, config_of())
+    slot = await quiet(bench)
+    slot.evidence.hold("pause", 100.0)
+    slot.evidence.release("pause", 900.0)
+    bench.now = 1399.0
+    bench.generation.end_silent(slot, 600.0)
+    assert bench.outcomes == []
+    bench.now = 1401.0
+    bench.generation.end_silent(slot, 600.0)
+    assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+    assert (
+        "no token came from engine scripted for 600 s"
+        in bench.statistics.warnings["request_silent"]
+    )
+    assert bench.given_up == bench.suspected == [] and len(bench.generation) == 0
+    await bench.store.close()
 
 
-def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
+async def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body() -> None:
-        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
-        bench = Bench.of(tmp_path, config_of())
-        bench.slot = await quiet(bench)
-        await bench.generation.abort(bench.generation.mark_unwanted())
-        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
-        assert "did not end it" in bench.statistics.warnings["abort_ignored"]
-        assert bench.given_up == bench.suspected == []
-        engine = bench.slot.client._client  # type: ignore[attr-defined]
-        assert engine.aborts == 1  # it has answered
-        await bench.store.close()
-
-    run(body())
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
+    bench = Bench.of(tmp_path, config_of())
+    bench.slot = await quiet(bench)
+    await bench.generation.abort(bench.generation.mark_unwanted())
+    assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+    assert "did not end it" in bench.statistics.warnings["abort_ignored"]
+    assert bench.given_up == bench.suspected == []
+    engine = bench.slot.client._client  # type: ignore[attr-defined]
+    assert engine.aborts == 1  # it has answered
+    await bench.store.close()
 
 
-def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
+async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine they come one by one, behind the tokens before them."""
@@ -520,21 +471,18 @@ def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
             await asyncio.sleep(0.06 * self.ends)
             yield chunk(8, end="abort")
 
-    async def body() -> None:
-        bench = Bench.of(tmp_path, config_of())
-        engine = Busy([])
-        slot = verified_slot(engine)
-        group = bench.store.add_group(Prompt(np.array([5, 1], np.int32), "fixed"), 8)
-        for trajectory in group.trajectories:
-            bench.generation.submit(trajectory.trajectory_id, slot)
-        while bench.statistics.counts.tokens < 8:
-            await asyncio.sleep(0.001)
-        await bench.generation.abort(bench.generation.mark_unwanted())
-        assert engine.aborts == 1 and bench.statistics.warnings == {}
-        assert bench.statistics.counts.tokens == 16
-        await bench.store.close()
-
-    run(body())
+    bench = Bench.of(tmp_path, config_of())
+    engine = Busy([])
+    slot = verified_slot(engine)
+    group = bench.store.add_group(Prompt(np.array([5, 1], np.int32), "fixed"), 8)
+    for trajectory in group.trajectories:
+        bench.generation.submit(trajectory.trajectory_id, slot)
+    while bench.statistics.counts.tokens < 8:
+        await asyncio.sleep(0.001)
+    await bench.generation.abort(bench.generation.mark_unwanted())
+    assert engine.aborts == 1 and bench.statistics.warnings == {}
+    assert bench.statistics.counts.tokens == 16
+    await bench.store.close()
 
 
 @pytest.mark.parametrize("error", [EngineError("no answer"), None])
@@ -637,33 +585,29 @@ KILLED = {
 
 
 @pytest.mark.parametrize(("tokens", "reason"), KILLED.values(), ids=KILLED)
-def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
+async def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
     tmp_path: Path, tokens: list[int], reason: FinishReason
 ) -> None:
     """Such a file is what a version before this one left."""
+    config = config_of()
+    store = TrajectoryStore.open(tmp_path / "store.sqlite", config.store)
+    group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 2)
+    ended = group.trajectories[0].trajectory_id
+    request = store.begin_request(ended)
+    store.append(request, tokens, [-1.0] * len(tokens), V0, "engine0")
+    await store.close()  # killed for real in tests/crash
 
-    async def body() -> None:
-        config = config_of()
-        store = TrajectoryStore.open(tmp_path / "store.sqlite", config.store)
-        group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 2)
-        ended = group.trajectories[0].trajectory_id
-        request = store.begin_request(ended)
-        store.append(request, tokens, [-1.0] * len(tokens), V0, "engine0")
-        await store.close()  # killed for real in tests/crash
-
-        trainer = Trainer(tmp_path, config)
-        await trainer.manager.start()
-        asked: list[GenerationRequest] = []
-        spied(trainer.engines.all[0], asked)
-        await trainer.begin(ResumePoint(0))
-        batch = await trainer.batch()
-        place = batch.trajectory_ids_S.tolist().index(ended)
-        start, end = batch.cu_seqlens_S1[place : place + 2]
-        assert batch.token_ids_T[start:end].tolist() == [5, 0, *tokens]
-        assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in asked}
-        assert all(request.max_new_tokens > 0 for request in asked)
-        with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-            assert reader.trajectory(ended).finish_reason is reason
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, config)
+    await trainer.manager.start()
+    asked: list[GenerationRequest] = []
+    spied(trainer.engines.all[0], asked)
+    await trainer.begin(ResumePoint(0))
+    batch = await trainer.batch()
+    place = batch.trajectory_ids_S.tolist().index(ended)
+    start, end = batch.cu_seqlens_S1[place : place + 2]
+    assert batch.token_ids_T[start:end].tolist() == [5, 0, *tokens]
+    assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in asked}
+    assert all(request.max_new_tokens > 0 for request in asked)
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        assert reader.trajectory(ended).finish_reason is reason
+    await trainer.manager.stop()

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
-from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Prompt, TrajectoryState
 from tests.rollout.stand_ins import Fixed, run, settings
@@ -60,9 +59,7 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
 
     async def body() -> None:
         nonlocal regenerated
-        trainer = Trainer(tmp_path, config, scorer)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+        trainer = await Trainer(tmp_path, config, scorer).started()
         for step in range(STEPS):
             batch = await trainer.batch()
             regenerated += batch.extra_metrics["rollout/regenerated"]

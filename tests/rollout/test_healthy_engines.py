@@ -27,26 +27,21 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.short_limits import HUNG, ModelEngines, config_of, in_service, trainer_of
-from tests.rollout.stand_ins import Engines, Fixed, run
+from tests.rollout.stand_ins import Engines, Fixed
 
 
 @pytest.mark.parametrize("preset", ["copris", "sync"])
-def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
+async def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
     tmp_path: Path, preset: str
 ) -> None:
-    async def body() -> None:
-        model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
-        trainer = trainer_of(tmp_path, config_of(preset), ModelEngines(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        await asyncio.sleep(1.5 * HUNG)  # no request meanwhile, and the first chunk takes 0.5 s
-        await trainer.publish(0, 1)
-        await trainer.batch()
-        assert in_service(trainer) == (2, {})
-        await trainer.manager.stop()
-
-    run(body())
+    model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
+    trainer = await trainer_of(tmp_path, config_of(preset), ModelEngines(model)).started()
+    await trainer.batch()
+    await asyncio.sleep(1.5 * HUNG)  # no request meanwhile, and the first chunk takes 0.5 s
+    await trainer.publish(0, 1)
+    await trainer.batch()
+    assert in_service(trainer) == (2, {})
+    await trainer.manager.stop()
 
 
 class Unanswering(SimulatedEngine):
@@ -61,28 +56,23 @@ class Unanswering(SimulatedEngine):
 
 
 @pytest.mark.parametrize("preset", ["async", "pipeline", "copris"])
-def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) -> None:
-    async def body() -> None:
-        model = SimulatedEngineModel(mean_length=200, step_seconds=0.002, stream_interval=4)
-        config = config_of(preset, weights={"timeout_seconds": 30.0})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Unanswering))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        addresses = await trainer.manager.begin_update(0, 1)
-        for engine in trainer.engines.all:
-            engine.receiving = True
-        await asyncio.sleep(2 * HUNG)
-        for engine in trainer.engines.all:
-            engine.receiving = False
-            engine.set_weights(PolicyVersion(0, 1))
-        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
-        await trainer.manager.verify_update(0, 1, None, False)
-        assert (await trainer.batch()).step == 1
-        assert in_service(trainer) == (2, {})
-        await trainer.manager.stop()
-
-    run(body())
+async def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) -> None:
+    model = SimulatedEngineModel(mean_length=200, step_seconds=0.002, stream_interval=4)
+    config = config_of(preset, weights={"timeout_seconds": 30.0})
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model, Unanswering)).started()
+    await trainer.batch()
+    addresses = await trainer.manager.begin_update(0, 1)
+    for engine in trainer.engines.all:
+        engine.receiving = True
+    await asyncio.sleep(2 * HUNG)
+    for engine in trainer.engines.all:
+        engine.receiving = False
+        engine.set_weights(PolicyVersion(0, 1))
+    await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
+    await trainer.manager.verify_update(0, 1, None, False)
+    assert (await trainer.batch()).step == 1
+    assert in_service(trainer) == (2, {})
+    await trainer.manager.stop()
 
 
 class Endless(SimulatedEngine):
@@ -110,47 +100,42 @@ class Failing(Fixed):
         return None, {}
 
 
-def test_engines_that_end_no_request_while_they_are_paused_in_place(
+async def test_engines_that_end_no_request_while_they_are_paused_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group is dropped during a long transfer; SGLang ends its requests after the pause."""
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
 
-    async def body() -> None:
-        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
-        config = config_of(
-            "pipeline",
-            count=1,
-            schedule={"concurrency": 8, "group_size": 4},
-            task={"on_scorer_timeout": "drop"},
-        )
-        task = Failing()
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Endless), task)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        task.hold = True
-        while task.waiting < 2:
-            await asyncio.sleep(0.005)
-        addresses = await trainer.manager.begin_update(0, 1)
-        task.go_on.set()
-        task.hold = False
-        await asyncio.sleep(1.0)  # twenty times as long as ten aborts may take
-        generation = trainer.manager._driver._generation
-        assert any(request.abort_wanted for request in generation._requests.values())
-        trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
-        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
-        await trainer.manager.verify_update(0, 1, None, False)
-        async with asyncio.timeout(5):
-            while any(request.abort_wanted for request in generation._requests.values()):
-                await asyncio.sleep(0.01)
-        assert in_service(trainer) == (1, {})
-        await trainer.manager.stop()
-
-    run(body())
+    model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+    config = config_of(
+        "pipeline",
+        count=1,
+        schedule={"concurrency": 8, "group_size": 4},
+        task={"on_scorer_timeout": "drop"},
+    )
+    task = Failing()
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model, Endless), task).started()
+    await trainer.batch()
+    task.hold = True
+    while task.waiting < 2:
+        await asyncio.sleep(0.005)
+    addresses = await trainer.manager.begin_update(0, 1)
+    task.go_on.set()
+    task.hold = False
+    await asyncio.sleep(1.0)  # twenty times as long as ten aborts may take
+    generation = trainer.manager._driver._generation
+    assert any(request.abort_wanted for request in generation._requests.values())
+    trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
+    await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
+    await trainer.manager.verify_update(0, 1, None, False)
+    async with asyncio.timeout(5):
+        while any(request.abort_wanted for request in generation._requests.values()):
+            await asyncio.sleep(0.01)
+    assert in_service(trainer) == (1, {})
+    await trainer.manager.stop()
 
 
-def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
+async def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
     """Over HTTP: every stream lasts three times `engines.request_timeout_seconds`."""
 
     class Served(Engines):
@@ -179,79 +164,64 @@ def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
         schedule={"concurrency": 8, "group_size": 4, "groups_per_batch": 2},
     )
 
-    async def body() -> None:
-        engines = Served()
-        trainer = trainer_of(tmp_path, config, engines)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        batch = await trainer.batch()
-        assert batch.truncated_S.all() and not batch.resumed_S.any()
-        assert in_service(trainer) == (1, {})
-        await trainer.manager.stop()
-        await engines.runner.cleanup()
-
-    run(body())
+    engines = Served()
+    trainer = await trainer_of(tmp_path, config, engines).started()
+    batch = await trainer.batch()
+    assert batch.truncated_S.all() and not batch.resumed_S.any()
+    assert in_service(trainer) == (1, {})
+    await trainer.manager.stop()
+    await engines.runner.cleanup()
 
 
-def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
+async def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit of open files: the run ends with the remedy, and no engine is given up."""
+    config = config_of("copris", count=1)
+    client = SGLangClient("engine0", "http://127.0.0.1:9", config.engines)
 
-    async def body() -> None:
-        config = config_of("copris", count=1)
-        client = SGLangClient("engine0", "http://127.0.0.1:9", config.engines)
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
 
-        def full(*_: Any, **__: Any) -> Any:
-            raise OSError(errno.EMFILE, "Too many open files")
+    class Remote(Engines):
+        async def launch(self, index: int) -> Any:
+            return client
 
-        class Remote(Engines):
-            async def launch(self, index: int) -> Any:
-                return client
+        async def alive(self, index: int) -> bool:
+            return True
 
-            async def alive(self, index: int) -> bool:
-                return True
-
-        trainer = trainer_of(tmp_path, config, Remote())
-        await trainer.manager.start()
-        await trainer.manager.attach(ResumePoint(0))
-        driver = trainer.manager._driver
-        await driver.begin_update(PolicyVersion(0, 0))
-        monkeypatch.setattr(client._streams, "post", full)
-        monkeypatch.setattr(client._session, "request", full)
-        driver.end_update(PolicyVersion(0, 0), ["engine0"])
-        with pytest.raises(ComponentFailure, match=r"cannot open more connections .*ulimit -n"):
-            await driver.next_batch(5.0)
-        assert in_service(trainer) == (1, {})
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = trainer_of(tmp_path, config, Remote())
+    await trainer.manager.start()
+    await trainer.manager.attach(ResumePoint(0))
+    driver = trainer.manager._driver
+    await driver.begin_update(PolicyVersion(0, 0))
+    monkeypatch.setattr(client._streams, "post", full)
+    monkeypatch.setattr(client._session, "request", full)
+    driver.end_update(PolicyVersion(0, 0), ["engine0"])
+    with pytest.raises(ComponentFailure, match=r"cannot open more connections .*ulimit -n"):
+        await driver.next_batch(5.0)
+    assert in_service(trainer) == (1, {})
+    await trainer.manager.stop()
 
 
-def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
+async def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
     """`drain`: as long as for a batch, whatever `weights.timeout_seconds` allows a transfer."""
-
-    async def body() -> None:
-        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.01, stream_interval=4)
-        config = config_of(
-            "sync",
-            count=1,
-            weights={"timeout_seconds": 0.2},
-            experiment={"forced_lengths": [4, 4, 100, 100]},
-            schedule={"overlap": True, "refill": "continuous", "max_async_level": 4},
-        )
-        trainer = trainer_of(tmp_path, config, ModelEngines(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        await trainer.publish(0, 1)
-        assert in_service(trainer)[0] == 1
-        await trainer.manager.stop()
-
-    run(body())
+    model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.01, stream_interval=4)
+    config = config_of(
+        "sync",
+        count=1,
+        weights={"timeout_seconds": 0.2},
+        experiment={"forced_lengths": [4, 4, 100, 100]},
+        schedule={"overlap": True, "refill": "continuous", "max_async_level": 4},
+    )
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
+    await trainer.batch()
+    await trainer.publish(0, 1)
+    assert in_service(trainer)[0] == 1
+    await trainer.manager.stop()
 
 
-def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: Path) -> None:
+async def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: Path) -> None:
     """A connection that was reset is no evidence about the engine, which is asked."""
 
     class Dropping(SimulatedEngine):
@@ -265,39 +235,33 @@ def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: P
                 if broken:
                     raise EngineError(f"{self.engine_id}: the stream broke off")
 
-    async def body() -> None:
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=4)
-        trainer = trainer_of(tmp_path, config_of("async", count=1), ModelEngines(model, Dropping))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(8):
-            await trainer.batch()
-            await trainer.publish(0, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 1 and "engine_suspect" in warnings and "engine_failed" not in warnings
-        await trainer.manager.stop()
-
-    run(body())
+    model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=4)
+    trainer = await trainer_of(
+        tmp_path, config_of("async", count=1), ModelEngines(model, Dropping)
+    ).started()
+    for step in range(8):
+        await trainer.batch()
+        await trainer.publish(0, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 1 and "engine_suspect" in warnings and "engine_failed" not in warnings
+    await trainer.manager.stop()
 
 
-def test_an_engine_that_fails_is_given_up_though_another_has_not_answered(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = trainer_of(tmp_path, config_of("copris", count=2), Engines())
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        driver = trainer.manager._driver
-        answered = asyncio.Event()
+async def test_an_engine_that_fails_is_given_up_though_another_has_not_answered(
+    tmp_path: Path,
+) -> None:
+    trainer = await trainer_of(tmp_path, config_of("copris", count=2), Engines()).started()
+    driver = trainer.manager._driver
+    answered = asyncio.Event()
 
-        async def what(engine: EngineClient) -> None:
-            if engine.engine_id == "engine0":
-                raise EngineError("it refuses")
-            await answered.wait()
+    async def what(engine: EngineClient) -> None:
+        if engine.engine_id == "engine0":
+            raise EngineError("it refuses")
+        await answered.wait()
 
-        asking = asyncio.create_task(driver.ask(driver.engines(), what))
-        await asyncio.sleep(0.1)
-        assert in_service(trainer)[0] == 1 and not asking.done()
-        answered.set()
-        await asking
-        await trainer.manager.stop()
-
-    run(body())
+    asking = asyncio.create_task(driver.ask(driver.engines(), what))
+    await asyncio.sleep(0.1)
+    assert in_service(trainer)[0] == 1 and not asking.done()
+    answered.set()
+    await asking
+    await trainer.manager.stop()

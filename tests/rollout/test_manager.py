@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -29,7 +29,7 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.engine import crash_after
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings
 
 
 class Noting(Fixed):
@@ -70,6 +70,12 @@ class Trainer:
         await self.manager.end_update(lineage, number, ids, False)
         return await self.manager.verify_update(lineage, number, None, False)
 
+    async def started(self) -> Self:
+        """Start the manager and begin a new run."""
+        await self.manager.start()
+        await self.begin(ResumePoint(0))
+        return self
+
     async def begin(self, resume: ResumePoint) -> None:
         await self.manager.attach(resume)
         await self.publish(resume.lineage, resume.step)
@@ -88,7 +94,7 @@ def prompts_of(batch: TokenBatch) -> dict[int, int]:
 
 @pytest.mark.parametrize("lost", ["trainer", "everything"])
 @pytest.mark.parametrize("preset", ["sync", "copris", "async"])
-def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
+async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
     tmp_path: Path, preset: str, lost: str
 ) -> None:
     """None twice and none left out, though the checkpoint is older than what was admitted."""
@@ -101,23 +107,18 @@ def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
             consumed[step] = prompts_of(await trainer.batch())
             await trainer.publish(lineage, step + 1)
 
-    async def body() -> None:
+    trainer = await Trainer(tmp_path, config, Noting(asked)).started()
+    await train(trainer, 0, range(3))
+    position = (await trainer.manager.position(0))["store_position"]
+    await trainer.manager.checkpoint_finalised(0, 3, [3])
+    await train(trainer, 0, range(3, 6))
+    if lost == "everything":
+        await trainer.manager.stop()  # killed for real in tests/crash
         trainer = Trainer(tmp_path, config, Noting(asked))
         await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await train(trainer, 0, range(3))
-        position = (await trainer.manager.position(0))["store_position"]
-        await trainer.manager.checkpoint_finalised(0, 3, [3])
-        await train(trainer, 0, range(3, 6))
-        if lost == "everything":
-            await trainer.manager.stop()  # killed for real in tests/crash
-            trainer = Trainer(tmp_path, config, Noting(asked))
-            await trainer.manager.start()
-        await trainer.begin(ResumePoint(1, 3, parent=0, store_position=position))
-        await train(trainer, 1, range(3, 12))
-        await trainer.manager.stop()
-
-    run(body())
+    await trainer.begin(ResumePoint(1, 3, parent=0, store_position=position))
+    await train(trainer, 1, range(3, 12))
+    await trainer.manager.stop()
     assert [part.start for part in asked] == [0, *(part.stop for part in asked[:-1])]
     admitted = asked[-1].stop
     trained = {i: prompt for batch in consumed.values() for i, prompt in batch.items()}
@@ -131,7 +132,7 @@ def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
     assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
 
 
-def test_engines_are_heard_while_a_store_is_opened(
+async def test_engines_are_heard_while_a_store_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file takes seconds."""
@@ -142,82 +143,64 @@ def test_engines_are_heard_while_a_store_is_opened(
         assert heard.wait(20)
         return open_store(*arguments, **named)
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"))
-        await trainer.manager.start()
-        monkeypatch.setattr(TrajectoryStore, "open", slowly)
-        attaching = asyncio.create_task(trainer.manager.attach(ResumePoint(0)))
-        await asyncio.sleep(0.05)
-        assert trainer.manager.status() == {}
-        heard.set()
-        await attaching
-        assert trainer.manager.status()["states"]["pending"] == 0
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async"))
+    await trainer.manager.start()
+    monkeypatch.setattr(TrajectoryStore, "open", slowly)
+    attaching = asyncio.create_task(trainer.manager.attach(ResumePoint(0)))
+    await asyncio.sleep(0.05)
+    assert trainer.manager.status() == {}
+    heard.set()
+    await attaching
+    assert trainer.manager.status()["states"]["pending"] == 0
+    await trainer.manager.stop()
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])
-def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
+async def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
     tmp_path: Path, preset: str
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings(preset))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.begin_update(0, 1)
-        assert trainer.engines.all[0]._paused
-        await trainer.begin(ResumePoint(1, 0, parent=0))
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await Trainer(tmp_path, settings(preset)).started()
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.begin_update(0, 1)
+    assert trainer.engines.all[0]._paused
+    await trainer.begin(ResumePoint(1, 0, parent=0))
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.stop()
 
 
-def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_step(
+async def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_step(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        first = Trainer(tmp_path, settings("async"))
-        await first.manager.start()
-        await first.begin(ResumePoint(0))
-        trained = set((await first.batch()).trajectory_ids_S.tolist())
-        await first.manager.stop()  # killed for real in tests/crash
+    first = await Trainer(tmp_path, settings("async")).started()
+    trained = set((await first.batch()).trajectory_ids_S.tolist())
+    await first.manager.stop()  # killed for real in tests/crash
 
-        second = Trainer(tmp_path, settings("async"))
-        await second.manager.start()
-        with pytest.raises(NotAttached):
-            await second.manager.next_batch(0)
-        await second.begin(ResumePoint(0, 1))
-        batch = await second.batch()
-        assert batch.step == 1
-        assert trained.isdisjoint(batch.trajectory_ids_S.tolist())
-        await second.manager.stop()
-        assert {p.name for p in (tmp_path / "events").iterdir()} == {"0.jsonl", "0.1.jsonl"}
-
-    run(body())
+    second = Trainer(tmp_path, settings("async"))
+    await second.manager.start()
+    with pytest.raises(NotAttached):
+        await second.manager.next_batch(0)
+    await second.begin(ResumePoint(0, 1))
+    batch = await second.batch()
+    assert batch.step == 1
+    assert trained.isdisjoint(batch.trajectory_ids_S.tolist())
+    await second.manager.stop()
+    assert {p.name for p in (tmp_path / "events").iterdir()} == {"0.jsonl", "0.1.jsonl"}
 
 
-def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        again = [trainer.manager.attach(ResumePoint(n, 0, parent=0)) for n in (1, 2)]
-        await asyncio.gather(*again)
-        with pytest.raises(ComponentFailure, match="lineage 1 is superseded"):
-            await trainer.manager.attach(ResumePoint(1, 0, parent=0))
-        await trainer.publish(2, 0)
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.stop()
-
-    run(body())
+async def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: Path) -> None:
+    trainer = await Trainer(tmp_path, settings("async")).started()
+    await trainer.batch()
+    again = [trainer.manager.attach(ResumePoint(n, 0, parent=0)) for n in (1, 2)]
+    await asyncio.gather(*again)
+    with pytest.raises(ComponentFailure, match="lineage 1 is superseded"):
+        await trainer.manager.attach(ResumePoint(1, 0, parent=0))
+    await trainer.publish(2, 0)
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.stop()
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
+async def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
     tmp_path: Path, last: bool
 ) -> None:
     """Its update was being verified when it died; the engine does not hold the successor's."""
@@ -229,29 +212,26 @@ def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
             await go_on.wait()
             return await super().checksum()
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"))
-        manager = trainer.manager
-        await manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        [engine] = trainer.engines.all
-        engine.__class__ = Slow
-        number = 100 if last else 1
-        await manager.begin_update(0, number)
-        engine.set_weights(PolicyVersion(0, number))
-        late = asyncio.create_task(manager.end_update(0, number, [engine.engine_id], True))
-        await verifying.wait()
-        await manager.attach(ResumePoint(1, 0, parent=0))
-        go_on.set()
-        with pytest.raises(ComponentFailure, match="lineage 0 is superseded"):
-            await late
-        assert manager.status()["engines_up"] == 0
-        await trainer.publish(1, 0)
-        assert (await trainer.batch()).step == 0
-        await manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async"))
+    manager = trainer.manager
+    await manager.start()
+    await trainer.begin(ResumePoint(0))
+    await trainer.batch()
+    [engine] = trainer.engines.all
+    engine.__class__ = Slow
+    number = 100 if last else 1
+    await manager.begin_update(0, number)
+    engine.set_weights(PolicyVersion(0, number))
+    late = asyncio.create_task(manager.end_update(0, number, [engine.engine_id], True))
+    await verifying.wait()
+    await manager.attach(ResumePoint(1, 0, parent=0))
+    go_on.set()
+    with pytest.raises(ComponentFailure, match="lineage 0 is superseded"):
+        await late
+    assert manager.status()["engines_up"] == 0
+    await trainer.publish(1, 0)
+    assert (await trainer.batch()).step == 0
+    await manager.stop()
 
 
 LATE: dict[str, Callable[[RolloutManager], Any]] = {
@@ -266,52 +246,45 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
 }
 
 
-def test_a_database_that_somebody_removes_is_named_once(tmp_path: Path) -> None:
+async def test_a_database_that_somebody_removes_is_named_once(tmp_path: Path) -> None:
     warnings: list[tuple[str, str]] = []
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("copris"), None, Engines())
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(4):
-            await trainer.batch()
-            report = await trainer.publish(0, step + 1)
-            warnings.extend(report.warnings)
-            (tmp_path / "store.sqlite").unlink(missing_ok=True)
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await Trainer(tmp_path, settings("copris"), None, Engines()).started()
+    for step in range(4):
+        await trainer.batch()
+        report = await trainer.publish(0, step + 1)
+        warnings.extend(report.warnings)
+        (tmp_path / "store.sqlite").unlink(missing_ok=True)
+    await trainer.manager.stop()
     found = [message for name, message in warnings if name == "store_lost"]
     assert len(found) == 1 and str(tmp_path / "store.sqlite") in found[0]
 
 
 @pytest.mark.parametrize("call", LATE)
-def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, call: str) -> None:
+async def test_a_call_that_a_replaced_trainer_makes_later_is_refused(
+    tmp_path: Path, call: str
+) -> None:
     """It was at work, outside of any call, when its successor attached."""
-
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"))
-        manager = trainer.manager
-        await manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        await trainer.begin(ResumePoint(1, 0, parent=0))
-        batch = await trainer.batch()
-        with pytest.raises(ComponentFailure, match="0 is superseded by that of lineage 1"):
-            answer = LATE[call](manager)
-            if asyncio.iscoroutine(answer):
-                await answer
-        assert manager.status()["version"] == "1.0"
-        assert manager.status()["states"]["dropped"] == 0
-        await trainer.publish(1, 1)
-        following = await trainer.batch()
-        assert following.step == 1
-        assert not set(following.trajectory_ids_S) & set(batch.trajectory_ids_S)
-        await manager.stop()
-        with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-            assert not reader.content().checkpoints
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async"))
+    manager = trainer.manager
+    await manager.start()
+    await trainer.begin(ResumePoint(0))
+    await trainer.batch()
+    await trainer.begin(ResumePoint(1, 0, parent=0))
+    batch = await trainer.batch()
+    with pytest.raises(ComponentFailure, match="0 is superseded by that of lineage 1"):
+        answer = LATE[call](manager)
+        if asyncio.iscoroutine(answer):
+            await answer
+    assert manager.status()["version"] == "1.0"
+    assert manager.status()["states"]["dropped"] == 0
+    await trainer.publish(1, 1)
+    following = await trainer.batch()
+    assert following.step == 1
+    assert not set(following.trajectory_ids_S) & set(batch.trajectory_ids_S)
+    await manager.stop()
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        assert not reader.content().checkpoints
 
 
 @pytest.mark.parametrize(
@@ -323,78 +296,67 @@ def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, c
     ],
     ids=["replaced", "attached again", "stopped"],
 )
-def test_a_wait_for_a_batch_that_cannot_come_any_more_ends_at_once(
+async def test_a_wait_for_a_batch_that_cannot_come_any_more_ends_at_once(
     tmp_path: Path, end: Callable[[RolloutManager], Any], why: str
 ) -> None:
-    async def body() -> None:
-        manager = Trainer(tmp_path, settings("async")).manager
-        await manager.start()
-        await manager.attach(ResumePoint(0))
-        assert await manager.next_batch(0) is None
-        manager._driver._stale.clear()  # as if there were none: nothing but a batch will do
-        late = asyncio.create_task(manager.next_batch(0))
-        await asyncio.sleep(0.05)
-        await end(manager)
-        async with asyncio.timeout(1):  # trainer.wait_for_batch_seconds is 5
-            with pytest.raises(ComponentFailure, match=why):
-                await late
-        await manager.stop()
-
-    run(body())
+    manager = Trainer(tmp_path, settings("async")).manager
+    await manager.start()
+    await manager.attach(ResumePoint(0))
+    assert await manager.next_batch(0) is None
+    manager._driver._stale.clear()  # as if there were none: nothing but a batch will do
+    late = asyncio.create_task(manager.next_batch(0))
+    await asyncio.sleep(0.05)
+    await end(manager)
+    async with asyncio.timeout(1):  # trainer.wait_for_batch_seconds is 5
+        with pytest.raises(ComponentFailure, match=why):
+            await late
+    await manager.stop()
 
 
-def test_a_batch_that_is_there_when_its_trainer_is_replaced_is_not_given_to_it(
+async def test_a_batch_that_is_there_when_its_trainer_is_replaced_is_not_given_to_it(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async"))
-        manager = trainer.manager
-        await manager.start()
-        await trainer.begin(ResumePoint(0))
-        while not manager._driver._batches.qsize():
-            await asyncio.sleep(0.01)
-        late = asyncio.create_task(manager.next_batch(0))
-        await asyncio.sleep(0)
-        await manager.attach(ResumePoint(1, 0, parent=0))
-        with pytest.raises(ComponentFailure):
-            await late
-        await manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async"))
+    manager = trainer.manager
+    await manager.start()
+    await trainer.begin(ResumePoint(0))
+    while not manager._driver._batches.qsize():
+        await asyncio.sleep(0.01)
+    late = asyncio.create_task(manager.next_batch(0))
+    await asyncio.sleep(0)
+    await manager.attach(ResumePoint(1, 0, parent=0))
+    with pytest.raises(ComponentFailure):
+        await late
+    await manager.stop()
 
 
-def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Path) -> None:
+async def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Path) -> None:
     """Nobody is attached, or only the trainer before it: its link attaches again at this."""
-
-    async def body() -> None:
-        manager = Trainer(tmp_path, settings("async")).manager
-        await manager.start()
-        with pytest.raises(NotAttached, match="no trainer of lineage 0"):
-            await manager.next_batch(0)
-        await manager.attach(ResumePoint(0))
-        with pytest.raises(NotAttached, match="no trainer of lineage 1"):
-            await manager.next_batch(1)
-        await manager.stop()
-
-    run(body())
+    manager = Trainer(tmp_path, settings("async")).manager
+    await manager.start()
+    with pytest.raises(NotAttached, match="no trainer of lineage 0"):
+        await manager.next_batch(0)
+    await manager.attach(ResumePoint(0))
+    with pytest.raises(NotAttached, match="no trainer of lineage 1"):
+        await manager.next_batch(1)
+    await manager.stop()
 
 
-def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", engines=2))
-        await trainer.manager.start()
-        await trainer.manager.attach(ResumePoint(0))
-        crash_after(trainer.engines.all[1], 3)
-        assert (await trainer.publish(0, 0)).evaluation_due
-        (found,) = await trainer.manager.evaluate(0, 0)
-        assert found.results[0].answers == 2
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.stop()
-
-    run(body())
+async def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, settings("async", engines=2))
+    await trainer.manager.start()
+    await trainer.manager.attach(ResumePoint(0))
+    crash_after(trainer.engines.all[1], 3)
+    assert (await trainer.publish(0, 0)).evaluation_due
+    (found,) = await trainer.manager.evaluate(0, 0)
+    assert found.results[0].answers == 2
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.stop()
 
 
-def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(tmp_path: Path) -> None:
+async def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(
+    tmp_path: Path,
+) -> None:
     class NeverDone(SimulatedEngine):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
             if request.request_id.startswith("eval"):
@@ -402,20 +364,17 @@ def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(tmp_p
             async for chunk in super().generate(request):
                 yield chunk
 
-    async def body() -> None:
-        config = settings("async")
-        limited = config.eval.model_copy(update={"timeout_seconds": 0.2})
-        trainer = Trainer(tmp_path, config.model_copy(update={"eval": limited}))
-        await trainer.manager.start()
-        trainer.engines.all[0].__class__ = NeverDone
-        await trainer.manager.attach(ResumePoint(0))
-        assert (await trainer.publish(0, 0)).evaluation_due
-        with pytest.raises(ComponentFailure, match=r"within 0\.2 s, eval\.timeout_seconds"):
-            await trainer.manager.evaluate(0, 0)
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.stop()
-
-    run(body())
+    config = settings("async")
+    limited = config.eval.model_copy(update={"timeout_seconds": 0.2})
+    trainer = Trainer(tmp_path, config.model_copy(update={"eval": limited}))
+    await trainer.manager.start()
+    trainer.engines.all[0].__class__ = NeverDone
+    await trainer.manager.attach(ResumePoint(0))
+    assert (await trainer.publish(0, 0)).evaluation_due
+    with pytest.raises(ComponentFailure, match=r"within 0\.2 s, eval\.timeout_seconds"):
+        await trainer.manager.evaluate(0, 0)
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.stop()
 
 
 @pytest.mark.parametrize(
@@ -426,25 +385,22 @@ def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(tmp_p
         ([ComponentFailure("no such model")], 1, False),
     ],
 )
-def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
+async def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
     tmp_path: Path, failures: list[ComponentFailure], max_restarts: int, starts: bool
 ) -> None:
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", max_restarts=max_restarts))
-        trainer.engines.failures = failures
-        if not starts:
-            with pytest.raises(ComponentFailure):
-                await trainer.manager.start()
-            return
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        assert (await trainer.batch()).step == 0
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async", max_restarts=max_restarts))
+    trainer.engines.failures = failures
+    if not starts:
+        with pytest.raises(ComponentFailure):
+            await trainer.manager.start()
+        return
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(0))
+    assert (await trainer.batch()).step == 0
+    await trainer.manager.stop()
 
 
-def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_leaves_it(
+async def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_leaves_it(
     tmp_path: Path,
 ) -> None:
     """SGLang would refuse the update; flushing its cache waits for the request."""
@@ -455,27 +411,24 @@ def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_le
             await asyncio.wait_for(leaving.wait(), 5)
             await super().flush_cache()
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("sync", engines=2))
-        await trainer.manager.start()
-        leaving.set()
-        await trainer.begin(ResumePoint(0))
-        first, second = trainer.engines.all
-        first.__class__ = second.__class__ = Leaving
-        assert (await trainer.batch()).step == 0
-        leaving.clear()
-        update = asyncio.create_task(trainer.manager.begin_update(0, 1))
-        await asyncio.sleep(0.1)
-        assert not update.done()
-        second.crash()
-        leaving.set()
-        assert [address.engine_id for address in await update] == ["engine0"]
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("sync", engines=2))
+    await trainer.manager.start()
+    leaving.set()
+    await trainer.begin(ResumePoint(0))
+    first, second = trainer.engines.all
+    first.__class__ = second.__class__ = Leaving
+    assert (await trainer.batch()).step == 0
+    leaving.clear()
+    update = asyncio.create_task(trainer.manager.begin_update(0, 1))
+    await asyncio.sleep(0.1)
+    assert not update.done()
+    second.crash()
+    leaving.set()
+    assert [address.engine_id for address in await update] == ["engine0"]
+    await trainer.manager.stop()
 
 
-def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor(
+async def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor(
     tmp_path: Path,
 ) -> None:
     """It has the same id."""
@@ -487,20 +440,17 @@ def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_
             await go_on.wait()
             raise EngineError("the old engine0 has gone")
 
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", max_restarts=5))
-        await trainer.manager.start()
-        trainer.engines.all[0].__class__ = Slow
-        await trainer.begin(ResumePoint(0))
-        await asked.wait()
-        driver = trainer.manager._driver
-        driver.engine_failed("engine0", "killed")
-        while not driver.engines():
-            await asyncio.sleep(0.01)
-        go_on.set()
-        await asyncio.sleep(0.05)
-        [slot] = driver._slots.values()
-        assert not slot.given_up and slot.check is None
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = Trainer(tmp_path, settings("async", max_restarts=5))
+    await trainer.manager.start()
+    trainer.engines.all[0].__class__ = Slow
+    await trainer.begin(ResumePoint(0))
+    await asked.wait()
+    driver = trainer.manager._driver
+    driver.engine_failed("engine0", "killed")
+    while not driver.engines():
+        await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.sleep(0.05)
+    [slot] = driver._slots.values()
+    assert not slot.given_up and slot.check is None
+    await trainer.manager.stop()

@@ -12,8 +12,8 @@ from megatron_async.files.disk import CannotWrite
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scheduler.record import read_record
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
+from tests.rollout.stand_ins import Engines, settings
+from tests.rollout.test_manager import Trainer
 from tests.small_disk import SmallDisk
 
 
@@ -28,25 +28,9 @@ class Stopped(Engines):
         self.ended.append(index)
 
 
-async def begun(folder: Path, engines: Engines) -> RolloutManager:
-    """With a trainer of lineage 0 attached, and engines that generate."""
-    manager = manager_of(folder, settings("async"), engines, Fixed())
-    await manager.start()
-    await attach(manager, engines, 0)
-    return manager
-
-
-async def attach(manager: RolloutManager, engines: Engines, lineage: int) -> None:
-    await manager.attach(ResumePoint(lineage))
-    await update(manager, engines, lineage, 0)
-
-
-async def update(manager: RolloutManager, engines: Engines, lineage: int, number: int) -> None:
-    addresses = await manager.begin_update(lineage, number)
-    for engine in engines.all:
-        engine.set_weights(PolicyVersion(lineage, number))
-    await manager.end_update(lineage, number, [a.engine_id for a in addresses], False)
-    await manager.verify_update(lineage, number, None, False)
+def trainer_on(folder: Path) -> tuple[Trainer, Stopped]:
+    engines = Stopped()
+    return Trainer(folder, settings("async"), None, engines), engines
 
 
 async def failure_of(manager: RolloutManager) -> str:
@@ -57,75 +41,62 @@ async def failure_of(manager: RolloutManager) -> str:
     return str(found)
 
 
-def test_a_full_disk_is_reported_in_a_sentence_and_stopping_ends_the_engines_all_the_same(
+async def test_a_full_disk_is_reported_in_a_sentence_and_stopping_ends_the_engines_all_the_same(
     disk: SmallDisk,
 ) -> None:
-    async def body() -> None:
-        engines = Stopped()
-        manager = await begun(disk.path, engines)
-        disk.fill()
-        sentence = await failure_of(manager)
-        assert "cannot be written: " in sentence and "; free space on its file system" in sentence
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            while True:
-                await manager.next_batch(0)
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            await manager.stop()
-        assert engines.ended == [0]
-        disk.make_room()
-        store = TrajectoryStore.open(disk.path / "store.sqlite", lineage=1)  # its lock is free
-        assert store.recovery is None
-        await store.close()
-
-    run(body())
+    trainer, engines = trainer_on(disk.path)
+    manager = (await trainer.started()).manager
+    disk.fill()
+    sentence = await failure_of(manager)
+    assert "cannot be written: " in sentence and "; free space on its file system" in sentence
+    with pytest.raises(ComponentFailure, match="cannot be written"):
+        while True:
+            await manager.next_batch(0)
+    with pytest.raises(ComponentFailure, match="cannot be written"):
+        await manager.stop()
+    assert engines.ended == [0]
+    disk.make_room()
+    store = TrajectoryStore.open(disk.path / "store.sqlite", lineage=1)  # its lock is free
+    assert store.recovery is None
+    await store.close()
 
 
-def test_a_trainer_that_comes_when_there_is_room_again_goes_on(disk: SmallDisk) -> None:
+async def test_a_trainer_that_comes_when_there_is_room_again_goes_on(disk: SmallDisk) -> None:
     """torchrun has restarted the ranks; the failure of the session before is not theirs."""
-
-    async def body() -> None:
-        engines = Stopped()
-        manager = await begun(disk.path, engines)
-        disk.fill()
-        await failure_of(manager)
-        disk.make_room()
-        await attach(manager, engines, 1)
-        assert await manager.next_batch(1) is not None
-        await manager.stop()
-
-    run(body())
+    trainer, _ = trainer_on(disk.path)
+    await trainer.started()
+    disk.fill()
+    await failure_of(trainer.manager)
+    disk.make_room()
+    await trainer.begin(ResumePoint(1))
+    assert await trainer.manager.next_batch(1) is not None
+    await trainer.manager.stop()
 
 
-def test_events_that_cannot_be_recorded_leave_the_store_free(disk: SmallDisk) -> None:
+async def test_events_that_cannot_be_recorded_leave_the_store_free(disk: SmallDisk) -> None:
     (disk.path / "events").write_text("in the place of the directory")
-
-    async def body() -> None:
-        manager = manager_of(disk.path, settings("async"), Stopped(), Fixed())
-        await manager.start()
-        with pytest.raises(CannotWrite, match=r"events cannot be written: File exists"):
-            await manager.attach(ResumePoint(0))
-        (disk.path / "events").unlink()
+    manager = trainer_on(disk.path)[0].manager
+    await manager.start()
+    with pytest.raises(CannotWrite, match=r"events cannot be written: File exists"):
         await manager.attach(ResumePoint(0))
-        await manager.stop()
+    (disk.path / "events").unlink()
+    await manager.attach(ResumePoint(0))
+    await manager.stop()
 
-    run(body())
 
-
-def test_a_record_on_a_full_disk_ends_with_a_whole_line(tmp_path: Path, disk: SmallDisk) -> None:
-    async def body() -> None:
-        manager = manager_of(tmp_path, settings("async"), engines := Stopped(), Fixed())
-        manager._events_directory = disk.path / "events"
-        await manager.start()
-        await attach(manager, engines, 0)
-        disk.fill(leave=3 * 4096)
-        with pytest.raises(ComponentFailure, match=r"events/0\S* cannot be written: No space"):
-            for number in range(1, 1000):
-                await manager.next_batch(0)
-                await update(manager, engines, 0, number)
-        await manager.stop()
-        assert engines.ended == [0]
-
-    run(body())
+async def test_a_record_on_a_full_disk_ends_with_a_whole_line(
+    tmp_path: Path, disk: SmallDisk
+) -> None:
+    trainer, engines = trainer_on(tmp_path)
+    trainer.manager._events_directory = disk.path / "events"
+    await trainer.started()
+    disk.fill(leave=3 * 4096)
+    with pytest.raises(ComponentFailure, match=r"events/0\S* cannot be written: No space"):
+        for number in range(1, 1000):
+            await trainer.manager.next_batch(0)
+            await trainer.publish(0, number)
+    await trainer.manager.stop()
+    assert engines.ended == [0]
     whole = [path for path in (disk.path / "events").iterdir() if path.stat().st_size]
     assert whole
     for path in whole:

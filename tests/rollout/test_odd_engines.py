@@ -15,9 +15,7 @@ import pytest
 
 from megatron_async.engines.interface import EngineError, GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.rollout.manager import ResumePoint
 from tests.rollout.short_limits import HUNG, ModelEngines, config_of, in_service, trainer_of
-from tests.rollout.stand_ins import run
 
 NO_TOKENS = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.02, stream_interval=4)
@@ -52,51 +50,40 @@ class Odd(SimulatedEngine):
         ({"aborts": True}, "made no token for"),
     ],
 )
-def test_an_engine_that_answers_and_does_not_work_is_given_up(
+async def test_an_engine_that_answers_and_does_not_work_is_given_up(
     tmp_path: Path, oddity: dict[str, bool], why: str
 ) -> None:
-    async def body() -> None:
-        config = config_of("copris", schedule={"groups_per_batch": 8})  # a step takes seconds
-        trainer = trainer_of(tmp_path, config, ModelEngines(MODEL, Odd))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+    config = config_of("copris", schedule={"groups_per_batch": 8})  # a step takes seconds
+    trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Odd)).started()
+    await trainer.batch()
+    for name, value in oddity.items():
+        setattr(trainer.engines.all[0], name, value)
+    step = 0
+    while in_service(trainer)[0] == 2:
+        step += 1
+        await trainer.publish(0, step)
         await trainer.batch()
-        for name, value in oddity.items():
-            setattr(trainer.engines.all[0], name, value)
-        step = 0
-        while in_service(trainer)[0] == 2:
-            step += 1
-            await trainer.publish(0, step)
-            await trainer.batch()
-        assert why in in_service(trainer)[1]["engine_failed"]
-        await trainer.publish(0, step + 1)
-        assert (await trainer.batch()).step == step + 1
-        await trainer.manager.stop()
-
-    run(body())
+    assert why in in_service(trainer)[1]["engine_failed"]
+    await trainer.publish(0, step + 1)
+    assert (await trainer.batch()).step == step + 1
+    await trainer.manager.stop()
 
 
-def test_an_engine_is_given_up_for_no_load_report_alone_only_after_that_long(
+async def test_an_engine_is_given_up_for_no_load_report_alone_only_after_that_long(
     tmp_path: Path,
 ) -> None:
     """A few that cannot be read, and then one that can."""
-
-    async def body() -> None:
-        config = config_of(
-            "copris", engines={"no_progress_seconds": 4 * HUNG, "request_timeout_seconds": 99.0}
-        )
-        trainer = trainer_of(tmp_path, config, ModelEngines(MODEL, Odd))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        odd = trainer.engines.all[0]
-        for _ in range(3):
-            odd.unreadable = True
-            await asyncio.sleep(1.5 * HUNG)
-            odd.unreadable = False
-            await asyncio.sleep(0.5 * HUNG)
-        up, warnings = in_service(trainer)
-        assert (up, set(warnings)) == (2, {"engine_suspect"})
-        await trainer.manager.stop()
-
-    run(body())
+    config = config_of(
+        "copris", engines={"no_progress_seconds": 4 * HUNG, "request_timeout_seconds": 99.0}
+    )
+    trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Odd)).started()
+    await trainer.batch()
+    odd = trainer.engines.all[0]
+    for _ in range(3):
+        odd.unreadable = True
+        await asyncio.sleep(1.5 * HUNG)
+        odd.unreadable = False
+        await asyncio.sleep(0.5 * HUNG)
+    up, warnings = in_service(trainer)
+    assert (up, set(warnings)) == (2, {"engine_suspect"})
+    await trainer.manager.stop()

@@ -16,7 +16,6 @@ import pytest
 
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.rollout.generation import Generation
-from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
@@ -69,9 +68,7 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
     )
 
     async def body() -> None:
-        trainer = trainer_of(tmp_path, config, ModelEngines(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
         store = trainer.manager._attached.store
         sync = store.sync
 
@@ -93,31 +90,26 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []
 
 
-def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) -> None:
+async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) -> None:
     """The last line of defence by itself: streams of a given-up engine are not cancelled."""
     model = SimulatedEngineModel(
         mean_length=200, step_seconds=0.002, stream_interval=4, vocab_size=5000
     )
 
-    async def body() -> None:
-        trainer = trainer_of(tmp_path, config_of("pipeline"), ModelEngines(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        driver = trainer.manager._driver
-        while driver.statistics.counts.tokens < 100:
-            await asyncio.sleep(0.005)
-        slot = driver._slots[trainer.engines.all[0].engine_id]
-        for request in driver._generation._on(slot):
-            request.cancel = lambda: None  # type: ignore[method-assign]
-        driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
-        before = driver.statistics.counts.tokens
-        while driver.statistics.counts.tokens < before + 300:
-            await asyncio.sleep(0.005)
-        assert driver.background.failure is None
-        assert "is superseded" in driver.statistics.warnings["superseded_append"]
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await trainer_of(tmp_path, config_of("pipeline"), ModelEngines(model)).started()
+    driver = trainer.manager._driver
+    while driver.statistics.counts.tokens < 100:
+        await asyncio.sleep(0.005)
+    slot = driver._slots[trainer.engines.all[0].engine_id]
+    for request in driver._generation._on(slot):
+        request.cancel = lambda: None  # type: ignore[method-assign]
+    driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
+    before = driver.statistics.counts.tokens
+    while driver.statistics.counts.tokens < before + 300:
+        await asyncio.sleep(0.005)
+    assert driver.background.failure is None
+    assert "is superseded" in driver.statistics.warnings["superseded_append"]
+    await trainer.manager.stop()
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []

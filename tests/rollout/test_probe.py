@@ -19,7 +19,7 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.verify import EXACT_TOLERANCE, RatioError
 from tests.engine import EngineUnderTest, collect, make_request, reference_logprobs, until_streaming
-from tests.rollout.stand_ins import MODEL, run, trainer_logprobs
+from tests.rollout.stand_ins import MODEL, trainer_logprobs
 
 VERSION = PolicyVersion(5, 2)
 PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 17, 3], [7], [2, 4, 6], [1, 1])]
@@ -29,24 +29,21 @@ def sequences(batch: TokenBatch) -> list[IntArray]:
     return np.split(batch.token_ids_T, batch.cu_seqlens_S1[1:-1])
 
 
-def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequences() -> None:
-    async def body() -> None:
-        engine = SimulatedEngine("one", MODEL, VERSION)
-        samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
-        await engine.close()
-        assert [len(one.token_ids) for one in samples] == [3, 3, 3, 3]
-        batch = packed(samples, 0.7)
-        assert batch.temperature == 0.7
-        assert batch.cu_seqlens_S1.tolist() == [0, 7, 11, 17, 22]
-        assert batch.prompt_lengths_S.tolist() == [4, 1, 3, 2]
-        assert batch.num_trained_tokens == 12
-        for number, (one, ids) in enumerate(zip(samples, sequences(batch), strict=True)):
-            assert ids.tolist() == [*PROMPTS[number].tolist(), *one.token_ids.tolist()]
-        logprobs_T = trainer_logprobs(batch)
-        assert (batch.rollout_logprobs_T == logprobs_T).all()
-        assert errors(samples, logprobs_T) == {"one": RatioError(0, 0)}
-
-    run(body())
+async def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequences() -> None:
+    engine = SimulatedEngine("one", MODEL, VERSION)
+    samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
+    await engine.close()
+    assert [len(one.token_ids) for one in samples] == [3, 3, 3, 3]
+    batch = packed(samples, 0.7)
+    assert batch.temperature == 0.7
+    assert batch.cu_seqlens_S1.tolist() == [0, 7, 11, 17, 22]
+    assert batch.prompt_lengths_S.tolist() == [4, 1, 3, 2]
+    assert batch.num_trained_tokens == 12
+    for number, (one, ids) in enumerate(zip(samples, sequences(batch), strict=True)):
+        assert ids.tolist() == [*PROMPTS[number].tolist(), *one.token_ids.tolist()]
+    logprobs_T = trainer_logprobs(batch)
+    assert (batch.rollout_logprobs_T == logprobs_T).all()
+    assert errors(samples, logprobs_T) == {"one": RatioError(0, 0)}
 
 
 def test_errors_are_separated_by_engine() -> None:
@@ -71,31 +68,24 @@ def test_a_long_prompt_is_cut_so_that_it_fits_every_context() -> None:
         (VERSION, 0.05, r"generated nothing for 0\.05 s in the check of 5\.2"),
     ],
 )
-def test_an_engine_that_does_not_sample_the_version_in_time_fails(
+async def test_an_engine_that_does_not_sample_the_version_in_time_fails(
     version: PolicyVersion, seconds: float, why: str
 ) -> None:
-    async def body() -> None:
-        slow = SimulatedEngineModel(step_seconds=0.03)
-        engine = SimulatedEngine("one", slow, version)
-        with pytest.raises(EngineError, match=f"engine one .*{why}"):
-            await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, seconds)
-        assert (await engine.status()).running_requests == 0
-        await engine.close()
-
-    run(body())
+    slow = SimulatedEngineModel(step_seconds=0.03)
+    engine = SimulatedEngine("one", slow, version)
+    with pytest.raises(EngineError, match=f"engine one .*{why}"):
+        await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, seconds)
+    assert (await engine.status()).running_requests == 0
+    await engine.close()
 
 
-def test_an_engine_that_is_slow_and_goes_on_is_waited_for() -> None:
+async def test_an_engine_that_is_slow_and_goes_on_is_waited_for() -> None:
     """The limit is one of silence: late answers and a busy machine are no fault of the engine."""
-
-    async def body() -> None:
-        slow = SimulatedEngineModel(step_seconds=0.05, stream_interval=1)
-        engine = SimulatedEngine("one", slow, VERSION)
-        samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 120, 0.3)
-        assert [len(one.token_ids) for one in samples] == [30] * 4  # 1.5 s
-        await engine.close()
-
-    run(body())
+    slow = SimulatedEngineModel(step_seconds=0.05, stream_interval=1)
+    engine = SimulatedEngine("one", slow, VERSION)
+    samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 120, 0.3)
+    assert [len(one.token_ids) for one in samples] == [30] * 4  # 1.5 s
+    await engine.close()
 
 
 class Breaking(SimulatedEngine):
@@ -112,33 +102,26 @@ class Breaking(SimulatedEngine):
 
 
 @pytest.mark.parametrize(("broken", "fails"), [(2, False), (3, True)])
-def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: bool) -> None:
+async def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: bool) -> None:
     """As for a trajectory: it is no evidence about its engine. Three in a row are."""
-
-    async def body() -> None:
-        engine = Breaking("one", MODEL, VERSION)
-        engine.broken = broken
-        asked = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
-        if fails:
-            with pytest.raises(EngineError, match="broke off"):
-                await asked
-        else:
-            assert [len(one.token_ids) for one in await asked] == [3]
-        await engine.close()
-
-    run(body())
+    engine = Breaking("one", MODEL, VERSION)
+    engine.broken = broken
+    asked = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
+    if fails:
+        with pytest.raises(EngineError, match="broke off"):
+            await asked
+    else:
+        assert [len(one.token_ids) for one in await asked] == [3]
+    await engine.close()
 
 
-def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
-    async def body() -> None:
-        engine = SimulatedEngine("one", replace(MODEL, longest_tokens=6), VERSION)
-        samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
-        assert [len(one.prompt_ids) for one in samples] == [1, 3, 2], "4 + 3 tokens are too many"
-        with pytest.raises(EngineError, match=r"refuses every prompt of its check: .*7 tokens"):
-            await sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
-        await engine.close()
-
-    run(body())
+async def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
+    engine = SimulatedEngine("one", replace(MODEL, longest_tokens=6), VERSION)
+    samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
+    assert [len(one.prompt_ids) for one in samples] == [1, 3, 2], "4 + 3 tokens are too many"
+    with pytest.raises(EngineError, match=r"refuses every prompt of its check: .*7 tokens"):
+        await sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
+    await engine.close()
 
 
 def _trainer(engine: EngineUnderTest, model: str, batch: TokenBatch, temperature: float) -> Any:

@@ -56,7 +56,7 @@ def dropped(folder: Path) -> dict[int, set[int]]:
     return found
 
 
-def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
+async def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
     """And it stays dropped when the run is resumed."""
 
     async def life(lineage: int) -> dict[str, str]:
@@ -75,14 +75,11 @@ def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Pa
         await trainer.manager.stop()
         return warnings
 
-    async def body() -> None:
-        warnings = await life(0)
-        assert list(warnings) == ["prompt_refused"]
-        assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
-        assert "--show 12" in warnings["prompt_refused"]
-        assert await life(1) == {}
-
-    run(body())
+    warnings = await life(0)
+    assert list(warnings) == ["prompt_refused"]
+    assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
+    assert "--show 12" in warnings["prompt_refused"]
+    assert await life(1) == {}
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
@@ -95,9 +92,7 @@ def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_al
     async def life_before() -> None:
         model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
         config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
+        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
         store = trainer.manager._driver._store
         async with asyncio.timeout(10):
             while store._state.counters.next_trajectory <= group[-1] or not all(
@@ -130,25 +125,20 @@ def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_al
     assert dropped(tmp_path) == {3: set(group)}
 
 
-def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+async def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
     class RefusingAll(Refusing):
         bad: ClassVar[set[int]] = set(range(1000))
 
-    async def body() -> None:
-        config = config_of("copris", count=1, trainer={"wait_for_batch_seconds": 20.0})
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002)
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, RefusingAll))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        with pytest.raises(ComponentFailure, match="64 prompts in a row were refused and none"):
-            await trainer.batch()
-        assert trainer.manager.status()["engines_up"] == 1
-        await trainer.manager.stop()
-
-    run(body())
+    config = config_of("copris", count=1, trainer={"wait_for_batch_seconds": 20.0})
+    model = SimulatedEngineModel(mean_length=30, step_seconds=0.002)
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model, RefusingAll)).started()
+    with pytest.raises(ComponentFailure, match="64 prompts in a row were refused and none"):
+        await trainer.batch()
+    assert trainer.manager.status()["engines_up"] == 1
+    await trainer.manager.stop()
 
 
-def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
+async def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
     """Of the first ones every other has 8 tokens more than the engines take."""
 
     class Long(Fixed):
@@ -165,26 +155,21 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
             async for chunk in super().generate(request):
                 yield chunk
 
-    async def body() -> None:
-        config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
-        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Strict), Long())
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(4):
-            batch = await trainer.batch()
-            assert (batch.prompt_lengths_S == 2).all()
-            await trainer.publish(0, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
-        await trainer.manager.stop()
-
-    run(body())
+    config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model, Strict), Long()).started()
+    for step in range(4):
+        batch = await trainer.batch()
+        assert (batch.prompt_lengths_S == 2).all()
+        await trainer.publish(0, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+    await trainer.manager.stop()
     assert min(dropped(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("limit", [34, None])
-def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
+async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
     tmp_path: Path, limit: int | None
 ) -> None:
     """Its answer may be damaged, and it would refuse what it really does not take."""
@@ -197,19 +182,14 @@ def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
             engine = await super().launch(index)
             return Damaged(engine) if index else engine
 
-    async def body() -> None:
-        config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
-        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=limit)
-        trainer = trainer_of(tmp_path, config, OneDamaged(model))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(3):
-            assert (await trainer.batch()).step == step
-            await trainer.publish(0, step + 1)
-        assert in_service(trainer) == (2, {})
-        await trainer.manager.stop()
-
-    run(body())
+    config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=limit)
+    trainer = await trainer_of(tmp_path, config, OneDamaged(model)).started()
+    for step in range(3):
+        assert (await trainer.batch()).step == step
+        await trainer.publish(0, step + 1)
+    assert in_service(trainer) == (2, {})
+    await trainer.manager.stop()
 
 
 class Dying(SimulatedEngine):
@@ -233,30 +213,25 @@ def trainer_of_dying_engines(folder: Path, kind: type[Dying], group_size: int = 
     return trainer_of(folder, config_of("copris", count=2, **changes), ModelEngines(model, kind))
 
 
-def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
+async def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
 
-    async def body() -> None:
-        trainer = trainer_of_dying_engines(tmp_path, Dying)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(12):
-            while await trainer.manager.next_batch(0) is None:
-                await trainer.publish(0, step)
-            await trainer.publish(0, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 2
-        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
-        assert "6 engines in a row failed before its first token" in warnings["prompt_refused"]
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await trainer_of_dying_engines(tmp_path, Dying).started()
+    for step in range(12):
+        while await trainer.manager.next_batch(0) is None:
+            await trainer.publish(0, step)
+        await trainer.publish(0, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 2
+    assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+    assert "6 engines in a row failed before its first token" in warnings["prompt_refused"]
+    await trainer.manager.stop()
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
+async def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
@@ -264,22 +239,17 @@ def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
     class DyingLater(Dying):
         fatal: ClassVar[range] = range(0)
 
-    async def body() -> None:
-        trainer = trainer_of_dying_engines(tmp_path, DyingLater)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        await trainer.batch()
-        DyingLater.fatal = range(1000)
-        await trainer.publish(0, 1)
-        with pytest.raises(ComponentFailure, match="no inference engine is left"):
-            for step in itertools.count(1):
-                while await trainer.manager.next_batch(0) is None:
-                    await trainer.publish(0, step)
-                await trainer.publish(0, step + 1)
-        assert len(trainer.engines.all) == 2 * 9
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await trainer_of_dying_engines(tmp_path, DyingLater).started()
+    await trainer.batch()
+    DyingLater.fatal = range(1000)
+    await trainer.publish(0, 1)
+    with pytest.raises(ComponentFailure, match="no inference engine is left"):
+        for step in itertools.count(1):
+            while await trainer.manager.next_batch(0) is None:
+                await trainer.publish(0, step)
+            await trainer.publish(0, step + 1)
+    assert len(trainer.engines.all) == 2 * 9
+    await trainer.manager.stop()
     assert dropped(tmp_path) == {}
 
 
@@ -310,44 +280,30 @@ def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
     return trainer_of(folder, config_of("copris", count=1, **changes), ModelEngines(model), task)
 
 
-def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path) -> None:
+async def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path) -> None:
     """However many: of a file that is sorted by length they come one after the other."""
-
-    async def body() -> None:
-        trainer = trainer_with(tmp_path, SomeTooLong(size=150, too_long=140))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        for step in range(12):  # in the second epoch by then
-            batch = await trainer.batch()
-            assert (batch.prompt_lengths_S == 3).all()
-            await trainer.publish(0, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
-        counted = trainer.manager._driver.statistics.counts.dropped["refused"]
-        await trainer.manager.stop()
-        assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
-
-    run(body())
+    trainer = await trainer_with(tmp_path, SomeTooLong(size=150, too_long=140)).started()
+    for step in range(12):  # in the second epoch by then
+        batch = await trainer.batch()
+        assert (batch.prompt_lengths_S == 3).all()
+        await trainer.publish(0, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+    counted = trainer.manager._driver.statistics.counts.dropped["refused"]
+    await trainer.manager.stop()
+    assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
 
 
 @pytest.mark.parametrize(("size", "taken"), [(50, 100), (20, 64), (None, 64)])
-def test_data_of_which_no_prompt_fits_ends_the_run(
+async def test_data_of_which_no_prompt_fits_ends_the_run(
     tmp_path: Path, size: int | None, taken: int
 ) -> None:
     """After an epoch, wherever it begins among the prompts; of data without an end after 64."""
-
-    async def body() -> None:
-        task = SomeTooLong(size, too_long=1000)
-        trainer = trainer_with(tmp_path, task)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        sentence = (
-            f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it is"
-        )
-        with pytest.raises(ComponentFailure, match=sentence):
-            await trainer.batch()
-        assert task.asked < taken + 16
-        assert trainer.manager.status()["engines_up"] == 1
-        await trainer.manager.stop()
-
-    run(body())
+    task = SomeTooLong(size, too_long=1000)
+    trainer = await trainer_with(tmp_path, task).started()
+    sentence = f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it is"
+    with pytest.raises(ComponentFailure, match=sentence):
+        await trainer.batch()
+    assert task.asked < taken + 16
+    assert trainer.manager.status()["engines_up"] == 1
+    await trainer.manager.stop()

@@ -16,7 +16,7 @@ from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import UserError
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, trainer_logprobs
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, trainer_logprobs
 
 ALL = frozenset({"weights", "rest"})
 
@@ -112,64 +112,58 @@ class Run:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])
-def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str, verify: bool) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, settings(preset, count=2), verify)
-        await it.begin()
-        assert it.all_hold(frozenset()), "the trainer is built while engines rest"
-        await it.publish(0)
-        for step in range(3):
-            assert it.all_hold(ALL)
-            batch = await it.manager.next_batch(0)
-            assert batch is not None and batch.step == step
-            assert it.all_hold(frozenset()), "the trainer trains now"
-            await it.manager.position(0)
-            await it.publish(step + 1)
-        assert it.all_hold(frozenset()), "after the last step the trainer exports"
-        for engine in it.engines:
-            assert engine.calls[:5] == ["pause retract", "release", "weights", "all", "resume"]
-        await it.manager.stop()
-
-    run(body())
-
-
-def test_a_checkpoint_in_the_middle_of_generation_puts_engines_to_rest(tmp_path: Path) -> None:
-    """A run that is asked to stop: what was begun is kept, and the trainer gets the memory."""
-
-    async def body() -> None:
-        it = Run(tmp_path, settings("rapid"))
-        await it.begin()
-        await it.publish(0)
+async def test_engines_rest_whenever_the_trainer_works(
+    tmp_path: Path, preset: str, verify: bool
+) -> None:
+    it = Run(tmp_path, settings(preset, count=2), verify)
+    await it.begin()
+    assert it.all_hold(frozenset()), "the trainer is built while engines rest"
+    await it.publish(0)
+    for step in range(3):
         assert it.all_hold(ALL)
+        batch = await it.manager.next_batch(0)
+        assert batch is not None and batch.step == step
+        assert it.all_hold(frozenset()), "the trainer trains now"
         await it.manager.position(0)
-        assert it.all_hold(frozenset())
-        await it.manager.stop()
+        await it.publish(step + 1)
+    assert it.all_hold(frozenset()), "after the last step the trainer exports"
+    for engine in it.engines:
+        assert engine.calls[:5] == ["pause retract", "release", "weights", "all", "resume"]
+    await it.manager.stop()
 
-    run(body())
 
-
-def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_others(
+async def test_a_checkpoint_in_the_middle_of_generation_puts_engines_to_rest(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, settings("rapid", count=2))
-        await it.begin()
-        await it.publish(0)
-        it.engines[1].crash()
-        while len(it.launcher.all) < 3:
-            await asyncio.sleep(0.01)
-        del it.launcher.all[1]
-        batch = await it.manager.next_batch(0)
-        if batch is None:  # the news came before the batch
-            await it.publish(0)
-            batch = await it.manager.next_batch(0)
-        assert batch is not None
-        assert it.all_hold(frozenset())
-        await it.publish(1)
-        assert it.all_hold(ALL)
-        await it.manager.stop()
+    """A run that is asked to stop: what was begun is kept, and the trainer gets the memory."""
+    it = Run(tmp_path, settings("rapid"))
+    await it.begin()
+    await it.publish(0)
+    assert it.all_hold(ALL)
+    await it.manager.position(0)
+    assert it.all_hold(frozenset())
+    await it.manager.stop()
 
-    run(body())
+
+async def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_others(
+    tmp_path: Path,
+) -> None:
+    it = Run(tmp_path, settings("rapid", count=2))
+    await it.begin()
+    await it.publish(0)
+    it.engines[1].crash()
+    while len(it.launcher.all) < 3:
+        await asyncio.sleep(0.01)
+    del it.launcher.all[1]
+    batch = await it.manager.next_batch(0)
+    if batch is None:  # the news came before the batch
+        await it.publish(0)
+        batch = await it.manager.next_batch(0)
+    assert batch is not None
+    assert it.all_hold(frozenset())
+    await it.publish(1)
+    assert it.all_hold(ALL)
+    await it.manager.stop()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 from unittest import mock
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron_async.rollout.weight_checks import WeightChecks
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings, trainer_logprobs
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, settings, trainer_logprobs
 
 
 class WrongEngine(SimulatedEngine):
@@ -92,6 +93,12 @@ class Run:
         self.engines = engines
         self.manager = manager_of(folder, config, engines)
 
+    async def started(self) -> Self:
+        """Start the manager and attach to it."""
+        await self.manager.start()
+        await self.manager.attach(ResumePoint(0))
+        return self
+
     async def publish(self, number: int) -> UpdateReport:
         samples = await self.send(number)
         logprobs_T = None if samples is None else trainer_logprobs(samples)
@@ -131,104 +138,75 @@ def restarting(engines: int) -> RunConfig:
 
 
 @pytest.mark.parametrize("lie", ["probe", "version"])
-def test_after_one_mismatch_the_update_is_repeated_and_the_engine_serves(
+async def test_after_one_mismatch_the_update_is_repeated_and_the_engine_serves(
     tmp_path: Path, lie: str
 ) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, restarting(1), WrongEngines(lie, [1]))
-        assert await it.train(3) == 5, "one of them twice"
-        assert it.up == ["engine0.0"]
-        await it.manager.stop()
-
-    run(body())
+    it = Run(tmp_path, restarting(1), WrongEngines(lie, [1]))
+    assert await it.train(3) == 5, "one of them twice"
+    assert it.up == ["engine0.0"]
+    await it.manager.stop()
 
 
 @pytest.mark.parametrize("lie", ["probe", "version"])
-def test_after_the_second_the_engine_is_replaced(tmp_path: Path, lie: str) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, restarting(1), WrongEngines(lie, [2]))
-        await it.train(2)
-        assert it.up == ["engine0.1"]
-        await it.manager.stop()
-
-    run(body())
+async def test_after_the_second_the_engine_is_replaced(tmp_path: Path, lie: str) -> None:
+    it = Run(tmp_path, restarting(1), WrongEngines(lie, [2]))
+    await it.train(2)
+    assert it.up == ["engine0.1"]
+    await it.manager.stop()
 
 
-def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, restarting(3), WrongEngines("checksum", [2]))
-        await it.train(3)
-        assert len(it.up) == 3 and "engine0.0" not in it.up
-        assert {"engine1.1", "engine2.2"} <= set(it.up)
-        await it.manager.stop()
-
-    run(body())
+async def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
+    it = Run(tmp_path, restarting(3), WrongEngines("checksum", [2]))
+    await it.train(3)
+    assert len(it.up) == 3 and "engine0.0" not in it.up
+    assert {"engine1.1", "engine2.2"} <= set(it.up)
+    await it.manager.stop()
 
 
-def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wrong(
+async def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wrong(
     tmp_path: Path,
 ) -> None:
     """Its checksum has as many votes as the other's: the trainer's log-probs decide."""
-
-    async def body() -> None:
-        it = Run(tmp_path, restarting(2), WrongEngines("probe", [2]))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
-        report = await it.publish(0)
-        assert not report.passed and it.up == ["engine1.1"]
-        assert it.manager._suspects == {"engine0.0"}
-        await it.publish(0)  # wrong once more: it is replaced, and the healthy one stays
-        while len(it.engines.all) == 2:
-            await asyncio.sleep(0.01)
-        while len(it.up) < 2:
-            await it.publish(0)
-        assert set(it.up) == {"engine0.2", "engine1.1"}
-        await it.manager.stop()
-
-    run(body())
+    it = await Run(tmp_path, restarting(2), WrongEngines("probe", [2])).started()
+    report = await it.publish(0)
+    assert not report.passed and it.up == ["engine1.1"]
+    assert it.manager._suspects == {"engine0.0"}
+    await it.publish(0)  # wrong once more: it is replaced, and the healthy one stays
+    while len(it.engines.all) == 2:
+        await asyncio.sleep(0.01)
+    while len(it.up) < 2:
+        await it.publish(0)
+    assert set(it.up) == {"engine0.2", "engine1.1"}
+    await it.manager.stop()
 
 
-def test_two_that_differ_and_both_sample_as_the_trainer_does_are_sent_the_weights_again(
+async def test_two_that_differ_and_both_sample_as_the_trainer_does_are_sent_the_weights_again(
     tmp_path: Path,
 ) -> None:
     """What one of them holds is wrong where a few tokens do not show it."""
+    it = await Run(tmp_path, restarting(2), WrongEngines("checksum", [1])).started()
+    await it.publish(0)
+    assert it.up == []
+    await it.publish(0)
+    assert len(it.up) == 2
+    await it.manager.stop()
 
-    async def body() -> None:
-        it = Run(tmp_path, restarting(2), WrongEngines("checksum", [1]))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
+
+async def test_the_run_ends_with_the_reason_when_no_engine_ever_passes(tmp_path: Path) -> None:
+    it = Run(tmp_path, restarting(1), WrongEngines("probe", [99, 99]))
+    with pytest.raises(
+        ComponentFailure, match=r"no inference engine is left: .*log-probs of its own"
+    ):
+        await it.train(2)
+    await it.manager.stop()
+
+
+async def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> None:
+    config = restarting(1).model_copy(update={"steps": 0})
+    it = await Run(tmp_path, config, WrongEngines("probe", [1])).started()
+    with pytest.raises(ComponentFailure, match="no engine holds the last version"):
         await it.publish(0)
-        assert it.up == []
-        await it.publish(0)
-        assert len(it.up) == 2
-        await it.manager.stop()
-
-    run(body())
-
-
-def test_the_run_ends_with_the_reason_when_no_engine_ever_passes(tmp_path: Path) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, restarting(1), WrongEngines("probe", [99, 99]))
-        with pytest.raises(
-            ComponentFailure, match=r"no inference engine is left: .*log-probs of its own"
-        ):
-            await it.train(2)
-        await it.manager.stop()
-
-    run(body())
-
-
-def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> None:
-    async def body() -> None:
-        config = restarting(1).model_copy(update={"steps": 0})
-        it = Run(tmp_path, config, WrongEngines("probe", [1]))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
-        with pytest.raises(ComponentFailure, match="no engine holds the last version"):
-            await it.publish(0)
-        await it.manager.stop()
-
-    run(body())
+    await it.manager.stop()
 
 
 def stored(folder: Path) -> list[tuple[int, float]]:
@@ -246,139 +224,112 @@ def stored(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "copris", "sync"])
-def test_tokens_wait_until_their_engine_is_verified_and_then_all_are_kept(
+async def test_tokens_wait_until_their_engine_is_verified_and_then_all_are_kept(
     tmp_path: Path, preset: str
 ) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, settings(preset), WrongEngines("nothing", []))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
-        samples = await it.send(0)
-        engine = it.engines.now[0]
-        while engine.tokens_generated < 48 + 4:  # after its samples it does not idle
-            await asyncio.sleep(0.001)
-        assert it.manager.status()["tokens"] == 0
-        assert samples is not None
-        await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
-        batch = await it.manager.next_batch(0)
-        assert batch is not None
-        await it.manager.stop()
-        tokens = stored(tmp_path)
-        assert len(tokens) >= 12 and max(error for _, error in tokens) < 1e-6
-
-    run(body())
+    it = await Run(tmp_path, settings(preset), WrongEngines("nothing", [])).started()
+    samples = await it.send(0)
+    engine = it.engines.now[0]
+    while engine.tokens_generated < 48 + 4:  # after its samples it does not idle
+        await asyncio.sleep(0.001)
+    assert it.manager.status()["tokens"] == 0
+    assert samples is not None
+    await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
+    batch = await it.manager.next_batch(0)
+    assert batch is not None
+    await it.manager.stop()
+    tokens = stored(tmp_path)
+    assert len(tokens) >= 12 and max(error for _, error in tokens) < 1e-6
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])
-def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
+async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     tmp_path: Path, preset: str
 ) -> None:
     """In the middle of a run: the version before was right, and what it made is kept."""
-
-    async def body() -> None:
-        config = settings(preset)
-        never_idle = {"ring_batches": 100, "max_async_level": None}
-        config = config.model_copy(
-            update={
-                "engines": restarting(1).engines,
-                "schedule": config.schedule.model_copy(update=never_idle),
-            }
-        )
-        it = Run(tmp_path, config, WrongEngines("probe", [0]))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
-        await it.publish(0)
-        assert await it.manager.next_batch(0) is not None
-        engine = it.engines.now[0]
-        assert isinstance(engine, WrongEngine)
-        engine._times, engine.first_wrong = 2, 1
-        for _ in range(2):  # wrong, sent again and wrong again, replaced
-            samples = await it.send(1)
-            assert samples is not None
-            while len(engine.lied) <= 12:  # chunks of the samples
-                await asyncio.sleep(0.001)
-            report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
-            assert report.metrics["weights/probe_mean_error"] == pytest.approx(1.0, abs=1e-6)
-            assert not report.passed
-        while it.engines.now[0] is engine:
-            await asyncio.sleep(0.01)
-        for step in (1, 2):
-            while (batch := await it.manager.next_batch(0)) is None:
-                await it.publish(step)
-            assert batch.step == step
-            await it.publish(step + 1)
-        assert it.up == ["engine0.1"]
-        await it.manager.stop()
-        tokens = stored(tmp_path)
-        assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
-
-    run(body())
+    config = settings(preset)
+    never_idle = {"ring_batches": 100, "max_async_level": None}
+    config = config.model_copy(
+        update={
+            "engines": restarting(1).engines,
+            "schedule": config.schedule.model_copy(update=never_idle),
+        }
+    )
+    it = await Run(tmp_path, config, WrongEngines("probe", [0])).started()
+    await it.publish(0)
+    assert await it.manager.next_batch(0) is not None
+    engine = it.engines.now[0]
+    assert isinstance(engine, WrongEngine)
+    engine._times, engine.first_wrong = 2, 1
+    for _ in range(2):  # wrong, sent again and wrong again, replaced
+        samples = await it.send(1)
+        assert samples is not None
+        while len(engine.lied) <= 12:  # chunks of the samples
+            await asyncio.sleep(0.001)
+        report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
+        assert report.metrics["weights/probe_mean_error"] == pytest.approx(1.0, abs=1e-6)
+        assert not report.passed
+    while it.engines.now[0] is engine:
+        await asyncio.sleep(0.01)
+    for step in (1, 2):
+        while (batch := await it.manager.next_batch(0)) is None:
+            await it.publish(step)
+        assert batch.step == step
+        await it.publish(step + 1)
+    assert it.up == ["engine0.1"]
+    await it.manager.stop()
+    tokens = stored(tmp_path)
+    assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
 
 
-def test_an_engine_whose_tokens_carry_a_version_that_it_was_not_sent_is_given_up(
+async def test_an_engine_whose_tokens_carry_a_version_that_it_was_not_sent_is_given_up(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        it = Run(tmp_path, restarting(1), WrongEngines("label", [1]))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
+    it = await Run(tmp_path, restarting(1), WrongEngines("label", [1])).started()
+    await it.publish(0)
+    while len(it.engines.all) == 1:
+        await asyncio.sleep(0.01)
+    while (batch := await it.manager.next_batch(0)) is None:
         await it.publish(0)
-        while len(it.engines.all) == 1:
-            await asyncio.sleep(0.01)
-        while (batch := await it.manager.next_batch(0)) is None:
-            await it.publish(0)
-        assert batch.step == 0 and it.up == ["engine0.1"]
-        await it.manager.stop()
-        with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-            found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
-        versions = {segment.version for one in found for segment in one.segments}
-        assert versions == {PolicyVersion(0, 0)}
-
-    run(body())
+    assert batch.step == 0 and it.up == ["engine0.1"]
+    await it.manager.stop()
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    versions = {segment.version for one in found for segment in one.segments}
+    assert versions == {PolicyVersion(0, 0)}
 
 
-def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:
+async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:
     """A stream whose tokens wait does not end, and that is not the engine's failure."""
-
-    async def body() -> None:
-        it = Run(tmp_path, settings("pipeline"), WrongEngines("nothing", []))
-        await it.manager.start()
-        await it.manager.attach(ResumePoint(0))
-        samples = await it.send(0)
-        driver = it.manager._driver
-        while not len(driver._generation):
-            await asyncio.sleep(0.001)
-        with mock.patch("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.001):
-            aborting = asyncio.create_task(
-                driver._generation.abort(driver._generation.mark_unwanted())
-            )
-            await asyncio.sleep(0.1)  # many times over
-            assert it.up == ["engine0.0"] and not aborting.done()
-            assert samples is not None
-            await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
-            await aborting
-        assert it.up == ["engine0.0"]
-        await it.manager.stop()
-
-    run(body())
+    it = await Run(tmp_path, settings("pipeline"), WrongEngines("nothing", [])).started()
+    samples = await it.send(0)
+    driver = it.manager._driver
+    while not len(driver._generation):
+        await asyncio.sleep(0.001)
+    with mock.patch("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.001):
+        aborting = asyncio.create_task(driver._generation.abort(driver._generation.mark_unwanted()))
+        await asyncio.sleep(0.1)  # many times over
+        assert it.up == ["engine0.0"] and not aborting.done()
+        assert samples is not None
+        await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
+        await aborting
+    assert it.up == ["engine0.0"]
+    await it.manager.stop()
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async", "copris"])
-def test_what_runs_at_the_last_update_is_verified_and_then_ended(
+async def test_what_runs_at_the_last_update_is_verified_and_then_ended(
     tmp_path: Path, preset: str
 ) -> None:
-    async def body() -> None:
-        it = Run(
-            tmp_path,
-            settings(preset).model_copy(update={"steps": 2}),
-            WrongEngines("nothing", []),
-        )
-        assert await it.train(2) == 3
-        assert it.manager.status()["running"] == 0
-        await it.manager.stop()
-        assert max(error for _, error in stored(tmp_path)) < 1e-6
-
-    run(body())
+    it = Run(
+        tmp_path,
+        settings(preset).model_copy(update={"steps": 2}),
+        WrongEngines("nothing", []),
+    )
+    assert await it.train(2) == 3
+    assert it.manager.status()["running"] == 0
+    await it.manager.stop()
+    assert max(error for _, error in stored(tmp_path)) < 1e-6
 
 
 class Holding:
@@ -396,7 +347,7 @@ class Holding:
         return self._weights
 
 
-def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_after() -> None:
+async def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_after() -> None:
     """Else every engine that is sent the right weights is replaced, for ever."""
     checks, version = WeightChecks(settings("async"), list), PolicyVersion(0, 1)
 
@@ -410,9 +361,6 @@ def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_af
         outcome, _ = checks.ratios(held, samples, trainer_T, version, float32=True)
         return [engine.engine_id for engine in outcome.good]
 
-    async def body() -> None:
-        assert await passed(Holding("a", "old"), Holding("b", "old"), error=1.0) == []
-        assert await passed(Holding("a", "new"), Holding("b", "new"), error=0.0) == ["a", "b"]
-        assert await passed(Holding("c", "old"), error=0.0) == [], "two that are right hold new"
-
-    run(body())
+    assert await passed(Holding("a", "old"), Holding("b", "old"), error=1.0) == []
+    assert await passed(Holding("a", "new"), Holding("b", "new"), error=0.0) == ["a", "b"]
+    assert await passed(Holding("c", "old"), error=0.0) == [], "two that are right hold new"
