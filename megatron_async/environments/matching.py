@@ -56,9 +56,10 @@ class Branches:
 
     def __init__(self) -> None:
         self._answered: dict[bytes, int] = {}  # all messages of a branch -> its last turn
-        self._asked: dict[bytes, int] = {}  # the same without the answer
+        self._asked: set[bytes] = set()  # the same without the answer
         self._next: dict[bytes, str] = {}  # messages -> the one that came after them at last
         self._heads: list[bytes] = []
+        self._calls: list[bytes] = []
         self._continued: set[int | None] = set()
 
     def match(self, messages: Sequence[Message]) -> Match:
@@ -75,9 +76,14 @@ class Branches:
         """The number of a turn that continues `parent` with messages."""
         start = _START if parent is None else self._heads[parent]
         self._heads.append(self._extend(start, new))
-        self._asked[self._heads[-1]] = len(self._heads) - 1
+        self._calls.append(self._heads[-1])
+        self._asked.add(self._heads[-1])
         self._continued.add(parent)
         return len(self._heads) - 1
+
+    def asked(self, turn: int) -> bytes:
+        """The digest of the call that a turn was (`call_digest`)."""
+        return self._calls[turn]
 
     def answer(self, turn: int, message: Message) -> None:
         """Note the answer of a turn that was begun."""

@@ -32,6 +32,8 @@ from megatron_async.trajectory.types import IntArray, Turn
 _EXIT_SECONDS: Final = 0.2
 _MADE_UP: Final = "Yes."
 
+Messages = tuple[Mapping[str, Any], ...]
+
 
 class EpisodeUnknown(ComponentFailure):
     """This worker does not hold the episode."""
@@ -43,26 +45,36 @@ class ReplayDiffers(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """The first turn's input; `messages` are those of the environment and of the row."""
+    """The first turn's input; `messages` are those of the environment and of the row.
 
-    messages: tuple[Message, ...]
+    `notices`: sentences that a person should read.
+    """
+
+    messages: Messages
     token_ids: IntArray
     state: bytes | None
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
     """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
 
-    `answer`: what the environment got, and named numbers for metrics.
+    `answer`: what the environment got, and named numbers for metrics. `parent`: the turn that the
+    next one follows. `left`: turns that are not to be trained. `counts`, `notices`: for metrics,
+    for a person.
     """
 
     answer: Mapping[str, Any]
     reward: float
-    messages: tuple[Message, ...] = ()
+    messages: Messages = ()
     token_ids: IntArray | None = None
     state: bytes | None = None
     ended: str | None = None
+    parent: int | None = None
+    left: tuple[int, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ class EnvironmentWorker:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
         player = self._player()
         with self._noticing_hangs():
-            messages = await player.reset(_row(payload), _prompt(payload))
+            messages = await player.reset(row_of(payload), _prompt(payload))
             state = await player.state()
         self._episodes[key] = _Episode(player)
         return Opened(messages, self.conversation.opening(messages), state)
@@ -153,10 +165,11 @@ class EnvironmentWorker:
         seen = self._seen(answer)
         if ended is None:
             state = await player.state()
-            given = _with_parts(seen, reply.parts)
-            return Stepped(given, reply.reward, reply.messages, token_ids, state)
+            given = with_parts(seen, reply.parts)
+            new = (reply.messages, token_ids, state)
+            return Stepped(given, reply.reward, *new, parent=answer.turn)
         final, parts = await player.final_reward()
-        return Stepped(_with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
+        return Stepped(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
 
     def _seen(self, answer: Answer) -> dict[str, Any]:
         """The answer for who reads the store: the text as the policy wrote it, calls in it."""
@@ -174,7 +187,7 @@ class EnvironmentWorker:
         state = turns[-1].state
         with self._noticing_hangs():
             if state is not None:
-                await player.restore(state, _row(payload))
+                await player.restore(state, row_of(payload))
             else:
                 await self._replay(player, payload, turns)
         self._episodes[key] = _Episode(player)
@@ -182,7 +195,7 @@ class EnvironmentWorker:
     async def _replay(
         self, player: Player, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        messages = await player.reset(_row(payload), _prompt(payload))
+        messages = await player.reset(row_of(payload), _prompt(payload))
         for number, turn in enumerate(turns):
             if list(messages) != list(turn.messages):
                 raise ReplayDiffers(
@@ -200,7 +213,7 @@ class EnvironmentWorker:
         openings, observed = [], 0
         for _ in range(2):
             player = self._player()
-            openings.append(await player.reset(_row(payload), _prompt(payload)))
+            openings.append(await player.reset(row_of(payload), _prompt(payload)))
             if player.tools and self.reader is None:
                 raise UserError(
                     f"environment.name is {self._settings.name!r}, a class of tools, and "
@@ -244,7 +257,7 @@ class EnvironmentWorker:
             raise
 
 
-def _row(payload: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the row."""
     named = {"prompt": payload.get("question"), "answer": payload.get("answer")}
     return {**{name: text for name, text in named.items() if text}, **payload["metadata"]}
@@ -255,7 +268,8 @@ def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:
     return messages
 
 
-def _with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+def with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+    """An answer with the named numbers that came of it."""
     together = {name: value for some in parts for name, value in some.items()}
     return {**seen, "parts": together} if together else seen
 
