@@ -302,17 +302,17 @@ class RunConfig(Settings):
         opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
         if not self.plays and opened:
             raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
-        if self.agent.used:
-            raise ValueError(f"{self.agent.shown} is set, and no run can play agents yet")
         if self.agent.used and self.environment.used:
             raise ValueError(
                 f"{self.agent.shown} and {self.environment.shown} are both set: an episode is "
                 "played by one of them"
             )
-        if self.agent.used and self.algorithm.loss.name == "rapid":
+        rapid = (self.algorithm.loss.name, self.algorithm.advantage.estimator)
+        if self.agent.used and "rapid" in rapid:
             raise ValueError(
-                f"algorithm.loss.name rapid has one weight for a whole response, and the calls of "
-                f"{self.agent.shown} may be many: use another recipe"
+                f"algorithm.loss.name {rapid[0]} with algorithm.advantage.estimator {rapid[1]} has "
+                f"one weight for a whole response, and {self.agent.shown} may branch: use another "
+                "recipe"
             )
         share = self.algorithm.overlong.buffer_share
         if self.plays and share > 0:

@@ -23,12 +23,11 @@ from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, tools_at
 from megatron_async.environments.chat import CallRefused, ChatAnswer
-from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
-from megatron_async.environments.matching import TOOLS_ROLE, Match
+from megatron_async.environments.matching import Match
 from megatron_async.environments.programs import program_of
-from megatron_async.environments.tools import CallReader
+from megatron_async.environments.texts import Texts
 from megatron_async.environments.worker import (
     EpisodeUnknown,
     Opened,
@@ -37,11 +36,9 @@ from megatron_async.environments.worker import (
     row_of,
     with_parts,
 )
-from megatron_async.errors import UserError
 from megatron_async.trajectory.types import IntArray, Turn
 
 _MADE_UP = "Yes."
-_MOST_TOOL_SETS = 64
 _ASKED_ALWAYS = 3
 
 
@@ -115,16 +112,9 @@ class AgentWorker:
             counts, notices = attempt.calls.take_counts(), attempt.calls.take_notices()
             if found is not None:
                 match, token_ids, state = found
-                return Stepped(
-                    stored,
-                    0.0,
-                    match.new,
-                    token_ids,
-                    state,
-                    parent=match.parent,
-                    counts=counts,
-                    notices=notices,
-                )
+                news = (match.new, token_ids, state)
+                about = {"parent": match.parent, "counts": counts, "notices": notices}
+                return Stepped(stored, 0.0, *news, **about)
             reward, parts = self._returned(attempt)
             left = attempt.calls.left()
             notices = (*notices, *self._needless_forks(attempt))
@@ -182,7 +172,13 @@ class AgentWorker:
         program = asyncio.ensure_future(self._program(url, secret, row))
         number = key.split(".")[1] if "." in key else key
         attempt = self._attempts[key] = _Attempt(number, calls, secret, program)
-        program.add_done_callback(lambda _: calls.news())
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            if not done.cancelled():
+                done.exception()  # whoever forgets it does not ask for that
+            calls.news()
+
+        program.add_done_callback(ended)
         for turn in turns:
             self._store(attempt, turns, turn)
         return attempt
@@ -210,41 +206,18 @@ class AgentWorker:
     ) -> dict[str, Any]:
         """Give a turn's answer to its call; returns it as it is stored."""
         call = attempt.calls.turns[turn]
-        texts = self._texts.of(call.tools)
         attempt.ended[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
-        text = texts.conversation.answer_text(answer_ids)
-        found = texts.calls(text) if call.calls_tools else ()
-        stored: dict[str, Any] = {
-            "text": text,
-            "truncated": not attempt.ended[turn],
-            "tool_calls": [{"name": name, "arguments": dict(given)} for name, given in found],
-            "tokens": [attempt.taken[turn], len(answer_ids)],
-        }
-        if not call.calls_tools:
-            stored["calls_tools"] = False
-        if call.logprobs:
-            pieces = [texts.conversation.answer_text([token]) for token in answer_ids]
-            stored["logprobs"] = list(zip(pieces, map(float, logprobs), strict=True))
+        stored = self._texts.of(call.tools).stored(
+            call, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
+        )
         attempt.taken[turn] += len(answer_ids)
         attempt.calls.reply(turn, self._read(attempt, turn, stored))
         return stored
 
     def _read(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
         """A stored answer as the program gets it."""
-        call, text = attempt.calls.turns[turn], str(stored["text"])
-        found = tuple((one["name"], one["arguments"]) for one in stored["tool_calls"])
-        if found:
-            text = self._texts.of(call.tools).around_calls(text)
-        logprobs = stored.get("logprobs")
-        before, made = stored["tokens"]
-        return ChatAnswer(
-            f"{attempt.number}-{turn}",
-            text,
-            found,
-            bool(stored["truncated"]),
-            (before, made),
-            None if logprobs is None else tuple((t, n) for t, n in logprobs),
-        )
+        texts = self._texts.of(attempt.calls.turns[turn].tools)
+        return texts.answer(f"{attempt.number}-{turn}", stored)
 
     async def _next(
         self, attempt: _Attempt, most: int | None, *, last: bool
@@ -280,22 +253,15 @@ class AgentWorker:
             calls.begin(call, match)
             attempt.taken.append(before + len(token_ids))
             attempt.ended.append(False)
-            kept = {
-                "tokens": attempt.taken[-1],
-                "calls_tools": call.calls_tools,
-                "logprobs": call.logprobs,
-            }
+            kept = {"tokens": attempt.taken[-1], "logprobs": call.logprobs}
+            kept["calls_tools"] = call.calls_tools
             return match, token_ids, json.dumps(kept).encode()
 
     def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:
-        try:
-            conversation = self._texts.of(call.tools).conversation
-            new = [dict(m) for m in match.new if m["role"] != TOOLS_ROLE]
-            if match.parent is None:
-                return conversation.opening(new)
-            return conversation.next(new, ended=attempt.ended[match.parent])
-        except UserError as error:
-            raise CallRefused(str(error)) from error
+        texts = self._texts.of(call.tools)
+        if match.parent is None:
+            return texts.opening(match.new)
+        return texts.next(match.new, ended=attempt.ended[match.parent])
 
     def _returned(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
         """The reward of a program that has ended. Raises EnvironmentFault."""
@@ -334,58 +300,6 @@ class AgentWorker:
                 f"{self._settings.shown} made no call and did not end for "
                 f"{self._settings.step_seconds:g} s (agent.step_seconds)"
             ) from error
-
-
-class ToolTexts:
-    """What is rendered and read with one set of tools."""
-
-    def __init__(self, conversation: Conversation, reader: CallReader | None) -> None:
-        self.conversation = conversation
-        self._reader = reader
-
-    def calls(self, text: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """The calls in an answer; none where anything in it cannot be read."""
-        if self._reader is None:
-            return ()
-        _, calls, complaint = self._reader.read(text)
-        return () if complaint else tuple((call.name, call.arguments) for call in calls)
-
-    def around_calls(self, text: str) -> str:
-        """The rest of an answer that has calls."""
-        return text if self._reader is None else self._reader.read(text)[0]
-
-
-class Texts:
-    """Rendering and reading, by the tools of a call."""
-
-    def __init__(self, task: TaskConfig, tokenizer: Any, stops: Sequence[int], parser: str) -> None:
-        self._made = (task, tokenizer, tuple(stops))
-        self._parser = parser
-        self._known: dict[str, ToolTexts] = {}
-        if parser:
-            CallReader(parser, ()).check("agent.tool_parser")  # also imports what reads calls
-
-    def of(self, tools: str) -> ToolTexts:
-        """For these tools, as JSON; empty: none. Raises CallRefused."""
-        if tools not in self._known:
-            if len(self._known) >= _MOST_TOOL_SETS:
-                del self._known[next(iter(self._known))]
-            self._known[tools] = self._make(tools)
-        return self._known[tools]
-
-    def _make(self, tools: str) -> ToolTexts:
-        if not tools:
-            return ToolTexts(Conversation(*self._made), None)
-        if not self._parser:
-            raise CallRefused(
-                "the call has tools, and agent.tool_parser is not set: name the form in which the "
-                "model calls them",
-                "tools",
-            )
-        schemas = json.loads(tools)
-        conversation = Conversation(*self._made, schemas)
-        conversation.check([{"role": "user", "content": "?"}], {"tool", "user"})
-        return ToolTexts(conversation, CallReader(self._parser, schemas))
 
 
 def _refusal(sentence: str) -> CallRefused:

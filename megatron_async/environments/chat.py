@@ -100,79 +100,64 @@ class ChatAnswer:
     @property
     def message(self) -> Message:
         """The answer as a message of a conversation."""
-        calls = [
-            {**call, "function": {"name": name, "arguments": dict(arguments)}}
-            for call, (name, arguments) in zip(self._calls(), self.calls, strict=True)
-        ]
-        return _assistant(self.content, calls)
+        given = [dict(arguments) for _, arguments in self.calls]
+        return _assistant(self.content, self._calls(given))
 
     @property
     def finish(self) -> str:
         """The API's name of why it ended."""
         return "length" if self.truncated else "tool_calls" if self.calls else "stop"
 
-    def _calls(self) -> list[dict[str, Any]]:
+    def _calls(self, arguments: Sequence[Any]) -> list[dict[str, Any]]:
+        """The calls with their arguments, in whatever form those are."""
+        named = zip(self.calls, arguments, strict=True)
+        forms = [{"name": name, "arguments": given} for (name, _), given in named]
         return [
-            {
-                "id": f"call_{self.name}-{number}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments)},
-            }
-            for number, (name, arguments) in enumerate(self.calls)
+            {"id": f"call_{self.name}-{number}", "type": "function", "function": form}
+            for number, form in enumerate(forms)
         ]
+
+    def _sent_calls(self) -> list[dict[str, Any]]:
+        return self._calls([json.dumps(arguments) for _, arguments in self.calls])
 
     def _usage(self) -> dict[str, int]:
         before, made = self.tokens
-        return {
-            "prompt_tokens": before,
-            "completion_tokens": made,
-            "total_tokens": before + made,
-        }
+        return {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made}
+
+    def _choice(self, **parts: Any) -> dict[str, Any]:
+        return {"index": 0, "finish_reason": None, "logprobs": None, **parts}
 
     def _logprobs(self) -> dict[str, Any] | None:
-        if self.logprobs is None:
-            return None
         content = [
             {
-                "token": token,
-                "logprob": number,
-                "bytes": list(token.encode("utf-8", "replace")),
+                "token": t,
+                "logprob": n,
+                "bytes": list(t.encode(errors="replace")),
                 "top_logprobs": [],
             }
-            for token, number in self.logprobs
+            for t, n in self.logprobs or ()
         ]
-        return {"content": content, "refusal": None}
+        return None if self.logprobs is None else {"content": content, "refusal": None}
 
     def completion(self, model: str, created: int) -> dict[str, Any]:
         """The body of a reply that is no stream."""
-        calls = {"tool_calls": self._calls()} if self.calls else {}
+        calls = {"tool_calls": self._sent_calls()} if self.calls else {}
         message = {"role": "assistant", "content": self.content, "refusal": None, **calls}
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": self.finish,
-            "logprobs": self._logprobs(),
-        }
-        return {
-            **self._head("chat.completion", model, created),
-            "choices": [choice],
-            "usage": self._usage(),
-        }
+        ended = {"finish_reason": self.finish, "logprobs": self._logprobs()}
+        head = self._head("chat.completion", model, created)
+        return {**head, "choices": [self._choice(message=message, **ended)], "usage": self._usage()}
 
     def chunks(self, model: str, created: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
         """The bodies of a stream's events."""
         head = self._head("chat.completion.chunk", model, created)
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        text = self.content
-        deltas += [{"content": text[at : at + _PIECE]} for at in range(0, len(text), _PIECE)]
-        deltas += [
-            {"tool_calls": [{"index": number, **call}]} for number, call in enumerate(self._calls())
-        ]
-        for number, delta in enumerate(deltas):
-            logprobs = self._logprobs() if number == 0 else None
-            choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-            yield {**head, "choices": [choice]}
-        yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": self.finish}]}
+        first, text = {"role": "assistant", "content": ""}, self.content
+        yield {**head, "choices": [self._choice(delta=first, logprobs=self._logprobs())]}
+        for at in range(0, len(text), _PIECE):
+            yield {**head, "choices": [self._choice(delta={"content": text[at : at + _PIECE]})]}
+        for number, call in enumerate(self._sent_calls()):
+            delta = {"tool_calls": [{"index": number, **call}]}
+            yield {**head, "choices": [self._choice(delta=delta)]}
+        yield {**head, "choices": [self._choice(delta={}, finish_reason=self.finish)]}
         if with_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
@@ -263,11 +248,7 @@ def _message(message: Any, where: str) -> Message:
     role = message["role"]
     if role == "assistant":
         return _assistant(content, _calls(message.get("tool_calls") or [], where))
-    kept = {
-        name: message[name]
-        for name in ("name", "tool_call_id")
-        if isinstance(message.get(name), str)
-    }
+    kept = {n: message[n] for n in ("name", "tool_call_id") if isinstance(message.get(n), str)}
     return {"role": "system" if role == "developer" else role, "content": content, **kept}
 
 
@@ -291,24 +272,19 @@ def _content(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
+    found = []
     try:
-        return [
-            {
-                "id": str(call["id"]),
-                "type": "function",
-                "function": {
-                    "name": str(call["function"]["name"]),
-                    "arguments": _arguments(call["function"]["arguments"]),
-                },
-            }
-            for call in calls
-        ]
+        for call in calls:
+            function = call["function"]
+            given = {"name": str(function["name"]), "arguments": _arguments(function["arguments"])}
+            found.append({"id": str(call["id"]), "type": "function", "function": given})
     except (TypeError, KeyError, ValueError) as error:
         raise CallRefused(
             f"{where} has the tool_calls {shown(calls)}; each has an id and a function with a name "
             "and arguments, a JSON object as text",
             "messages",
         ) from error
+    return found
 
 
 def _arguments(text: Any) -> dict[str, Any]:

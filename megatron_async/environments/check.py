@@ -33,28 +33,27 @@ def check_environment(
 
     `longest`: tokens that an engine takes.
     """
-    name, settings = config.environment.name, config.environment
+    shown = config.episodes.shown
     try:
         # In a thread of its own: a notebook has a loop that runs.
         with ThreadPoolExecutor(1) as thread:
             played = thread.submit(asyncio.run, _rehearsed(config, payload)).result()
     except (EnvironmentFault, ComponentFailure) as error:
         raise UserError(
-            f"environment.name is {name!r}, and an episode that was played before the start "
-            f"failed: {error}"
+            f"{shown}: an episode that was played before the start failed: {error}"
         ) from error
     new = config.sampling.max_new_tokens
     for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):
         if longest is not None and tokens + new > longest:
             raise UserError(
-                f"environment.name is {name!r}: {what} has {tokens} tokens, which with "
+                f"{shown}: {what} has {tokens} tokens, which with "
                 f"sampling.max_new_tokens {new} is more than the {longest} that an engine takes "
                 "(engines.context_length, else the model's; engines.max_total_tokens)"
             )
     notices = []
     if played.differs:
         notices.append(
-            f"environment.name {settings.name!r} opens two episodes of one row differently: "
+            f"{shown} opens two episodes of one row differently: "
             "members of a group are compared, and should begin alike (take what is drawn from the "
             "row's seed)"
         )
@@ -64,8 +63,8 @@ def check_environment(
 
 
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
-    one = config.environment.model_copy(update={"workers": 1})
-    alone = config.model_copy(update={"environment": one})
+    one = config.episodes.model_copy(update={"workers": 1})
+    alone = config.model_copy(update={"agent" if config.agent.used else "environment": one})
     with (
         tempfile.TemporaryDirectory(prefix="megatron-async-environment-") as logs,
         local_place(Path(logs)) as place,

@@ -42,17 +42,21 @@ class EnvironmentWorkers:
 
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
-        self._settings = config.environment
-        arguments = (
-            config.environment.model_dump_json(),
+        self._settings = config.episodes
+        arguments: tuple[Any, ...] = (
+            config.episodes.model_dump_json(),
             config.task.model_dump_json(),
             model_path or config.model.path,
         )
+        what: type = EnvironmentWorker
+        if config.agent.used:
+            from megatron_async.environments.agents import AgentWorker
+
+            what = AgentWorker
+            arguments += (config.sampling.model_dump_json(), config.scores)
         self._workers = [
-            place.start(
-                EnvironmentWorker, *arguments, name=f"environments{index}", restarts=UNLIMITED
-            )
-            for index in range(config.environment.workers)
+            place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
+            for index in range(config.episodes.workers)
         ]
 
     async def begin(self, number: int, key: str, payload: Mapping[str, Any]) -> Opened:
@@ -64,10 +68,18 @@ class EnvironmentWorkers:
         return await self._call(0, 2, "rehearse", payload)  # type: ignore[no-any-return]
 
     async def step(
-        self, number: int, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
+        self,
+        number: int,
+        key: str,
+        answer_ids: Sequence[int],
+        turn: int,
+        room: int,
+        last: bool,
+        logprobs: Sequence[float] = (),
     ) -> Stepped:
-        """See `EnvironmentWorker.step`."""
-        asked = ("step", key, answer_ids, turn, room, last)
+        """See `EnvironmentWorker.step`; `logprobs` of the answer are for agents alone."""
+        of_agents = (logprobs,) if logprobs else ()
+        asked = ("step", key, answer_ids, turn, room, last, *of_agents)
         return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
 
     async def restore(
@@ -120,6 +132,7 @@ class HeldEpisodes:
         *,
         room: int,
         last: bool,
+        logprobs: Sequence[float] = (),
     ) -> Stepped:
         """Hand the answer of the last of `turns` to the environment, which is restored if need be.
 
@@ -131,7 +144,8 @@ class HeldEpisodes:
             if number not in self._keys:
                 await self._restore(number, payload, turns)
             key = self._keys[number]
-            reply = await self._workers.step(number, key, answer_ids, turn, room, last)
+            reply = await self._workers.step(number, key, answer_ids, turn, room, last, logprobs)
+            self.counts.update(reply.counts)
             if reply.ended is not None:
                 del self._keys[number]
             return reply

@@ -25,7 +25,7 @@ def client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
@@ -167,6 +167,12 @@ async def drifts(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
             user(str(time.monotonic_ns())),
         ]
         await policy.chat.completions.create(model="policy", messages=messages)
+    return 1.0
+
+
+async def cool(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    policy = client(base_url, api_key)
+    await policy.chat.completions.create(model="m", messages=[user(prompt)], temperature=0.1)
     return 1.0
 
 
