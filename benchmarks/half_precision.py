@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.command import command_line
 from benchmarks.papers.training import configure, train, training_parser
-from megatron_async.commands.quickstart import with_model
 from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
@@ -237,7 +236,7 @@ def main() -> None:
                     config = configure(
                         "d", precision(engine, trainer), options.model, root, options
                     )
-                    found = errors(with_model(config, options.model), samples)
+                    found = errors(config.with_section("model", path=str(options.model)), samples)
                     rows += defect_rows(of, found)
                     print("\n".join([usual_rows[-1], *rows]), file=sys.stderr, flush=True)
             finally:

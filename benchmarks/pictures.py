@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "parallel": {"ranks": 2},
     "engines": {"count": 2, "max_running_requests": 4},
     "sampling": {"max_new_tokens": 3000},
-    "task": {"verifier_workers": 64},
+    "task": {"scorer_workers": 64},
     "simulate": {
         "model": "qwen2.5-7b",
         "gpu": {"name": "H100"},

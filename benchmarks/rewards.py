@@ -40,7 +40,7 @@ class Taken(NamedTuple):
 def time_of(reward: str, count: int, placed: bool) -> Taken:
     """The time of `count` scores at once, by a pool of two scorer processes."""
     settings = ScorerSettings(
-        task=TaskConfig(verifier_workers=_WORKERS),
+        task=TaskConfig(scorer_workers=_WORKERS),
         rewards=[RewardConfig(name=f"{_REWARDS}:{reward}")],
     )
     payload = {"question": "1+1", "answer": "2", "metadata": {"level": 1}}

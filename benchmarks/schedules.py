@@ -8,7 +8,7 @@
 Time. Every trajectory's response length is forced (a recorded length per trajectory id), once
 long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
 show no gain. The model is the quickstart's architecture with random weights: with forced lengths
-the time does not depend on its content. Everything else is the real run: Ray, SGLang, Megatron
+the time does not depend on its content. Everything else is the real run: SGLang, Megatron
 under torchrun. All figures are per optimizer step of the same number of trajectories: a batch of
 `rapid` is H times as large and is taken in H minibatches.
 
@@ -54,7 +54,7 @@ from benchmarks.rows import append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
@@ -158,7 +158,7 @@ def settings_of(
 def measure(config: RunConfig, kind: str, warm_up: int) -> Row:
     """One whole run."""
     directory = RunDirectory.create(config)
-    Supervisor(config, directory, split_of_this_machine(config)).run()
+    supervise(config, directory, split_of_this_machine(config))
     lines = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     schedule = config.schedule

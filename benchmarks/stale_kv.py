@@ -32,7 +32,6 @@ from benchmarks.command import command_line
 from benchmarks.papers.training import GROUP, configure, train
 from benchmarks.recipes import row_of, table
 from megatron_async.checkpoint.convert import megatron_to_hf
-from megatron_async.commands.quickstart import with_model
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, PauseMode
 from megatron_async.engines.sglang.client import SGLangClient
@@ -239,7 +238,8 @@ async def sample_arms(
 def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Drift]:
     """The first half: KL by arm and lag."""
     paths = versions_of_a_training(options, root, url, max(options.lags))
-    config = with_model(configure("drift", {}, options.model, root, options), paths[-1])
+    config = configure("drift", {}, options.model, root, options)
+    config = config.with_section("model", path=str(paths[-1]))
     sampled = asyncio.run(sample_arms(options, config, url, paths))
     rows = []
     with parallel_session(config.parallel, config.trainer, config.seed):

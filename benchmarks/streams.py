@@ -14,6 +14,8 @@ the engines are spread over `--stubs` processes. With `--direct` the manager its
 - abort all: from the request of an update until no request runs (`schedule.preset: copris`).
 - loop: the longest that the manager's event loop did not turn: by the clock, and in CPU time of its
   thread, which is what other processes on the machine do not add to.
+- door: the checks of what engines send (engines/door.py), timed alone over streams of such chunks,
+  as a share of the CPU time of the manager and of whoever reads the streams.
 - At the end each token that an engine reported must be in the store, once, at its place, with the
   log-prob of its own: a response counts on from its prompt. Else the benchmark fails.
 """
@@ -28,6 +30,7 @@ import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,8 +50,9 @@ from benchmarks.papers.report import table
 from benchmarks.stub_engine import VOCABULARY, logprob
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.door import Door
 from megatron_async.engines.host import HostCalls
-from megatron_async.engines.interface import EngineClient
+from megatron_async.engines.interface import EngineClient, GenerationRequest, TokenChunk
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
@@ -59,7 +63,7 @@ from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.scoring.count import ScorerCount
 from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import Prompt
+from megatron_async.trajectory.types import PolicyVersion, Prompt
 
 _LIMIT_SECONDS = 300.0
 _TICK_SECONDS = 0.005
@@ -343,6 +347,30 @@ async def measure(run: Run, streams: int, seconds: float) -> Figures:
     return await run.finish()
 
 
+def door_seconds(config: RunConfig, interval: int, chunks: int = 200) -> float:
+    """CPU seconds of the checks of one chunk: the median of 25 streams of so many."""
+    ids = np.arange(10, 10 + interval, dtype=np.int32)
+    chunk = TokenChunk(ids, logprob(ids), PolicyVersion(0, 1))
+    request = GenerationRequest("1", ids, interval * chunks, config.sampling, stop_token_ids=(2,))
+    seconds = []
+    for _ in range(25):
+        door, before = Door(request, VOCABULARY, 1 << 30), time.process_time()
+        if any(door.finding(chunk) is not None for _ in range(chunks)):
+            raise ValueError("the door refuses what an engine may send")
+        seconds.append((time.process_time() - before) / chunks)
+    return statistics.median(seconds)
+
+
+def door_line(config: RunConfig, interval: int, steady: Phase) -> str:
+    """The checks of all chunks of the steady part, beside the CPU time of whoever read them."""
+    chunk = door_seconds(config, interval)
+    share = chunk * steady.tokens / interval / (steady.manager + steady.hosts)
+    return (
+        f"The door takes {1e6 * chunk:.1f} µs a chunk of {interval} tokens: in the steady part "
+        f"{100 * share:.2f} % of the CPU time of the manager and of the hosts, where it runs."
+    )
+
+
 def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
     """`wanted`: tokens a second of the full rate."""
     rows = []
@@ -411,7 +439,8 @@ def main() -> None:
         f"{arguments.streams:,} streams over {arguments.engines} engines, full rate "
         f"{wanted:,.0f} tokens/s; {figures.found:,} of {figures.reported:,} tokens stored, in "
         f"{figures.trajectories:,} trajectories; load {load:.1f} on {os.cpu_count()} cores.\n\n"
-        f"{table(header, rows_of(figures, wanted))}"
+        f"{table(header, rows_of(figures, wanted))}\n\n"
+        f"{door_line(config, arguments.interval, figures.phases['steady'])}"
     )
     print(text, *figures.warnings.items(), sep="\n")
     if arguments.out is not None:
@@ -422,4 +451,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its own name: the hosts' processes import the class that they are given from there.
+    from benchmarks import streams
+
+    streams.main()

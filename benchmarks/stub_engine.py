@@ -6,6 +6,10 @@ Prints the ports in one line and serves until its input is closed. Each request 
 at once, then `interval` tokens at a time, `rate` tokens a second, in reports of the form and size
 that SGLang's have with `--incremental-streaming-output`.
 
+It is a load generator, and not the server of engines/simulated, because it must cost next to
+nothing beside the client that is measured: no batch is simulated, no coroutine runs for a request,
+reports are put together from prepared text, and the protocol is read from the transport's bytes.
+
 Invariants
 - A response counts on from the last token of the request's input (modulo `VOCABULARY`), and a
   token's log-prob is a function of the token: whoever has a response can check every token of it.

@@ -47,7 +47,7 @@ from benchmarks.rows import Row, append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import read_metrics
@@ -94,7 +94,7 @@ def train_here(config: RunConfig) -> Row:
     """One run of this system."""
     directory = RunDirectory.create(config)
     began = time.time()
-    Supervisor(config, directory, split_of_this_machine(config)).run()
+    supervise(config, directory, split_of_this_machine(config))
     ended = time.time()
     lines = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")

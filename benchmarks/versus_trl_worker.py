@@ -42,7 +42,7 @@ class Measurement(TrainerCallback):
     def score(self, payloads: list[str], texts: list[str]) -> list[float]:
         """Rewards by this system's scorer."""
         pairs = zip(payloads, texts, strict=True)
-        return [float(self.scorer.score(json.loads(p), t).reward or 0) for p, t in pairs]
+        return [self.scorer.score(json.loads(p), t)[0] for p, t in pairs]
 
     def reward(
         self, completions: list[str], payload: list[str], completion_ids: Any, **_: Any

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: lint, types, then pytest (fast tests first).
+# Sets everything up and passes the tests: lint, types, then pytest (two tests at once first).
 #   bash launch/test.sh [pytest args]      with arguments only pytest runs, with these
 #
 # launch/slurm is tested on a Slurm cluster of virtual nodes. As root on Debian, Slurm is installed
@@ -40,7 +40,7 @@ if [ $# -eq 0 ]; then
   typos
   mypy megatron_async kernels benchmarks
   vulture
-  pytest -q -n 2 -m "not slow and not engine" # processes of the slow ones need both cores
-  exec pytest -q -m "slow or engine"
+  pytest -q -n 2 --dist worksteal -m "not engine and (one_core or not slow)"
+  exec pytest -q -m "engine or (slow and not one_core)" # their processes need both cores
 fi
 exec pytest "$@"

@@ -10,18 +10,17 @@ Invariants
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
-import contextlib
 import json
-import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_async.config import RunConfig, dump
+from megatron_async.config.files import tokenizer_digest
 from megatron_async.config.load import load_run_config
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.disk import CannotWrite, check_room, replace_durably, writing
+from megatron_async.files.disk import CannotWrite, check_room, replacing, writing
 
 _FAILURE_BYTES: Final = 1 << 16
 
@@ -60,6 +59,8 @@ class RunDirectory:
     logs = _Place("logs")
     ray_token_file = _Place("ray-token")
     """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
+    tokenizer_file = _Place("tokenizer.sha256")
+    """Of the tokenizer and chat template that the run began with: its tokens are of no other."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
@@ -88,7 +89,7 @@ class RunDirectory:
             write_atomically(self.failed_start_file, sentence)
 
     def _has_trained(self) -> bool:
-        if any(self.checkpoints.glob("*/manifest.json")):
+        if any(self.checkpoints.glob("*/manifest*.json")):
             return True
         lines = self.metrics_file.open(errors="replace") if self.metrics_file.exists() else ()
         return any('"kind": "train"' in line for line in lines)
@@ -105,9 +106,11 @@ class RunDirectory:
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
         directory = cls.of(config)
         directory.check_free(resumable=resumable)
+        tokenizer = tokenizer_digest(config.model.path)
         try:
             with writing(directory.path, "run directory"):
                 directory.logs.mkdir(parents=True, exist_ok=True)
+            write_atomically(directory.tokenizer_file, tokenizer)
             directory.save_config(config)
         except CannotWrite as error:
             raise UserError(str(error)) from error
@@ -151,6 +154,10 @@ class RunDirectory:
         self.outcome_file.unlink(missing_ok=True)  # first: the settings may ask for more steps
         if self.resume_file.exists():
             self.resume_file.replace(self.config_file)
+
+    def tokenizer_digest(self) -> str:
+        """Return that of the run's tokenizer; empty where an earlier version began the run."""
+        return self.tokenizer_file.read_text() if self.tokenizer_file.exists() else ""
 
     def next_lineage(self) -> int:
         """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
@@ -246,16 +253,6 @@ def write_atomically(
 
     `private`: nobody but this user can read it; `durable`: it survives a power loss.
     """
-    # Not the process id: on a shared file system another node's process may have the same.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with writing(path):
-        try:
-            temporary.touch(mode=0o600 if private else 0o666)
-            temporary.write_text(text)
-            if durable:
-                replace_durably(temporary, path)
-            else:
-                temporary.replace(path)
-        finally:
-            with contextlib.suppress(OSError):  # the error of the write is the one that matters
-                temporary.unlink(missing_ok=True)
+    with writing(path), replacing(path, durable=durable) as temporary:
+        temporary.touch(mode=0o600 if private else 0o666)
+        temporary.write_text(text)

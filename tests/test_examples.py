@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+
+from megatron_async.config import RunConfig, load_config
+from megatron_async.config.data import FileConfig
+from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.player import environment_builder
+from megatron_async.environments.tools import described, tools_of
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.tasks.build import build_task
+from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
+from tests.environments.inside import InsidePlace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = ["scheduler/loop.py", "correction/correct.py", "kernels/head.py", "store/keep.py"]
@@ -70,3 +83,69 @@ def test_the_heads_gradient_is_that_of_the_clipped_loss_on_logits() -> None:
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(ours.grad, plain.grad)
+
+
+ENVIRONMENTS = {"guessing_game": "games", "calculator": "conversations"}
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """An example of an environment, with its data: `prepare.py` as its README has it."""
+    folder, out = EXAMPLES / request.param, tmp_path_factory.mktemp(request.param)
+    data = ENVIRONMENTS[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(sys, "argv", ["prepare.py", str(out), f"--{data}", "60"])
+        runpy.run_path(str(folder / "prepare.py"), run_name="__main__")
+    overrides = [f"model.path={out / 'model'}", f"sft.data={out / f'{data}.jsonl'}"]
+    if request.param == "calculator":
+        overrides.append(f"task.path={out / 'products.jsonl'}")
+    return load_config(folder / "config.yaml", overrides)
+
+
+def test_what_is_imitated_is_what_the_environment_would_show(prepared: RunConfig) -> None:
+    config = prepared
+    made = environment_builder(config.environment.name, config.environment.arguments)()
+    schemas = described(tools_of(made, config.environment.name), config.environment.name)
+    tokenizer = load_tokenizer(config.model.path)
+    stops = stop_tokens(config.model.path, tokenizer)
+    turns = Conversation(config.task, tokenizer, stops, schemas)
+    lines = Path(config.sft.data).read_text().splitlines()
+    branches = set()
+    for first, *rest in (json.loads(line)["messages"] for line in lines):
+        turns.check([first], {"tool"} if schemas else {"user"})
+        branch = turns.opening([first]).tolist()
+        for message in rest:
+            if message["role"] == "assistant":
+                text = message["content"] + tokenizer.eos_token
+                branch += tokenizer.encode(text, add_special_tokens=False)
+            else:
+                branch += turns.next([message], ended=True).tolist()
+        branches.add(tuple(branch))
+    task = build_task(config.task, config.model.path)
+    examples = task.worked_examples(60, FileConfig(path=config.sft.data))
+    assert 40 <= len(examples) < 60, "some are held out"
+    for worked in examples:
+        assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
+
+
+def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunConfig) -> None:
+    """What preflight plays before a run starts."""
+    file = Path(prepared.environment.name.partition(":")[0])
+    assert len(file.read_text().splitlines()) < 30
+    task = build_task(prepared.task, prepared.model.path, plays=True)
+    [prompt] = task.train_prompts(0, 1)
+    # Within this process the limit of a worker's memory would be this process's.
+    alone = prepared.environment.model_copy(update={"memory_mib": 1 << 20})
+    config = prepared.model_copy(update={"environment": alone})
+    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+    played = asyncio.run(workers.rehearse(prompt.payload))
+    assert not played.differs
+    assert played.text.endswith(">")
+
+
+def test_the_page_on_environments_shows_the_examples() -> None:
+    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
+    for file in ("guessing_game/guess.py", "calculator/calculator.py"):
+        code = re.sub(r'\A"""[^\n]*"""\n\n+', "", (EXAMPLES / file).read_text())
+        assert f"```python\n{code}```" in page, file

@@ -47,6 +47,7 @@ def test_a_part_ends_within_nine_minutes(part: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_without_a_gpu_every_check_has_a_line_and_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +132,7 @@ def test_the_stand_in_reads_what_the_sender_writes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize(
     "name",
     ["trainer_parity", "trainer_window", "checkpoint", "host_copies", "trainer_updates"],
@@ -141,6 +143,7 @@ def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_a_window_that_bfloat16_ignores_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_async.trainer import attention_kernels
 

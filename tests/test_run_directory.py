@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.config import build_config
+from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite
 from megatron_async.launcher.claim import new_run
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
@@ -69,6 +70,22 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path / "file")})
     with pytest.raises(UserError, match=r"run directory .* cannot be written: Not a directory"):
         RunDirectory.create(config)
+
+
+def test_a_start_that_cannot_write_its_settings_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: RunDirectory, __: RunConfig) -> None:
+        raise CannotWrite("No space left on device")
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(RunDirectory, "save_config", full)
+    config = build_config(
+        {"name": "a", "root": str(tmp_path / "runs"), "model": {"path": str(tmp_path)}}
+    )
+    with pytest.raises(UserError, match="No space left"), new_run(config, "a test"):
+        pass
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_settings_are_looked_at_without_writing_them(tmp_path: Path) -> None:

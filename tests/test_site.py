@@ -12,7 +12,7 @@ from tests.browser import flaws, needs_browser
 
 ROOT = Path(__file__).parents[1]
 Site = tuple[Path, subprocess.CompletedProcess[str]]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 
 @pytest.fixture(scope="module")

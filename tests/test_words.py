@@ -34,6 +34,9 @@ def test_a_docstring_that_opens_in_mid_thought_is_counted() -> None:
         "the trainer of lineage 0 has been replaced",
         "N' is probed again",
         "MEET_SECONDS = 600.0",
+        "task: {verifier_workers: 8}",
+        'detail["verifier_error"]',
+        "class MathVerifier:",
     ],
 )
 def test_a_replaced_word_counts_in_prose_and_as_part_of_a_name(line: str) -> None:
@@ -44,6 +47,7 @@ def test_a_replaced_word_counts_in_prose_and_as_part_of_a_name(line: str) -> Non
     "line",
     [
         "an essay about storage",
+        "drop_reason = 'verifier'",
         'name: judge, "eval/failed_judgements", log.tell()',
         "a line of text, the message, a page",
         'raise UserError(f"{path}: line {number} is no JSON")',

@@ -50,6 +50,7 @@ GLOSSARY = (
     r"engine's answers?",
     r"meet(?=_)|meetings?|batons?|notes|(?:a|the) note (?:of|for|in) (?:a|the)",
     r"age",
+    r"verifiers?",
     # Personification: the style's rule, without a row of its own.
     r"knows|believes?|in vain|dies of",
 )
@@ -59,6 +60,9 @@ EXCEPTIONS = re.compile(
     r"failed_judgements"  # the stored name of a metric
     r"|judge(?=[\"`*])|name: judge|http, judge,|Judge(?=[\"(])|JUDGE_KEY"  # a reward of the YAML
     r"|(?:file|log|out|stream)\.tell\(\)"  # of Python's files
+    # Former names that are still read: of a drop reason, settings, and parts of rewards.
+    r"|[\"'`]verifier[\"'`]|DropReason\.VERIFIER|task\.verifier_workers(?=\", b\")"
+    r"|\"(?:task|simulate\.reward)\.(?:on_)?verifier_[a-z_]+\"|\"verifier_\{kind\}\""
 )
 GLOSSARY_ITSELF = ("CONTRIBUTING.md", "tests/words.py", "tests/test_words.py")
 

@@ -66,7 +66,7 @@ class Programme:
         changes: dict[str, Any] = {
             "engines": {"no_progress_seconds": 3.0 * LONGER},
             "weights": {"timeout_seconds": _UPDATE_SECONDS},
-            "task": {"verifier_timeout_seconds": 4.0},
+            "task": {"scorer_timeout_seconds": 4.0},
             "reward": [{"name": IMPORT_PATH}],
         }
         config = configuration(preset, engine, root, name, changes)

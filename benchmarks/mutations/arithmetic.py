@@ -17,8 +17,12 @@ _FOLDERS: Final = (
     "megatron_async/checkpoint",
     "megatron_async/trainer",
     "megatron_async/engines/sglang",
+    "megatron_async/models",
+    "megatron_async/telemetry",
 )
-_TESTS: Final = ("algorithms", "kernels", "trajectory", "checkpoint", "trainer", "engines")
+_TESTS: Final = (
+    *("algorithms", "kernels", "trajectory", "checkpoint", "trainer", "engines", "telemetry"),
+)
 
 
 def _of(module: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
@@ -212,7 +216,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ),
         ("(count_G - 1.0).clamp(min=1.0)).sqrt()", "count_G).sqrt()"),
         ("centred_S / (std_S + epsilon)", "centred_S / std_S"),
-        ("if normalize_std else centred_S", "if not normalize_std else centred_S"),
+        ("if not normalize_std:", "if normalize_std:"),
         ("sum_G[group_index_S] - rewards_S", "sum_G[group_index_S]"),
         ("torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)", "sum_G / count_G"),
         ("(rewards_S * tokens_S).sum() / count", "rewards_S.mean()"),
@@ -237,7 +241,11 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ('s["seq_staleness"] / sequences', 's["seq_staleness"] / tokens'),
         ('(s["clip_high"] + s["clip_low"]) / kept', '(s["clip_high"] - s["clip_low"]) / tokens'),
         ("mean(lags > 0)", "mean(lags >= 0)"),
-        ("not low <= value <= high", "not low < value < high"),
+    ),
+    *_of(
+        "learning",
+        "learning",
+        ("not low <= m[metric] <= high", "not low < m[metric] < high"),
         ('"rollout_corr/kl", -0.1, 0.1', '"rollout_corr/kl", -math.inf, 0.1'),
     ),
     *_of(
@@ -376,11 +384,15 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("sorted(expected.items())", "sorted(expected.items())[:1]"),
     ),
     *_of(
+        "families/__init__",
+        "placement",
+        ("if rule.exported]", "]"),
+        ("range(stage * size", "range((stage + 1) * size - 1"),
+    ),
+    *_of(
         "placement",
         "placement",
         ("sum(shape[0] for shape in shapes)", "shapes[0][0]"),
-        ("if rule.exported]", "]"),
-        ("range(stage * per_stage", "range((stage + 1) * per_stage - 1"),
         ("rule.expert or rule.layout", "rule.layout"),
         ("first = max(begin, rows.start * width)", "first = rows.start * width"),
         ("else min(end, rows.stop * width)", "else end"),

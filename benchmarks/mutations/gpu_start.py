@@ -108,7 +108,7 @@ _ENVIRONMENT: Final = (
         f"{_LAUNCHER}/supervisor.py",
         (
             "one machine's ranks hand expandable segments to engines",
-            '                hands_memory_to_engines=self.config.weights.transport == "tensor",\n',
+            '            hands_memory_to_engines=config.weights.transport == "tensor",\n',
             "",
         ),
     ),
@@ -284,7 +284,7 @@ _DERIVED_SETTINGS: Final = (
         ),
         ("schedule.concurrency is a laptop's", "    return found, (\n", "    return default, (\n"),
         (
-            "task.verifier_workers does not follow the cores",
+            "task.scorer_workers does not follow the cores",
             "return max(base, half), f",
             "return base, f",
         ),

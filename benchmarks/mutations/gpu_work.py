@@ -102,7 +102,7 @@ _DRIFT: Final = (
         ),
         (
             "a resume forgets the first steps",
-            "[metrics[_PROBE] for metrics in steps if _PROBE in metrics]",
+            "[metrics[PROBE] for metrics in steps if PROBE in metrics]",
             "[]",
         ),
     ),
@@ -184,8 +184,8 @@ _COLOCATED: Final = (
         f"{_SYNC}/gpu_sharing.py",
         (
             "rank 0 gives weights to every engine",
-            "    found = EngineRank(*divmod(rank, tensor))\n",
-            "    found = EngineRank(0, rank)\n",
+            "    engine = rank // tensor\n",
+            "    engine = 0\n",
         ),
         (
             "every engine is on the first GPUs",
@@ -211,7 +211,7 @@ _COLOCATED: Final = (
         (
             "all tensor ranks of an engine get the leader's handles",
             "return HandedBucket(bucket, found or [])",
-            "return HandedBucket(bucket, [payload] * self._size if held.leads else [])",
+            "return HandedBucket(bucket, [payload] * self._size if self.leads else [])",
         ),
         ("a bucket is freed while an engine loads it", "_HELD_BUCKETS = 3", "_HELD_BUCKETS = 1"),
     ),

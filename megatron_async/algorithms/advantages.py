@@ -18,20 +18,22 @@ def group_advantages(
     *,
     normalize_std: bool = True,
     epsilon: float = 1e-6,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(R - group mean) / (group std + epsilon), std with n - 1 (GRPO, arXiv 2402.03300, 4.1.2).
 
-    Without `normalize_std` R - group mean (Dr. GRPO, arXiv 2503.20783).
+    Without `normalize_std` R - group mean (Dr. GRPO, arXiv 2503.20783). With its slope in R where
+    mean and std stay as they are.
     """
-    centred_S, std_S = _centred(rewards_S, group_index_S)
-    return centred_S / (std_S + epsilon) if normalize_std else centred_S
-
-
-def group_scale(
-    rewards_S: torch.Tensor, group_index_S: torch.Tensor, *, epsilon: float = 1e-6
-) -> torch.Tensor:
-    """The slope of `group_advantages` in a reward where mean and std stay as they are."""
-    return 1.0 / (_centred(rewards_S, group_index_S)[1] + epsilon)
+    count_G, sum_G = _group_sums(rewards_S, group_index_S)
+    alone_G = count_G == 1
+    mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
+    centred_S = rewards_S - mean_G[group_index_S]
+    if not normalize_std:
+        return centred_S, torch.ones_like(centred_S)
+    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
+    std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
+    std_S = torch.where(alone_G, torch.ones_like(std_G), std_G)[group_index_S]
+    return centred_S / (std_S + epsilon), 1.0 / (std_S + epsilon)
 
 
 def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
@@ -42,18 +44,22 @@ def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tenso
     return rewards_S - baseline_S
 
 
-def whitened_advantages(rewards_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+def whitened_advantages(
+    rewards_S: torch.Tensor, tokens_S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(R - mean) / sqrt(var + 1e-8), both over all trained tokens of the batch, var with n - 1.
 
     REINFORCE++ (arXiv 2501.03262) with discount 1: each token's return is its sequence's reward.
+    With its slope in R where mean and var stay as they are; zeros where nothing is trained.
     """
-    centred_S, scale = _whitening(rewards_S, tokens_S)
-    return centred_S * scale
-
-
-def whitened_scale(rewards_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
-    """The slope of `whitened_advantages` in a reward where mean and var stay as they are."""
-    return _whitening(rewards_S, tokens_S)[1].expand(len(rewards_S))
+    tokens_S = tokens_S.to(rewards_S.dtype)
+    count = tokens_S.sum()
+    if count == 0:
+        return torch.zeros_like(rewards_S), torch.zeros_like(rewards_S)
+    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
+    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
+    scale = torch.rsqrt(variance + 1e-8)
+    return centred_S * scale, scale.expand(len(rewards_S))
 
 
 def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:
@@ -110,33 +116,6 @@ def informative_groups(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> 
     low_G.scatter_reduce_(0, group_index_S, rewards_S, "amin")
     high_G.scatter_reduce_(0, group_index_S, rewards_S, "amax")
     return high_G > low_G
-
-
-def _centred(
-    rewards_S: torch.Tensor, group_index_S: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """R - group mean, and the group's std."""
-    count_G, sum_G = _group_sums(rewards_S, group_index_S)
-    alone_G = count_G == 1
-    mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
-    centred_S = rewards_S - mean_G[group_index_S]
-    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
-    std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
-    std_G = torch.where(alone_G, torch.ones_like(std_G), std_G)
-    return centred_S, std_G[group_index_S]
-
-
-def _whitening(
-    rewards_S: torch.Tensor, tokens_S: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """R - mean, and 1 over the std, both over all trained tokens; zeros where there are none."""
-    tokens_S = tokens_S.to(rewards_S.dtype)
-    count = tokens_S.sum()
-    if count == 0:
-        return torch.zeros_like(rewards_S), count
-    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
-    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
-    return centred_S, torch.rsqrt(variance + 1e-8)
 
 
 def _group_sums(

@@ -279,19 +279,16 @@ class Algorithm:
     ) -> tuple[Tensor, Tensor]:
         """Advantages, and their slope in their own rewards where statistics stay, [E]."""
         settings, ones_E = self.config.advantage, torch.ones_like(rewards_E)
-        epsilon = settings.std_epsilon
         match settings.estimator:
             case "grpo":
-                found_E = advantages.group_advantages(rewards_E, groups_E, epsilon=epsilon)
-                return found_E, advantages.group_scale(rewards_E, groups_E, epsilon=epsilon)
+                epsilon = settings.std_epsilon
+                return advantages.group_advantages(rewards_E, groups_E, epsilon=epsilon)
             case "dr_grpo":
-                found_E = advantages.group_advantages(rewards_E, groups_E, normalize_std=False)
-                return found_E, ones_E
+                return advantages.group_advantages(rewards_E, groups_E, normalize_std=False)
             case "rloo":
                 return advantages.leave_one_out_advantages(rewards_E, groups_E), ones_E
             case "reinforce_pp":
-                found_E = advantages.whitened_advantages(rewards_E, trained_E)
-                return found_E, advantages.whitened_scale(rewards_E, trained_E)
+                return advantages.whitened_advantages(rewards_E, trained_E)
             case "pg":
                 return advantages.batch_baseline_advantages(rewards_E), ones_E
         return ones_E, torch.zeros_like(rewards_E)

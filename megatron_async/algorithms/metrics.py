@@ -1,4 +1,4 @@
-"""From additive sums to the numbers that a run reports, and the health rules on them.
+"""From additive sums to the numbers that a run reports.
 
 Invariants
 - Every reported number is a function of sums and maxima over the whole minibatch, so it does not
@@ -10,7 +10,6 @@ Invariants
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -166,44 +165,3 @@ def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict
         "reward/max": largest(rewards_S),
         "reward/uninformative_groups": 1.0 - mean(informative_groups(rewards_S, group_index_S)),
     }
-
-
-@dataclass(frozen=True)
-class HealthWarning:
-    """A named rule that a metric broke."""
-
-    rule: str
-    metric: str
-    value: float
-    message: str
-
-
-# rule, metric, lowest and highest healthy value (the guide of verl's rollout correction,
-# docs/algo/rollout_corr.md, "conditional alerting").
-_HEALTH_RULES: tuple[tuple[str, str, float, float], ...] = (
-    ("mean_weight", "rollout_corr/rollout_is_mean", 0.5, 2.0),
-    ("low_ess", "rollout_corr/rollout_is_eff_sample_size", 0.3, math.inf),
-    ("weight_std", "rollout_corr/rollout_is_std", -math.inf, 1.0),
-    ("kl", "rollout_corr/kl", -0.1, 0.1),
-    ("chi2", "rollout_corr/chi2_token", -math.inf, 1.0),
-)
-
-
-def unmeasured_rules(metrics: Mapping[str, float]) -> frozenset[str]:
-    """The rules of `health_warnings` whose metric is absent from `metrics`."""
-    return frozenset(rule for rule, name, _, _ in _HEALTH_RULES if name not in metrics)
-
-
-def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
-    """The rules that `metrics` break: mean weight outside 0.5 to 2, ESS < 0.3, weight std > 1,
-    |KL| > 0.1, token chi^2 > 1. A metric that is absent breaks none; NaN breaks its rule."""
-    found = []
-    for rule, name, low, high in _HEALTH_RULES:
-        value = metrics.get(name)
-        if value is not None and not low <= value <= high:
-            healthy = f"between {low:g} and {high:g}"
-            if math.isinf(low) or math.isinf(high):
-                healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
-            message = f"{name} is {value:.4g}, healthy is {healthy}"
-            found.append(HealthWarning(rule, name, value, message))
-    return found

@@ -17,10 +17,8 @@ Invariants
 - Each parameter's checksum is written, and compared when it is read.
 """
 
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -63,11 +61,11 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture
 from megatron_async.models.layout import check_layout
-from megatron_async.models.model_files import INDEX_FILE, SafetensorsDirectory, check_tensors
+from megatron_async.models.model_files import SafetensorsDirectory, check_weights
 from megatron_async.models.save import (
-    COPIED_SUFFIXES,
     DEFAULT_SHARD_BYTES,
     checkpoint_dtype,
+    copy_hf_files,
     write_model_directory,
 )
 from megatron_async.models.shards import merge, split
@@ -110,30 +108,33 @@ def hf_to_megatron(
     architecture = read_architecture(source, family)
     _check_sizes(architecture, tensor, pipeline)
     _refuse_existing(destination)
-    with SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory:
-        check_tensors(directory, architecture)
-        with _partial(destination) as folder:
-            total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            with _progress("hf-to-megatron", total, show_progress) as advance:
-                tensors = _write_pieces(
-                    architecture, directory, folder, tensor, pipeline, cast, advance
-                )
-            _copy_hf_files(source, folder / HF_FOLDER)
-            manifest = Manifest(
-                lineage=0,
-                step=0,
-                layout=SavedLayout(tensor, pipeline, 1),
-                files={
-                    str(path.relative_to(folder)): hash_file(path)
-                    for path in sorted(folder.rglob("*"))
-                    if path.is_file()
-                },
-                tensors=tensors,
-                trainer={CONVERTED: True},
-                extra={"converted_from": str(source)},
-                written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    check_weights(source, architecture)
+    with (
+        SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory,
+        _partial(destination) as folder,
+    ):
+        total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        with _progress("hf-to-megatron", total, show_progress) as advance:
+            tensors = _write_pieces(
+                architecture, directory, folder, tensor, pipeline, cast, advance
             )
-            return finalise(folder, destination, manifest)
+        (folder / HF_FOLDER).mkdir()
+        copy_hf_files(source, folder / HF_FOLDER)
+        manifest = Manifest(
+            lineage=0,
+            step=0,
+            layout=SavedLayout(tensor, pipeline, 1),
+            files={
+                str(path.relative_to(folder)): hash_file(path)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            },
+            tensors=tensors,
+            trainer={CONVERTED: True},
+            extra={"converted_from": str(source)},
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        return finalise(folder, destination, manifest)
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:
@@ -227,13 +228,12 @@ def megatron_to_hf(
             check_tensor(checkpoint.manifest.tensors, slot.weights, slot.shape)
         with (
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
-            _with_dtype(hf_files, dtype) as copied_from,
             _progress("megatron-to-hf", elements, show_progress) as advance,
         ):
             stream = _hf_tensors(checkpoint, reader, architecture, cast, advance)
             version = "" if converted else str(checkpoint.manifest.version)
             files = buckets(stream, max_shard_bytes)
-            write_model_directory(files, destination, copied_from, version)
+            write_model_directory(files, destination, hf_files, version, dtype)
     except CorruptCheckpoint as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
     return checkpoint
@@ -294,22 +294,6 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
     return Path(load_config(run_config).model.path)
 
 
-@contextmanager
-def _with_dtype(hf_files: Path, dtype: str | None) -> Iterator[Path]:
-    """`hf_files`, or a copy of its small files whose config.json states `dtype`."""
-    if dtype is None:
-        yield hf_files
-        return
-    with tempfile.TemporaryDirectory(prefix="megatron-async-convert-") as name:
-        folder = Path(name)
-        _copy_hf_files(hf_files, folder / HF_FOLDER)
-        config_file = folder / HF_FOLDER / "config.json"
-        config = json.loads(config_file.read_text())
-        config.pop("torch_dtype", None)
-        config_file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-        yield folder / HF_FOLDER
-
-
 # ---------------------------------------------------------------- both
 
 Advance: TypeAlias = Callable[[int], None]
@@ -324,13 +308,6 @@ def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
         task = bar.add_task(title, total=total)
         yield partial(bar.advance, task)
         bar.update(task, completed=total)
-
-
-def _copy_hf_files(source: Path, folder: Path) -> None:
-    folder.mkdir()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
-            shutil.copyfile(path, folder / path.name)
 
 
 def _refuse_existing(destination: Path) -> None:

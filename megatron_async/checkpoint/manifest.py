@@ -1,28 +1,28 @@
 """The manifest: what makes a directory of files a checkpoint, and the commit record of a run.
 
 Invariants
-- A directory is a checkpoint exactly when it holds `manifest.json`; the file appears by one atomic
-  rename after every other file is complete and on disk (docs/semantics.md section 2).
+- A directory `step_NNNNNN` is a checkpoint exactly when it holds `manifest.json` or its copy. It
+  gets its name by one atomic rename after every file is complete and on disk: the commit
+  (docs/semantics.md section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
   checkpoint is distinguished from a good one before anything is loaded.
 - It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
   not depend on files or layout: what is loaded is compared with it, so that a save or a load that
   puts values into wrong places is found too.
 - It has a checksum of its own content, since counters and the store's position are loaded too, and
-  stands there twice: one that is damaged is read from its copy.
+  stands there twice: one that is damaged or lost is read from its copy.
 - No damaged manifest is passed over in silence: what could be the newest commit is refused by name,
   since to go on before it would be to train the same trajectories again.
 - A checkpoint of another format is refused by name, never passed over as a corrupt one.
 - Checkpoints are ordered by (lineage, step): after a rollback the surviving lineage is newer,
   however far the abandoned one had come.
-- Removal takes the manifest away first: what is half removed is no checkpoint.
+- Removal takes both manifests away first: what is half removed is no checkpoint.
 - Only regular files inside the directory are opened, whatever name the manifest gives them.
 """
 
 import hashlib
 import json
 import logging
-import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -31,14 +31,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from megatron_async.errors import UserError
-from megatron_async.files.disk import force_to_disk, replace_durably
+from megatron_async.files.disk import force_to_disk, replacing
 from megatron_async.trajectory.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 COPY_NAME = "manifest.copy.json"
-"""Written before the manifest, which alone is the commit."""
+_BOTH = (COPY_NAME, MANIFEST_NAME)
 FORMAT = 3
 _WITHOUT_ITS_OWN_CHECKSUM = 2
 # 1: torch.distributed.checkpoint's files, without checksums of tensors
@@ -176,6 +176,11 @@ def step_directory(root: Path | str, step: int) -> Path:
     return Path(root) / f"step_{step:06d}"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the directory was finalised: a manifest is there, damaged or not."""
+    return any((path / name).exists() for name in _BOTH)
+
+
 def file_in(folder: Path, name: str) -> Path:
     """The file that the checkpoint in `folder` calls `name`. Raises CorruptCheckpoint or OSError.
 
@@ -199,53 +204,51 @@ def hash_file(path: Path) -> FileRecord:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Content is complete and on disk before the name exists. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     """Turn a complete directory of files into the checkpoint `target`: the commit.
 
     A `target` that exists is an abandoned lineage's or a corrupt one; it is taken away first.
-    Raises OSError, in which case no manifest exists at `target`.
+    Raises OSError, in which case `target` does not exist or is complete.
     """
     remove(target)
-    content = manifest.to_json().encode()
-    write_atomically(temporary / COPY_NAME, content)
+    for name in _BOTH:
+        write_atomically(temporary / name, manifest.to_json().encode())
     temporary.rename(target)
     force_to_disk(target.parent)
-    write_atomically(target / MANIFEST_NAME, content)
     return Checkpoint(target, manifest)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint directory, manifest first. A missing one is no error."""
+    """Remove a checkpoint directory, manifests first. A missing one is no error."""
     if not path.exists():
         return
-    (path / MANIFEST_NAME).unlink(missing_ok=True)
+    for name in _BOTH:
+        (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
-def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return a sentence for each fault of these files of the checkpoint at `path`."""
+def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
+    """Return a sentence for each fault of these files of the checkpoint at `path`.
+
+    Unless they are `read`, those of their sizes only.
+    """
     found = []
     for name, record in sorted(files.items()):
         try:
-            actual = hash_file(file_in(path, name))
+            file = file_in(path, name)
+            size = file.stat().st_size
+            if size != record.size:
+                found.append(f"{name} has {size} bytes, by its manifest {record.size}")
+            elif read and hash_file(file).sha256 != record.sha256:
+                found.append(f"{name} does not have the checksum of its manifest")
         except CorruptCheckpoint as error:
             found.append(str(error))
-            continue
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if actual.size != record.size:
-            found.append(f"{name} has {actual.size} bytes, by its manifest {record.size}")
-        elif actual.sha256 != record.sha256:
-            found.append(f"{name} does not have the checksum of its manifest")
     return found
 
 
@@ -312,7 +315,7 @@ def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
     """Checkpoints, newest first, and those whose manifest cannot be read, oldest first."""
     found, damaged = [], {}
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
-        if not (path / MANIFEST_NAME).exists():
+        if not is_checkpoint(path):
             logger.warning("checkpoint %s was never finalised and is ignored", path)
             continue
         try:
@@ -328,24 +331,11 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
-def size_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return files that are missing or have another size: what is found without reading them."""
-    found = []
-    for name, record in sorted(checkpoint.manifest.files.items()):
-        try:
-            size = file_in(checkpoint.path, name).stat().st_size
-        except (CorruptCheckpoint, OSError) as error:
-            found.append(f"{name} cannot be read ({error})")
-            continue
-        if size != record.size:
-            found.append(f"{name} has {size} bytes, by its manifest {record.size}")
-    return found
-
-
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
     """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
-    whole = sum(record.size for record in checkpoint.manifest.files.values())
-    return (all_faults if whole <= _QUICKLY_READ_BYTES else size_faults)(checkpoint)
+    files = checkpoint.manifest.files
+    whole = sum(record.size for record in files.values())
+    return faults(checkpoint.path, files, read=whole <= _QUICKLY_READ_BYTES)
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
@@ -386,10 +376,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def prune(root: Path | str, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest finalised checkpoints; returns what was removed."""
-    removed = []
+def prune(root: Path | str, keep: int) -> None:
+    """Remove all but the `keep` newest finalised checkpoints."""
     for checkpoint in list_checkpoints(root)[keep:]:
         remove(checkpoint.path)
-        removed.append(checkpoint.path)
-    return removed

@@ -16,8 +16,8 @@ from math import prod
 
 from megatron_async.checkpoint.manifest import ADAM, MOMENTUM, WEIGHTS, Manifest
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import rules_of
-from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
+from megatron_async.models.families import rules_of, stage_rules
+from megatron_async.models.shards import Rule, ShardLayout
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Slot:
     """A parameter of the whole model: a rule with its global layer and expert number."""
 
     rule: Rule
-    layer: int = 0
-    expert: int = 0
+    layer: int
+    expert: int
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -52,21 +52,10 @@ class Slot:
 
 
 def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
-    """The parameters of one pipeline stage in the model's order, each once.
-
-    The tied head of the last stage is the embedding's copy and has no slot of its own.
-    """
-    rules = [rule for rule in rules_of(a) if rule.exported]
-    if stage == 0:
-        yield from (Slot(rule) for rule in rules if rule.place is LayerPlace.FIRST)
-    per_stage = a.num_layers // stages
-    for layer in range(stage * per_stage, (stage + 1) * per_stage):
-        for rule in rules:
-            if rule.place is LayerPlace.LAYER:
-                experts = a.experts.num if rule.expert and a.experts else 1
-                yield from (Slot(rule, layer, expert) for expert in range(experts))
-    if stage == stages - 1:
-        yield from (Slot(rule) for rule in rules if rule.place is LayerPlace.LAST)
+    """The parameters of one pipeline stage in the model's order, each once."""
+    for rule, layer in stage_rules(a, stage, stages):
+        experts = a.experts.num if rule.expert and a.experts else 1
+        yield from (Slot(rule, layer, expert) for expert in range(experts))
 
 
 def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int, ...]]:

@@ -109,12 +109,9 @@ def seconds_of(time_limit: str) -> float:
 
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
-    changes: dict[str, str] = {}
-    if config.engines.host == LOOPBACK[0]:
-        changes["host"] = NODE_HOST
-    if not config.engines.api_key:
-        changes["api_key"] = secrets.token_urlsafe(24)
-    return config.model_copy(update={"engines": config.engines.model_copy(update=changes)})
+    host, key = config.engines.host, config.engines.api_key
+    host = NODE_HOST if host == LOOPBACK[0] else host
+    return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
@@ -158,7 +155,7 @@ def launch_run(
         if from_step is None and (sentence := complete(directory, before, config)):
             return sentence
         preflight.check_resume(directory, config, from_step)
-        preflight.check_same_model(directory, before, config)
+        preflight.check_same_run(directory, before, config)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)

@@ -1,18 +1,19 @@
 """The package as a library: train from a script or a notebook, look at a run in one line."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_async.commands.train import start_run
-from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config import RunConfig, build_config, load_config
+from megatron_async.config.load import with_settings
 from megatron_async.errors import UserError
+from megatron_async.files.disk import naming_disk_errors
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.reader import StoreReader
-from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ class Run:
         """List a mapping for each evaluation."""
         return read_metrics(RunDirectory(self.path).metrics_file, kind="eval")
 
+    @property
+    def accuracy(self) -> float | None:
+        """The held-out accuracy of the newest evaluation; None before the first."""
+        evaluations = self.evaluations
+        return first_accuracy(evaluations[-1]) if evaluations else None
+
+    @property
+    def export(self) -> Path | None:
+        """The Hugging Face checkpoint that a complete run leaves (`checkpoint.export_hf`)."""
+        path = RunDirectory(self.path).hf_export
+        return path if path.exists() else None
+
     def store(self) -> StoreReader:
         """Open its trajectories; close it, or use `contextlib.closing`."""
         return StoreReader(RunDirectory(self.path).store_file)
@@ -43,20 +56,28 @@ def open_run(path: Path | str) -> Run:
     return Run(directory.path, config)
 
 
-def train(config: RunConfig, reward: str | Callable[..., Any] | None = None) -> Run:
-    """Run `config` on this machine to its end, with progress on the standard output.
+def train(
+    config: RunConfig | Mapping[str, Any] | Path | str,
+    reward: str | Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """Train on this machine to the end, with progress on the standard output.
 
-    `reward`: a function or class of a module or script (not of a notebook cell), or its import
-    path. Scorers import it in processes of their own, so a script calls `train` under
-    `if __name__ == "__main__":`. Raises UserError or ComponentFailure.
+    `config`: settings, or a YAML file of them. `settings` replace its own: `steps=20`,
+    `model={"path": ...}`, `**{"model.path": ...}`. `reward`: a function or class of a module or
+    script (not of a notebook cell), or its import path. Scorers import it in processes of their
+    own, so a script calls `train` under `if __name__ == "__main__":`. An interrupt ends the run's
+    processes before it is raised. Raises UserError or ComponentFailure.
     """
     if reward is not None:
-        path = reward if isinstance(reward, str) else import_path_of(reward)
-        own = {"reward": path}
-        values = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-        config = build_config(merge(values, own)).with_given(merge(config.given, own))
-    directory = start_run(config, "megatron_async.train")
-    return Run(directory.path, config)
+        settings["reward"] = import_path_of(reward) if callable(reward) else reward
+    if isinstance(config, Mapping):
+        config = with_settings(build_config({}), config)
+    elif not isinstance(config, RunConfig):
+        config = load_config(config)
+    with naming_disk_errors():
+        directory = start_run(with_settings(config, settings), "megatron_async.train")
+    return open_run(directory.path)
 
 
 def import_path_of(thing: Callable[..., Any]) -> str:

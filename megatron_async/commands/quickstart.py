@@ -1,13 +1,12 @@
 """The quickstart: build a small model, fine-tune it, train it by RL, evaluate on the way.
 
 Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpoints`,
-`Supervisor`); this module only puts them in a row and adds up the times.
+`supervise`); this module only puts them in a row and adds up the times.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,19 +19,13 @@ from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.summary import summarise
 
 # Random weights use the longest response for each answer, and none is right: a few show that.
 _PROMPTS_BEFORE_SFT = 64
-
-
-def with_model(config: RunConfig, path: Path, **changes: str) -> RunConfig:
-    """The same settings with another model directory, and other `model` settings."""
-    model = config.model.model_copy(update={"path": str(path), **changes})
-    return config.model_copy(update={"model": model})
 
 
 def quick_dtype(config: RunConfig) -> str:
@@ -66,24 +59,24 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
 
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
-    check_run(with_model(config, initial))
+    check_run(config.with_section("model", path=str(initial)))
     console.print("2/4 held-out accuracy before fine-tuning")
     with timed("evaluation before SFT, engine start included"):
-        prompts = {"prompts": min(_PROMPTS_BEFORE_SFT, config.eval.prompts)}
-        few = config.model_copy(update={"eval": config.eval.model_copy(update=prompts)})
+        prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
+        few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
     share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with timed("SFT"):
-        sft = with_model(config, initial, dtype=quick_dtype(config))
+        sft = config.with_section("model", path=str(initial), dtype=quick_dtype(config))
         directory.save_config(sft)
         run_sft(sft, directory, tuned)
     console.print("4/4 reinforcement learning")
-    rl = with_model(config, tuned)
+    rl = config.with_section("model", path=str(tuned))
     directory.save_config(rl)
     with timed("RL in all, start of engine and trainers included"):
-        Supervisor(rl, directory, devices).run()
+        supervise(rl, directory, devices)
     summary = summarise(directory)
     console.print(
         closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases)

@@ -28,20 +28,10 @@ def closing_table(
         table.add_row("held-out accuracy before SFT", percent(before_sft))
     for name, text in summary.facts("at the start" if before_sft is None else "after SFT"):
         table.add_row(name, text)
-    for name, seconds in (*extra_phases, *_phases(summary)):
+    phases = [(f"RL: {phase}", seconds) for phase, seconds in summary.seconds_by_phase.items()]
+    for name, seconds in (*extra_phases, *phases):
         table.add_row(f"wall time, {name}", f"{seconds:,.1f} s")
     return table
-
-
-def _phases(summary: RunSummary) -> list[tuple[str, float]]:
-    names = {
-        "wait_for_batch": "RL: waiting for rollouts",
-        "train": "RL: training",
-        "publish": "RL: weight updates",
-        "evaluate": "RL: evaluations",
-        "checkpoint": "RL: checkpoints",
-    }
-    return [(names[key], seconds) for key, seconds in summary.seconds_by_phase.items()]
 
 
 def where_things_are(directory: RunDirectory) -> str:

@@ -24,6 +24,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import append_json_lines
+from megatron_async.launcher.preflight import check_served
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.rewards.sample import Unavailable
@@ -49,7 +50,9 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
                 "there"
             )
         JsonPoster(config.sft.teacher.api_key_env, 0)
-    elif not (Path(teacher) / "config.json").is_file():
+    elif (Path(teacher) / "config.json").is_file():
+        check_served(teacher)
+    else:
         raise UserError(
             f"--from-teacher {teacher} is neither an address (http://...) nor a Hugging Face model"
         )
@@ -91,10 +94,9 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
         )
     epochs = config.sft.teacher.epochs
     steps = math.ceil(epochs * count / config.sft.batch_sequences)
-    data = {"data": str(kept), "examples": count, "layout": "rows"}
-    sft = config.sft.model_copy(update={**data, "epochs": epochs, "steps": steps})
-    task = config.task.model_copy(update={"prompt_template": template})
-    return config.model_copy(update={"sft": sft, "task": task})
+    data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
+    config = config.with_section("sft", **data, epochs=epochs, steps=steps)
+    return config.with_section("task", prompt_template=template)
 
 
 async def _teach(

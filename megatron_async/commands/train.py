@@ -27,10 +27,10 @@ from megatron_async.launcher.preflight import (
     check_probe_tolerance,
     check_resume,
     check_run,
-    check_same_model,
+    check_same_run,
     check_store,
 )
-from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.launcher.supervisor import supervise
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
 
@@ -77,7 +77,7 @@ def resume_command(
             show_layout(settings)
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
-        check_same_model(directory, before, settings)
+        check_same_run(directory, before, settings)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):
@@ -134,7 +134,7 @@ def _run(
 ) -> None:
     """`asked`: what a resume has changed, which the run has once it has begun."""
     try:
-        Supervisor(config, directory, devices).run()
+        supervise(config, directory, devices)
     except (KeyboardInterrupt, Terminated):
         again = ["--resume", str(directory.path)]
         again += asked if directory.resume_file.exists() else ()

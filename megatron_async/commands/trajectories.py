@@ -81,7 +81,8 @@ def listing(
     """Counts by state, then a line for each trajectory (of `state`), the newest `limit` ones."""
     chosen = [s for s in summaries if state is None or s.state is state]
     table = Table(box=None, pad_edge=False)
-    for name in ("id", "group", "tokens", "reward"):
+    played = any(s.turns for s in chosen)
+    for name in ("id", "group", *(["turns"] * played), "tokens", "reward"):
         table.add_column(name, justify="right")
     for name in ("state", "versions", "ended by"):
         table.add_column(name)
@@ -90,6 +91,7 @@ def listing(
         table.add_row(
             str(summary.trajectory_id),
             str(summary.group_id),
+            *([str(summary.turns)] * played),
             str(summary.tokens),
             "" if summary.reward is None else f"{summary.reward:.3g}",
             state_text(summary.state, summary.batched_step, summary.drop_reason),

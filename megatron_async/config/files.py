@@ -6,6 +6,7 @@ Invariants
   begins with `what`, the name of the thing that was read.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -17,6 +18,8 @@ import yaml
 
 from megatron_async.errors import UserError, shown
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+"""Of a model's directory; the first that is there is used."""
 _MOST_LEVELS = 32
 _MOST_VALUES = 1_000_000
 # What PyYAML raises at a value that does not fit its tag, as in `!!int ""`.
@@ -125,6 +128,25 @@ def _reason(error: Exception) -> str:
     if "integer string conversion" in str(error):
         return "it holds a number of thousands of digits"
     return str(error) if isinstance(error, ValueError | yaml.YAMLError) else _MISFIT
+
+
+def tokenizer_digest(model_path: str) -> str:
+    """SHA-256 of a model's tokenizer and chat template; empty where there is no tokenizer."""
+    folder = Path(model_path)
+    files = [file for name in TOKENIZER_FILES if (file := folder / name).is_file()]
+    if not files:
+        return ""
+    template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    text: object = None
+    if template.is_file():  # as transformers has it, before the other
+        text = read_text(template, f"{template}")
+    elif settings.is_file():
+        text = read_json_object(settings, f"{settings}").get("chat_template")
+    try:
+        content = files[0].read_bytes()
+    except OSError as error:
+        raise UserError(f"{files[0]} cannot be read: {error.strerror}") from error
+    return hashlib.sha256(json.dumps(text).encode() + content).hexdigest()
 
 
 def vocabulary_of(model_path: str) -> int | None:

@@ -10,7 +10,9 @@ Invariants
 """
 
 import copy
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from pydantic import ValidationError
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
+from megatron_async.config.renamed import with_todays_names
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.files.package_files import existing
@@ -55,7 +58,9 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(
             f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
         )
-    content = anchored(content, path.parent)
+    content = with_todays_names(anchored(content, path.parent), what)
+    if _GIVEN in content:
+        content[_GIVEN] = with_todays_names(content[_GIVEN], what)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -78,10 +83,14 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
-    parsed = anchored(parsed, Path.cwd())
+    nested = _nested(dotted, anchored(parsed, Path.cwd()))
+    return with_todays_names(nested, f"override {shown(text)}")
+
+
+def _nested(dotted: str, value: Any) -> dict[str, Any]:
     for key in reversed(dotted.split(".")):
-        parsed = {key: parsed}
-    return parsed  # type: ignore[no-any-return]
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
 
 
 def _number(text: str) -> str | float:
@@ -97,7 +106,7 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
-    settings = _expanded(settings)
+    settings = with_todays_names(_expanded(settings), "settings")
     own = {key: value for key, value in settings.items() if key != _GIVEN}
     try:
         config = RunConfig.model_validate(merge(_defaults_below(own), own))
@@ -175,7 +184,30 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     given = body.pop(_GIVEN, None)
     if not isinstance(given, Mapping):
         given = _set_apart(body)
-    changes = _expanded(_changes(overrides))
+    return _with_changes(body, given, _changes(overrides))
+
+
+def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Change settings as the file that `config` is of with `changes` in it would. UserError.
+
+    Of Python values: paths are text, relative import paths begin in the current directory.
+    """
+    try:
+        plain = anchored(json.loads(json.dumps(changes, default=os.fspath)), Path.cwd())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"settings are text, numbers, lists and mappings: {error}") from error
+    nested: dict[str, Any] = {}
+    for name, value in plain.items():
+        nested = merge(nested, _nested(name, value))
+    body = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
+    return _with_changes(body, config.given, with_todays_names(nested, "settings"))
+
+
+def _with_changes(
+    body: Mapping[str, Any], given: Mapping[str, Any], changes: Mapping[str, Any]
+) -> RunConfig:
+    """Change a run's settings, of which `given` were set."""
+    changes = _expanded(changes)
     wanted = merge(_expanded(given), changes)
     old, new = (build_config(settings).model_dump(mode="json") for settings in (given, wanted))
     # Of the rest the run keeps its own: what was derived from the machine at its start. A default

@@ -33,7 +33,7 @@ class RewardConfig(Settings):
     group: bool = False
     """It takes all responses to a prompt at once, as a list."""
     timeout_seconds: float | None = Field(None, gt=0)
-    """Limit of one score; none = task.verifier_timeout_seconds."""
+    """Limit of one score; none = task.scorer_timeout_seconds."""
     concurrency: int = Field(512, ge=1)
     """An asynchronous one: most scores that wait for it at once."""
 
@@ -110,7 +110,7 @@ class ScorerSettings(Settings):
 
     def limit_seconds(self, part: RewardConfig) -> float:
         """Limit of one score of `part`."""
-        return part.timeout_seconds or self.task.verifier_timeout_seconds
+        return part.timeout_seconds or self.task.scorer_timeout_seconds
 
 
 def listed(value: Any) -> Any:

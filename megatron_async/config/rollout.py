@@ -24,12 +24,12 @@ class TaskConfig(DataConfig):
     the last \\boxed{...}, else the text after `</think>`."""
     full_score_only: bool = True
     """Reward 1 for the scorer's full score, else 0; false: its own score."""
-    verifier_timeout_seconds: float = Field(10.0, gt=0)
+    scorer_timeout_seconds: float = Field(10.0, gt=0)
     """Limit of one score."""
-    on_verifier_timeout: Literal["zero", "regenerate", "drop"] = "zero"
+    on_scorer_timeout: Literal["zero", "regenerate", "drop"] = "zero"
     """A score past its limit, or whose process died twice: reward 0; or the response is generated
     again and its group waits (schedule.max_regenerations); or its group is dropped."""
-    verifier_workers: int = Field(8, ge=1)
+    scorer_workers: int = Field(8, ge=1)
     """Most scorer processes; as many run as their queue needs."""
 
 

@@ -229,6 +229,11 @@ class RunConfig(Settings):
         config._given = dict(given)
         return config
 
+    def with_section(self, section: str, **settings: Any) -> "RunConfig":
+        """The same but for these settings of a section, which are not checked again."""
+        changed = getattr(self, section).model_copy(update=settings)
+        return self.model_copy(update={section: changed})
+
     @property
     def plays(self) -> bool:
         """Return whether trajectories are episodes, of an environment or an agent."""

@@ -61,7 +61,7 @@ class ScheduleConfig(Settings):
     before new groups start; `drop_oldest` drops complete groups beyond it, oldest first, so that
     what is trained stays fresh."""
     max_regenerations: int = Field(2, ge=0)
-    """How often a member whose scorer failed is generated again (task.on_verifier_timeout:
+    """How often a member whose scorer failed is generated again (task.on_scorer_timeout:
     regenerate) before its group is dropped."""
     oversample: float = Field(1.0, ge=1.0, le=8.0)
     """Groups started per batch, as a multiple of B."""

@@ -111,8 +111,8 @@ class SimulatedRewardConfig(Settings):
     """A prompt's rate of success is Beta(alpha, beta) distributed."""
     success_beta: float = Field(0.5, gt=0)
     """See success_alpha."""
-    verifier_seconds: float = Field(0.05, ge=0)
-    """One score, by one of at most task.verifier_workers scorers."""
+    scorer_seconds: float = Field(0.05, ge=0)
+    """One score, by one of at most task.scorer_workers scorers."""
 
 
 class SimulateConfig(Settings):

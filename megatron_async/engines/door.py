@@ -1,6 +1,6 @@
 """Checks of every chunk and load report that an engine sends. Pure; no socket, no clock.
 
-They run where the answers are read, in the engine's own actor, so that they cost the rollout
+They run where the answers are read, in the engine's own host, so that they cost the rollout
 manager nothing. docs/failures.md has the table.
 
 Invariants
@@ -57,8 +57,9 @@ class Door:
         if self.version is not None and chunk.version < self.version:
             return f"tokens of version {chunk.version} came after those of {self.version}"
         stops = () if self.request.ignore_eos else self.request.stop_token_ids
+        earlier = chunk.token_ids[:-1].tolist() if stops else ()
         for stop in stops:
-            if stop == self.last_token or stop in chunk.token_ids[:-1]:
+            if stop == self.last_token or stop in earlier:
                 return f"tokens came after the stop token {stop}"
         return None
 

@@ -1,13 +1,13 @@
 """Reads an engine's streams where its server is, and hands them on in few messages.
 
-`StreamRelay` lives in the engine's actor: HTTP, JSON and versions are its work. `RelayedEngine` is
+`StreamRelay` lives in the engine's host: HTTP, JSON and versions are its work. `RelayedEngine` is
 the same engine for the rollout manager: an `EngineClient` whose streams come from the relay, all of
 them in one `TokenReport` about every 100 ms, and whose other calls go to the server as they are.
 
 Invariants
 - A stream is read on only while less than a chunk of it is unacknowledged, and what is read is
   acknowledged when whoever iterates asks for more, which is after the store has committed it. So
-  the loss of the actor costs a stream one chunk, and a slow disk slows the engines.
+  the loss of the host costs a stream one chunk, and a slow disk slows the engines.
 - An abort is heard before more is read, and then its streams are read to their ends: the engine
   adds nothing to them, and each comes as one item.
 - Longer pauses mean fewer messages: `Pace` sets the pause, which is short for few streams.

@@ -13,6 +13,7 @@ Invariants
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ from megatron_async.environments.worker import (
     Opened,
     Rehearsed,
     Stepped,
+    limit_memory,
     row_of,
+    watch_loop,
     with_parts,
 )
 from megatron_async.trajectory.types import IntArray, Turn
@@ -306,3 +309,20 @@ def _refusal(sentence: str) -> CallRefused:
     refused = CallRefused(sentence, "messages")
     refused.code = "context_length_exceeded"
     return refused
+
+
+class AgentProcess(AgentWorker):
+    """A worker of agents that has its process for itself."""
+
+    def __init__(
+        self, settings: str, task: str, model_path: str, sampling: str, scored: bool
+    ) -> None:
+        super().__init__(settings, task, model_path, sampling, scored)
+        self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
+        self._watch: asyncio.Task[None] | None = None
+        limit_memory(self._settings.memory_mib)
+
+    async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
+        if self._watch is None:
+            self._watch = asyncio.create_task(watch_loop(self._settings.step_seconds, self._log))
+        return await super()._start(key, payload, turns)

@@ -1,6 +1,7 @@
 """An episode played before anything starts, with a made-up answer, in a worker as in a run."""
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,8 +66,14 @@ def check_environment(
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
     one = config.episodes.model_copy(update={"workers": 1})
     alone = config.model_copy(update={"agent" if config.agent.used else "environment": one})
-    with (
-        tempfile.TemporaryDirectory(prefix="megatron-async-environment-") as logs,
-        local_place(Path(logs)) as place,
-    ):
-        return await EnvironmentWorkers(alone, place).rehearse(payload)
+    logs = Path(tempfile.mkdtemp(prefix="megatron-async-environment-"))
+    named = False
+    try:
+        with local_place(logs) as place:
+            return await EnvironmentWorkers(alone, place).rehearse(payload)
+    except ComponentFailure:
+        named = True  # the worker's log, by the sentence
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(logs)

@@ -24,12 +24,15 @@ Tool = Callable[..., Any]
 
 
 def tools_of(environment: Any, name: str) -> dict[str, Tool]:
-    """The public methods of an environment that has no `step`, by name."""
+    """The public methods of an environment that has no `step`, by name.
+
+    Those of its class: attributes that can be called are none, and properties are not read.
+    """
     if hasattr(environment, "step"):
         return {}
     tools: dict[str, Tool] = {
-        method: member
-        for method, member in inspect.getmembers(environment, inspect.isroutine)
+        method: getattr(environment, method)
+        for method, _ in inspect.getmembers(type(environment), inspect.isfunction)
         if not method.startswith("_") and method not in NOT_TOOLS
     }
     if not tools:

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -126,6 +127,25 @@ def check_room(directory: Path, size: int) -> None:
         finally:
             with contextlib.suppress(OSError):  # the error of the write is the one that matters
                 trial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a name beside `path`; the file that the block writes there takes its place at the end.
+
+    `durable`: it is on disk before. Nothing is left of a block that fails. Raises OSError.
+    """
+    # Not the process id: on a shared file system another node's process may have the same.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        if durable:
+            replace_durably(temporary, path)
+        else:
+            temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # the error of the write is the one that matters
+            temporary.unlink(missing_ok=True)
 
 
 def replace_durably(temporary: Path, target: Path) -> None:

@@ -107,7 +107,8 @@ def _remove_unfinished(directory: RunDirectory) -> None:
     if directory.config_file.exists():
         return
     with contextlib.suppress(OSError):
-        directory.lock_file.unlink(missing_ok=True)
+        for file in (directory.lock_file, directory.tokenizer_file):
+            file.unlink(missing_ok=True)
         if directory.logs.exists():
             directory.logs.rmdir()
         directory.path.rmdir()

@@ -24,9 +24,8 @@ from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
-    activation_bytes,
     kv_capacity_tokens,
-    trainer_state_bytes,
+    trainer_memory,
     update_bytes,
 )
 from megatron_async.simulate.planner import sufficient_concurrency
@@ -121,8 +120,7 @@ def derive(config: RunConfig, machine: Machine) -> DerivedRun:
         new, reason = rule(config, machine)
         found.append(Derived(name, new, reason, changed=new != value))
         if new != value:
-            changed = settings.model_copy(update={field: new})
-            config = config.model_copy(update={section: changed})
+            config = config.with_section(section, **{field: new})
     return DerivedRun(config, tuple(found))
 
 
@@ -171,8 +169,8 @@ def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
     return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
 
 
-def _verifier_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
-    base = config.task.verifier_workers
+def _scorer_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
+    base = config.task.scorer_workers
     if machine.cores is None:
         return base * max(1, machine.engine_nodes), f"{base} a node that generates"
     half = machine.cores // 2
@@ -185,7 +183,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
     "engines.stream_interval": _stream_interval,
-    "task.verifier_workers": _verifier_workers,
+    "task.scorer_workers": _scorer_workers,
 }
 
 
@@ -249,11 +247,11 @@ def _shared(config: RunConfig) -> str:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    layout, sharded = config.parallel, config.optimizer.sharded
-    state = trainer_state_bytes(shape, layout, sharded=sharded, expert=layout.expert)
-    activations = activation_bytes(
+    trainer = trainer_memory(
         shape,
-        layout,
+        config.parallel,
+        sharded=config.optimizer.sharded,
+        expert=config.parallel.expert,
         microbatch_tokens=config.trainer.microbatch_tokens,
         logit_tokens=config.trainer.logprob_chunk_tokens,
         recompute=config.trainer.recompute_activations,
@@ -265,8 +263,9 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
     return [
-        f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "
-        f"{activations / _GB:.1f} GB, peak {(state + activations) / _GB:.1f} of "
+        f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
+        f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
+        f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
         f"{machine.memory_bytes / _GB:.0f} GB",
         f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
         f"{max(0, tokens):,} tokens an engine",
@@ -276,19 +275,15 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
 def modelled(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with the machine as the simulated GPU."""
     gpu = config.simulate.gpu
-    changes: dict[str, Any] = {"memory_gb": machine.memory_bytes / _GB}
-    if machine.gpu is not None:
-        changes["name"] = machine.gpu
-    simulated = config.simulate.model_copy(update={"gpu": gpu.model_copy(update=changes)})
-    return with_own_model(config.model_copy(update={"simulate": simulated}))
+    changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
+    return with_own_model(config.with_section("simulate", gpu=gpu.model_copy(update=changes)))
 
 
 def with_own_model(config: RunConfig) -> RunConfig:
     """The model in `model.path` where it is there already, whatever `simulate.model` names."""
     if not (Path(config.model.path) / "config.json").is_file():
         return config
-    simulated = config.simulate.model_copy(update={"model": ""})
-    return config.model_copy(update={"simulate": simulated})
+    return config.with_section("simulate", model="")
 
 
 def _sheet_of(device_name: str) -> GpuName | None:

@@ -71,10 +71,6 @@ def trainer_environment(
     added = {name: value for name, value in defaults.items() if name not in base}
     added |= communication_environment(base, one_machine=one_machine, nvls=nvls)
     added |= _TRAINER_FIXED
-    if place is not None:
-        added[PLACE_VARIABLE] = place
-    if stop_file is not None:
-        added[STOP_FILE_VARIABLE] = str(stop_file)
-    if gpus is not None:
-        added[VISIBLE_VARIABLE] = gpus
-    return added
+    stop = None if stop_file is None else str(stop_file)
+    chosen = {PLACE_VARIABLE: place, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
+    return added | {name: value for name, value in chosen.items() if value is not None}

@@ -20,6 +20,7 @@ from typing import Final
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.files.mounts import existing
 from megatron_async.launcher.derived import Machine, layout_lines, modelled, with_own_model
 from megatron_async.models.shape import BF16, ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
@@ -60,9 +61,7 @@ class Checkpoints:
         """Check that there is room for them, beside those that lie there. Raises UserError."""
         place = directory.checkpoints
         room = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
-        while not place.exists():
-            place = place.parent
-        room += shutil.disk_usage(place).free
+        room += shutil.disk_usage(existing(place)).free
         if room < self.most * self.size:
             raise UserError(
                 f"{self.most} checkpoints of {self.size / _GB:,.3g} GB lie in "
@@ -77,10 +76,10 @@ def figures(config: RunConfig, machine: Machine) -> list[str]:
     lines = layout_lines(config, machine)
     if machine.device == "cpu":
         return lines
-    colocated = config.engines.placement == "colocated"
-    placement = {"placement": config.engines.placement, "offload": colocated}
-    simulated = config.simulate.model_copy(update=placement)
-    config = modelled(config.model_copy(update={"simulate": simulated}), machine)
+    placement = config.engines.placement
+    offload = placement == "colocated"
+    config = config.with_section("simulate", placement=placement, offload=offload)
+    config = modelled(config, machine)
     try:
         return [*lines, *_storage_and_times(config, shape_of(config))]
     except UserError as error:

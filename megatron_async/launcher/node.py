@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -152,7 +152,7 @@ def drive_rollout(
 
     Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
     """
-    from megatron_async.launcher.rollout_side import rollout_side
+    from megatron_async.launcher.rollout_side import RolloutSide
     from megatron_async.telemetry.progress import Progress
 
     earlier = directory.outcome_stamp()
@@ -166,7 +166,7 @@ def drive_rollout(
 
     with (
         ray_place(ray_address) as place,
-        rollout_side(config, directory, place) as rollout,
+        closing(RolloutSide(config, directory, place)) as rollout,
     ):
         try:
             progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)

@@ -15,10 +15,12 @@ from typing import Any
 from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
     check_manifests,
+    is_checkpoint,
     list_checkpoints,
     open_checkpoint,
 )
 from megatron_async.config import RunConfig
+from megatron_async.config.files import TOKENIZER_FILES, tokenizer_digest
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
@@ -48,14 +50,21 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
     directory = Path(path)
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
-    names = ("tokenizer.json", "tokenizer.model")
-    if tokenizer and not any((directory / name).is_file() for name in names):
+    if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
         )
     with SafetensorsDirectory(path) as weights:
         weights.open_all()
+
+
+def check_served(path: Path | str) -> None:
+    """Check a model that an engine alone will have, of whatever family. Raises UserError."""
+    from megatron_async.models.model_files import check_weights
+
+    check_model(path)
+    check_weights(path, None)
 
 
 def check_engines(engines: EngineConfig) -> None:
@@ -110,7 +119,7 @@ def _check_checkpoint(path: Path, architecture: Architecture) -> None:
     """Check its manifest; the files are verified when they are read."""
     from megatron_async.checkpoint.placement import misfit
 
-    if not (path / MANIFEST_NAME).is_file():
+    if not is_checkpoint(path):
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
     checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
     if fault := misfit(checkpoint.manifest, architecture, None):
@@ -136,8 +145,24 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
-def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
-    """Refuse a model that the run's checkpoints and tokens are not of. Raises UserError."""
+def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
+    """Refuse what a resume cannot change: the run's place, its model, the weights that it has.
+
+    Raises UserError.
+    """
+    if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
+        key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
+        raise UserError(
+            f"{key} is {value!r}, and the run of {directory.path} stays where it is: leave it out, "
+            "or rename the directory and resume that"
+        )
+    own = next(iter(list_checkpoints(directory.checkpoints)), None)
+    if own and config.model.checkpoint not in ("", before.model.checkpoint):
+        raise UserError(
+            f"model.checkpoint is {config.model.checkpoint!r}, and {directory.path} goes on from "
+            f"its own checkpoint {own.path.name}: leave it out, or start a new run under another "
+            "name"
+        )
     for difference in _differences(directory, before, config):
         raise UserError(
             f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
@@ -147,10 +172,10 @@ def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConf
 
 
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Compare with the newest checkpoint, and with the model that the run had where that is."""
+    """Compare with the newest checkpoint, with the tokenizer that the run noted at its start, and
+    with the model that it had where that is."""
     from megatron_async.checkpoint.placement import misfit
     from megatron_async.models.families import read_architecture
-    from megatron_async.tasks.text_task import load_tokenizer
 
     old, new = before.model, config.model
     architecture = read_architecture(new.path, new.family)
@@ -162,8 +187,9 @@ def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) 
         for name, was in asdict(read_architecture(old.path, old.family)).items():
             if was != now[name] and name != "dtype":
                 yield f"its {name} is {was}, and the other's is {now[name]}"
-        if load_tokenizer(old.path).get_vocab() != load_tokenizer(new.path).get_vocab():
-            yield "the tokenizers have other tokens"
+    tokenizer = directory.tokenizer_digest() or tokenizer_digest(old.path)
+    if tokenizer and tokenizer != tokenizer_digest(new.path):
+        yield "its tokenizer or its chat template is another"
 
 
 def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
@@ -217,9 +243,8 @@ def as_it_would_start(config: RunConfig) -> Checked:
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
-    check_model(model_path)
-    path = config.model.model_copy(update={"path": str(model_path)})
-    return _check_task(config.model_copy(update={"model": path}), trains=False)
+    check_served(model_path)
+    return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
@@ -290,9 +315,8 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
             f"eval.prompts is {wanted}, and {has}; lower eval.prompts, raise task.heldout_share or "
             "add problems"
         )
-    fewer = config.eval.model_copy(update={"prompts": heldout})
     return Checked(
-        config.model_copy(update={"eval": fewer}),
+        config.with_section("eval", prompts=heldout),
         (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
     )
 

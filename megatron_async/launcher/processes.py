@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
@@ -79,12 +79,16 @@ class Child:
 
     def stop(self, grace_seconds: float = 10.0) -> None:
         """End the whole session of the child."""
-        for sign, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 5.0)):
-            try:
-                os.killpg(self._process.pid, sign)
-            except ProcessLookupError:
-                return
-            self.wait(seconds)  # grandchildren may outlive it: the kill clears the session
+        try:
+            self._signal(signal.SIGTERM, grace_seconds)
+        finally:  # also of an interrupt that comes while it ends
+            self._signal(signal.SIGKILL, 5.0)
+
+    def _signal(self, number: signal.Signals, seconds: float) -> None:
+        """Signal the session; wait for the end of the child, which grandchildren may outlive."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+            self.wait(seconds)
 
     def log_tail(self, lines: int = 15) -> str:
         """Return the last lines that the process wrote."""

@@ -9,9 +9,7 @@ Invariants
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_async.config import RunConfig, dump
@@ -41,18 +39,6 @@ def place_of_run(
     from megatron_async.places.on_ray import ray_place
 
     return ray_place(running_ray(config), directory.ray_token_file, gpus)
-
-
-@contextmanager
-def rollout_side(
-    config: RunConfig, directory: RunDirectory, place: Place
-) -> "Iterator[RolloutSide]":
-    """A rollout side that starts, stopped with the block."""
-    side = RolloutSide(config, directory, place)
-    try:
-        yield side
-    finally:
-        side.stop()
 
 
 class RolloutSide:
@@ -98,7 +84,7 @@ class RolloutSide:
             raise ComponentFailure(status["failure"])
         return status
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Keep every token, end the engines. What goes wrong on the way goes to the log."""
         try:
             place = place_of_writer(self._directory.store_file, self._config.store.directory)
@@ -107,7 +93,7 @@ class RolloutSide:
         except (ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 
-    def _log(self, line: str) -> Path:
+    def _log(self, line: str) -> None:
         log = self._directory.logs / "supervisor.log"
         try:
             with log.open("a") as out:
@@ -115,4 +101,3 @@ class RolloutSide:
         except OSError:  # a full disk must not hide the failure that is about to be raised
             if not self._failure:
                 print(line, file=sys.stderr)
-        return log

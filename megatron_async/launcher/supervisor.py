@@ -9,8 +9,7 @@ Invariants
 """
 
 import os
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
 
 from megatron_async.config import RunConfig
 from megatron_async.launcher.devices import DeviceSplit, running_ray
@@ -20,46 +19,45 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
 
 
-@dataclass(frozen=True)
-class Supervisor:
-    """A run on one machine; `devices` are what its trainers and its engines may use."""
+def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) -> None:
+    """Run on one machine until complete; `devices` are what its trainers and its engines may use.
 
-    config: RunConfig
-    directory: RunDirectory
-    devices: DeviceSplit
+    Raises UserError or ComponentFailure; KeyboardInterrupt.
+    """
+    # It imports what `--help` and a refused config must not wait for.
+    from megatron_async.launcher.rollout_side import RolloutSide, place_of_run
 
-    def run(self) -> None:
-        """Run until complete. Raises UserError or ComponentFailure; KeyboardInterrupt."""
-        # It imports what `--help` and a refused config must not wait for.
-        from megatron_async.launcher.rollout_side import place_of_run, rollout_side
+    directory.take_failure()
+    with (
+        place_of_run(config, directory, gpus=devices.engines) as place,
+        closing(RolloutSide(config, directory, place)) as rollout,
+        # Ended first: they would only complain.
+        trainers(config, directory, place.address, devices.trainers) as ranks,
+    ):
+        progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
+        code = progress.follow(ranks.exit_code, rollout.status)
+        if code != 0:
+            directory.raise_failure(ranks.log_file)
+            raise ranks.failure("the trainer")
+        directory.take_failure()  # torchrun's next attempt has mended what it reports
 
-        config, directory = self.config, self.directory
-        directory.take_failure()
-        with (
-            place_of_run(config, directory, gpus=self.devices.engines) as place,
-            rollout_side(config, directory, place) as rollout,
-            self._trainers(place.address) as trainers,  # ended first: they would only complain
-        ):
-            progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
-            code = progress.follow(trainers.exit_code, rollout.status)
-            if code != 0:
-                directory.raise_failure(trainers.log_file)
-                raise trainers.failure("the trainer")
-            directory.take_failure()  # torchrun's next attempt has mended what it reports
 
-    def _trainers(self, place: str) -> AbstractContextManager[Child]:
-        return torchrun(
-            self.config.parallel.ranks,
-            "megatron_async.train_loop.rank",
-            str(self.directory.path),
-            log_file=self.directory.logs / "trainer.log",
-            environment=trainer_environment(
-                os.environ,
-                one_machine=running_ray(self.config) is None,
-                nvls=self.config.engines.uses_nvls,
-                place=place,
-                gpus=self.devices.trainers,
-                hands_memory_to_engines=self.config.weights.transport == "tensor",
-            ),
-            max_restarts=self.config.trainer.max_restarts,
-        )
+def trainers(
+    config: RunConfig, directory: RunDirectory, place: str, gpus: str | None
+) -> AbstractContextManager[Child]:
+    """All trainer ranks of a run, here; `gpus`: as in CUDA_VISIBLE_DEVICES, None: all."""
+    return torchrun(
+        config.parallel.ranks,
+        "megatron_async.train_loop.rank",
+        str(directory.path),
+        log_file=directory.logs / "trainer.log",
+        environment=trainer_environment(
+            os.environ,
+            one_machine=running_ray(config) is None,
+            nvls=config.engines.uses_nvls,
+            place=place,
+            gpus=gpus,
+            hands_memory_to_engines=config.weights.transport == "tensor",
+        ),
+        max_restarts=config.trainer.max_restarts,
+    )

@@ -21,9 +21,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import rules_of
-from megatron_async.models.parameters import first_layer_of_stage, placed_parameters
-from megatron_async.models.shards import LayerPlace, Rule, ShardLayout, merge
+from megatron_async.models.families import stage_rules
+from megatron_async.models.parameters import placed_parameters
+from megatron_async.models.shards import Rule, ShardLayout, merge
 
 NamedTensor = tuple[str, Tensor]
 SENDER = 0
@@ -34,7 +34,7 @@ class WalkStep:
     """A parameter in a stage's walk; for experts, one of each expert rank at once."""
 
     rule: Rule
-    layer: int = 0
+    layer: int
     experts: Sequence[int] = (0,)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -48,21 +48,14 @@ class WalkStep:
 def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
     """Walk the parameters that `stage` exports, in order; the same on every rank."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    rules = [rule for rule in rules_of(architecture) if rule.exported]
-    if stage == 0:
-        yield from (WalkStep(rule) for rule in rules if rule.place is LayerPlace.FIRST)
-    first = first_layer_of_stage(architecture, stage)
     experts = range(architecture.experts.num if architecture.experts else 0)
     per_rank = len(experts) // parallel_state.get_expert_model_parallel_world_size()
-    for layer in range(first, first + architecture.num_layers // stages):
-        for rule in rules:
-            if rule.expert:
-                for slot in range(per_rank):
-                    yield WalkStep(rule, layer, experts[slot::per_rank])
-            elif rule.place is LayerPlace.LAYER:
-                yield WalkStep(rule, layer)
-    if stage == stages - 1:
-        yield from (WalkStep(rule) for rule in rules if rule.place is LayerPlace.LAST)
+    for rule, layer in stage_rules(architecture, stage, stages):
+        if rule.expert:
+            for slot in range(per_rank):
+                yield WalkStep(rule, layer, experts[slot::per_rank])
+        else:
+            yield WalkStep(rule, layer)
 
 
 def stage_leader(stage: int) -> int:

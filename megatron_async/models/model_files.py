@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, shown
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import rules_of
+from megatron_async.models.families import stage_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,12 +154,11 @@ def _cause(path: Path, error: Exception) -> str:
 
 
 def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every Hugging Face tensor of the model; a tied head comes twice."""
+    """Name and shape of every Hugging Face tensor of the model."""
     experts = architecture.experts.num if architecture.experts else 1
-    for rule in rules_of(architecture):
-        for layer in range(architecture.num_layers if "{layer}" in rule.tensors[0] else 1):
-            for expert in range(experts if rule.expert else 1):
-                yield from zip(rule.tensor_names(layer, expert), rule.shapes, strict=True)
+    for rule, layer in stage_rules(architecture):
+        for expert in range(experts if rule.expert else 1):
+            yield from zip(rule.tensor_names(layer, expert), rule.shapes, strict=True)
 
 
 def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
@@ -190,14 +189,16 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
             )
 
 
-def check_weights(model_dir: Path | str, architecture: Architecture) -> None:
+def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
     """Compare every file of the directory with config.json, and look at the weights.
 
+    `architecture` None: engines alone use the model, of whatever family; its numbers are looked at.
     Raises UserError. Of a model of more than 8 GiB it reads the beginning of each tensor.
     """
     with SafetensorsDirectory(model_dir) as directory:
         directory.open_all()
-        check_tensors(directory, architecture)
+        if architecture is not None:
+            check_tensors(directory, architecture)
         files = sorted({directory.path / file for file in directory.file_of.values()})
     whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
     for file in files:
@@ -221,14 +222,14 @@ def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray
 
 
 def _check_numbers(
-    where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture
+    where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture | None
 ) -> None:
     remedy = "download the model again, or take another checkpoint of it"
     if bool(((bits & exponent) == exponent).any()):
         raise UserError(f"{where} holds NaN or infinity; {remedy}")
     if "norm" in name:
-        may_be_zero = architecture.zero_centered_norm
+        may_be_zero = architecture is None or architecture.zero_centered_norm
     else:
-        may_be_zero = name.endswith("bias") or any(part in name for part in _MAY_BE_ZERO)
+        may_be_zero = not name.endswith("weight") or any(part in name for part in _MAY_BE_ZERO)
     if not may_be_zero and bits.size and not bool((bits << 1).any()):  # -0.0 is zero too
         raise UserError(f"{where} is all zero; {remedy}")

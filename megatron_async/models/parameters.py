@@ -51,7 +51,9 @@ def placed_parameters(
 ) -> Iterator[PlacedParameter]:
     """Every parameter of this rank's chunks. Raises KeyError for one without a rule."""
     by_name = {name: rule for rule in rules_of(architecture) for name in rule.parameters}
-    first_layer = first_layer_of_stage(architecture)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    first_layer = stage * (architecture.num_layers // stages)
     experts = architecture.experts.num if architecture.experts else 0
     per_rank = experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
@@ -79,11 +81,3 @@ def _template(name: str) -> tuple[str, int, int]:
     expert = _EXPERT.search(name)
     template = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
     return template, int(layer[0]) if layer else 0, int(expert[0]) if expert else 0
-
-
-def first_layer_of_stage(architecture: Architecture, stage: int | None = None) -> int:
-    """Global number of the first layer of a pipeline stage (this rank's by default)."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stage is None:
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-    return stage * (architecture.num_layers // stages)

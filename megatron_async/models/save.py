@@ -69,20 +69,24 @@ def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
 
 
 def write_model_directory(
-    stream: Iterator[list[NamedTensor]], destination: Path, source: Path, version: str = ""
+    stream: Iterator[list[NamedTensor]],
+    destination: Path,
+    source: Path,
+    version: str = "",
+    dtype: str | None = None,
 ) -> None:
-    """Each bucket of `stream` becomes one safetensors file of a new directory `destination`."""
+    """Each bucket of `stream` becomes one safetensors file of a new directory `destination`.
+
+    Config and tokenizer are those of `source`, but for a `dtype`.
+    """
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     with writing(destination):
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     try:
         _write_weights(stream, partial, version)
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
-                with writing(destination / path.name):
-                    shutil.copyfile(path, partial / path.name)
         with writing(destination):
+            copy_hf_files(source, partial, dtype)
             for path in partial.iterdir():
                 force_to_disk(path)
             force_to_disk(partial)
@@ -91,6 +95,18 @@ def write_model_directory(
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
+    """Copy what lies beside the weights; `dtype` is what config.json of the copy states."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
+            shutil.copyfile(path, folder / path.name)
+    if dtype is not None:
+        file = folder / "config.json"
+        config = {**json.loads(file.read_text()), "dtype": dtype}
+        config.pop("torch_dtype", None)
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: str) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,8 +100,9 @@ class LocalPlace:
         return LocalPlaced(self._directory / name, self._logs)
 
     def close(self) -> None:
-        for process in self._started:
-            process.end()
+        with ExitStack() as ends:  # all of them, also when an interrupt comes at one
+            for process in self._started:
+                ends.callback(process.end)
 
     def _take(self, count: int, name: str) -> list[str]:
         if not count:
@@ -202,7 +203,9 @@ class _Process:
         number = self._listening.fileno()
         self._environment[LIFELINE_VARIABLE] = str(read_end)
         try:
-            with writing(self._log), self._log.open("ab") as log:
+            with writing(self._log):
+                log = self._log.open("ab")
+            with log:
                 self._log_begins = log.tell()
                 self._running = subprocess.Popen(
                     [
@@ -216,13 +219,20 @@ class _Process:
                     start_new_session=True,
                     pass_fds=(read_end, number),
                 )
+        except BaseException as error:
+            os.close(self._lifeline)
+            if isinstance(error, OSError):
+                raise ComponentFailure(
+                    f"{self._path.name} cannot be started: {error.strerror}"
+                ) from error
+            raise
         finally:
             os.close(given)
             os.close(read_end)
 
     def _look_after(self) -> None:
         while True:
-            code = self._running.wait()
+            code = self._reap()
             with self._changed:
                 os.close(self._lifeline)
                 self._why = self._how(code)
@@ -236,6 +246,13 @@ class _Process:
                     self._why += f"; it cannot be started again: {error}"
                     return self._close()
 
+    def _reap(self) -> int:
+        """Wait for its end; what it has started in its group ends with it."""
+        # Unreaped, its number is no other group's.
+        os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
+        os.killpg(self._running.pid, signal.SIGKILL)
+        return self._running.wait()
+
     def _close(self) -> None:
         """Let nobody's call wait any longer: it is dead for good."""
         self._path.unlink(missing_ok=True)
@@ -243,7 +260,8 @@ class _Process:
         self._ended()
 
     def _how(self, code: int) -> str:
-        with self._log.open("rb") as log:
+        cause = ""
+        with suppress(OSError), self._log.open("rb") as log:  # somebody may have removed it
             log.seek(self._log_begins)
             cause = cause_in_log(log.read().decode(errors="replace"))
         return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
@@ -260,7 +278,7 @@ class _Process:
         with self._changed:
             ended_before, self._ending = self._ending, True
             left: list[psutil.Process] = []
-            if not ended_before and self._running.poll() is None:
+            if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):
                     left = psutil.Process(self._running.pid).children(recursive=True)
                 with suppress(ProcessLookupError):

@@ -5,9 +5,11 @@ Invariants
 - What the run does not have (no evaluation, an old version's metrics) is empty, never an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +23,38 @@ from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.telemetry.summary import RunSummary, summarise
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Trajectory
+from megatron_async.trajectory.types import (
+    FinishReason,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    parts_of_today,
+)
 
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
 _MOST_FACTS = 300
 _MOST_ROWS = 3
+_MOST_TURNS = 32
 _ENDS = {FinishReason.STOP: "complete", FinishReason.LENGTH: "cut at the length limit"}
+_EPISODE_ENDS = {
+    FinishReason.STOP: "by the environment",
+    FinishReason.LENGTH: "at a limit of turns, length or time",
+}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a response by one author; `version` is None for the environment."""
+    """A stretch of a response by one author; `version` is None for the environment.
+
+    `heading`: stands above it, where it begins a turn.
+    """
 
     text: str
     version: str | None
-    engine: str
-    tokens: int
+    engine: str = ""
+    tokens: int = 0
+    heading: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,8 @@ class RunData:
     evaluations: Lines
     warnings: list[dict[str, Any]]
     samples: tuple[ReportSample, ...]
+    endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """Episodes by how they ended and after how many turns."""
 
     @property
     def began(self) -> float:
@@ -71,16 +90,15 @@ def read_run(path: Path) -> RunData:
     """Read the files of a run. Raises UserError when there is no run."""
     directory, config = RunDirectory.find(path, [])
     train = read_metrics(directory.metrics_file)
+    samples, endings = _trajectories(directory, _decoder(config.model.path))
     return RunData(
         name=directory.path.name,
         summary=summarise(directory),
         train=train,
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
         warnings=_warnings(directory.metrics_file, train),
-        samples=(
-            *_samples(directory, _decoder(config.model.path)),
-            *_evaluated(directory.path / "evaluations"),
-        ),
+        samples=(*samples, *_evaluated(directory.path / "evaluations")),
+        endings=endings,
     )
 
 
@@ -107,17 +125,29 @@ def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def _samples(
+def _trajectories(
     directory: RunDirectory, decode: Callable[[Sequence[int]], str]
-) -> tuple[ReportSample, ...]:
+) -> tuple[tuple[ReportSample, ...], Counter[tuple[str, int]]]:
+    """Some to look at, and where episodes ended."""
     if not has_store(directory.store_file):
-        return ()
+        return (), Counter()
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         everything = [*reader.summaries(), *export.summaries(reader)]
-        return tuple(
+        samples = tuple(
             _sample(why, export.find(reader, summary.trajectory_id), decode)
             for why, summary in _chosen(everything)
         )
+        return samples, Counter(filter(None, map(_ending, everything)))
+
+
+def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
+    if not episode.turns:
+        return None
+    if episode.drop_reason is not None:
+        return f"dropped: {episode.drop_reason}", episode.turns
+    if episode.finish_reason is None:
+        return None
+    return _EPISODE_ENDS[episode.finish_reason], episode.turns
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
@@ -132,19 +162,32 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
             prompt = row.get("prompt") or row.get("question", "")  # older versions kept no prompt
             written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
             author = " and ".join(written) or f"version {_step(file)}"
-            piece = Piece(_cut(row.get("response", "")), author, "", row.get("tokens", 0))
-            yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), (piece,))
+            piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))
+            pieces: tuple[Piece, ...] = (piece,)
+            if row.get("messages"):  # which begin with the prompt
+                prompt, pieces = "", _pieces_of(row["messages"], author)
+            yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), pieces)
+
+
+def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
+    """A conversation: each message under its role."""
+    shown = messages[: 2 * _MOST_TURNS]
+    return tuple(
+        Piece(_cut(m["content"]), author if m["role"] == "assistant" else None, heading=m["role"])
+        for m in shown
+    )
 
 
 def _facts(row: dict[str, Any]) -> str:
     """Describe in words what an evaluation has found about a response."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
-    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    named = parts_of_today(row.get("parts", {}))
+    parts = {k: v for k, v in named.items() if (k, v) != ("score", reward)}
     facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
     for name, value in parts.items():
-        fault = name.replace("verifier", "scorer").replace("_", " ")
-        facts.append(fault if name in SCORER_FAULTS else f"{name} {value:.3g}")
+        fault = name in SCORER_FAULTS
+        facts.append(name.replace("_", " ") if fault else f"{name} {value:.3g}")
     facts += [f"right answer {answer}"] * bool(answer)
     facts += ["cut at the length limit"] * bool(row.get("truncated"))
     return _cut(", ".join(facts), _MOST_FACTS)
@@ -164,7 +207,10 @@ def _step(file: Path) -> int:
 
 
 def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:
-    """Best, worst, longest and most resumed of those with a reward, the newest where equal."""
+    """Best, worst, longest and most resumed of those with a reward, the newest where equal.
+
+    Of episodes best, worst and a random one, always the same of the same ones.
+    """
     scored = sorted((s for s in summaries if s.reward is not None), key=lambda s: s.trajectory_id)
     if not scored:
         return []
@@ -175,24 +221,49 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
         "most policy versions": lambda s: len(s.versions),
     }
     best = {why: max(reversed(scored), key=key) for why, key in keys.items()}
+    if any(summary.turns for summary in scored):
+        drawn = random.Random(len(scored)).choice(scored)
+        best = {**dict(list(best.items())[:2]), "random": drawn}
     chosen = {summary.trajectory_id: summary for summary in best.values()}
     return [(", ".join(why for why in best if best[why] is s), s) for s in chosen.values()]
 
 
 def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
+    if found.turns:
+        return _episode(why, found, decode)
     ended = "unfinished" if found.finish_reason is None else _ENDS[found.finish_reason]
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
         f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
         f"tokens in {len(found.segments)} segment{'s'[: len(found.segments) != 1]}, {ended}{step}"
     )
-    pieces = tuple(
-        Piece(
-            _cut(decode(segment.token_ids.tolist())),
-            None if segment.from_environment else _version(segment.version),
-            segment.engine_id,
-            len(segment),
-        )
-        for segment in found.segments
-    )
+    pieces = tuple(_piece(segment, decode) for segment in found.segments)
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), pieces)
+
+
+def _piece(segment: Segment, decode: Callable[[Sequence[int]], str]) -> Piece:
+    version = None if segment.from_environment else _version(segment.version)
+    text = _cut(decode(segment.token_ids.tolist()))
+    return Piece(text, version, segment.engine_id, len(segment))
+
+
+def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
+    """An episode turn by turn."""
+    ended = found.finish_reason and f"ended {_EPISODE_ENDS[found.finish_reason]}"
+    step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
+    turns = len(found.turns)
+    facts = (
+        f"episode {found.trajectory_id}, reward {found.reward:.3g}, {turns} "
+        f"turn{'s'[: turns != 1]}, {found.response_length} tokens, {ended or 'unfinished'}{step}"
+    )
+    pieces: list[Piece] = []
+    for turn in found.turns[:_MOST_TURNS]:
+        parts = [_piece(segment, decode) for segment in found.segments_of(turn)]
+        first, *rest = parts or [Piece("", None)]
+        after = turn.parent is not None and turn.parent != turn.number - 1
+        heading = f"turn {turn.number}" + f", after turn {turn.parent}" * after
+        heading += f", reward {turn.reward:.3g}" * bool(turn.reward)
+        pieces += [replace(first, heading=heading), *rest]
+    left = turns - _MOST_TURNS
+    facts += f", the first {_MOST_TURNS} are shown" * (left > 0)
+    return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), tuple(pieces))

@@ -35,7 +35,7 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
 .sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
           padding: 8px 12px; margin: 8px 0; }
 h1, th, li, pre, .sample { overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; }
+pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { display: none; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
 # plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
@@ -63,7 +63,7 @@ def report_page(runs: Sequence[RunData]) -> str:
         _figures(runs),
         "<h2>Warnings</h2>",
         _columns(runs, _warnings),
-        "<h2>Trajectories</h2>",
+        f"<h2>{'Episodes' if any(run.endings for run in runs) else 'Trajectories'}</h2>",
         _columns(runs, _samples),
     ]
     return (
@@ -164,16 +164,22 @@ def _sample(sample: ReportSample) -> str:
         return f'<span style="{colour}" title="{html.escape(title)}">{html.escape(text)}</span>'
 
     response = "".join(
-        span(p.version, f"{_author(p.version, p.engine)}, {p.tokens} tokens", p.text)
+        _heading(p.heading)
+        + span(p.version, f"{_author(p.version, p.engine)}, {p.tokens} tokens", p.text)
         for p in sample.pieces
     )
+    prompt = f"<pre class=quiet>{html.escape(sample.prompt)}</pre>" * bool(sample.prompt)
     legend = " ".join(span(v, "", f"\u00a0{_author(v, '')}\u00a0") for v in versions)
     return (
         f"<div class=sample><b>{html.escape(sample.why)}</b> "
         f"<span class=quiet>{html.escape(sample.facts)}</span>"
-        f"<pre class=quiet>{html.escape(sample.prompt)}</pre><pre>{response}</pre>"
+        f"{prompt}<pre>{response}</pre>"
         f"<div>{legend}</div></div>"
     )
+
+
+def _heading(text: str) -> str:
+    return f"</pre><div class=quiet>{html.escape(text)}</div><pre>" if text else ""
 
 
 def _author(version: str | None, engine: str) -> str:

@@ -8,15 +8,15 @@ Invariants
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-import numpy as np
 import plotly.graph_objects as go
 
 from megatron_async.report.data import Lines, RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
+from megatron_async.telemetry.metrics import TRAINER_PHASES
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
@@ -32,33 +32,48 @@ _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6  # largest over smalles
 _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
 Figure: TypeAlias = Any  # plotly has no types
-Series = tuple[str, str]
+Line: TypeAlias = Mapping[str, float]
+_IDLE: Final = "idle"
+# Of raw importance weights: their mean, their second moment, the logarithms of the extremes.
+_MOMENTS: Final = {
+    "token": (
+        "off_policy/weight",
+        "off_policy/chi2_token",
+        "off_policy/log_ratio_min",
+        "off_policy/log_ratio_max",
+    ),
+    "response": (
+        "off_policy/weight_sequence",
+        "off_policy/chi2_sequence",
+        "off_policy/log_weight_sequence_min",
+        "off_policy/log_weight_sequence_max",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """`series`: (label, metric). `band`: (mean, spread) of a shaded area around the first, within
-    the least and the largest value."""
+    """`series`: (label, metric). `band`: metric around which an area is shaded (`drawn`)."""
 
     title: str
     unit: str
-    series: tuple[Series, ...]
+    series: tuple[tuple[str, str], ...]
     draws: Literal["lines", "bars", "areas"] = "lines"
-    band: Series | None = None
+    band: str = ""
     scale: float = 1.0
     logarithmic: bool = False
 
     def figure(self, run: RunData) -> Figure | None:
         """Draw the panel; None when the run has none of the metrics."""
-        figure = go.Figure()
-        if self.band is not None:
-            _add_band(figure, run, *self.band)
+        figure, lines = go.Figure(), [drawn(line) for line in run.train]
+        shaded = [line for line in lines if f"{self.band}/below" in line]
+        if shaded:
+            ends = ([line[f"{self.band}/{end}"] for line in shaded] for end in ("below", "above"))
+            _shade(figure, [line["step"] for line in shaded], *ends)
         for index, (label, metric) in enumerate(self.series):
-            points = [
-                (line["step"], self.scale * line[metric]) for line in run.train if metric in line
-            ]
-            drawn = [y for _, y in points if math.isfinite(y)]
-            if drawn and (any(drawn) or self.draws == "lines"):
+            points = [(line["step"], self.scale * line[metric]) for line in lines if metric in line]
+            finite = [y for _, y in points if math.isfinite(y)]
+            if finite and (any(finite) or self.draws == "lines"):
                 figure.add_trace(self._trace(label, points, COLOURS[index % len(COLOURS)]))
         if not figure.data:
             return None
@@ -77,39 +92,36 @@ class Panel:
         return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
 
 
-@dataclass(frozen=True)
-class ImportanceWeights:
+def drawn(line: Line) -> dict[str, float]:
+    """The metrics of a step, and what panels draw that is none but follows from several."""
+    found = dict(line)
+    if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
+        busy = line["rollout/seconds"] + line.get("rollout/update_pause_seconds", 0.0)
+        found[_IDLE] = max(0.0, line["rollout/seconds_since_last_batch"] - busy)
+    if "reward/mean" in line and "reward/std" in line:
+        ends = line.get("reward/min", -math.inf), line.get("reward/max", math.inf)
+        found |= _band("reward/mean", line["reward/mean"], line["reward/std"], *ends)
+    for mean, chi2, *extremes in _MOMENTS.values():
+        if all(name in line for name in (mean, chi2, *extremes)):
+            logs = (min(max(line[end], -_MOST_LOG_WEIGHT), _MOST_LOG_WEIGHT) for end in extremes)
+            low, high = map(math.exp, logs)
+            spread = math.sqrt(max(0.0, line[chi2] + 1 - line[mean] ** 2))
+            found |= {f"{mean}/smallest": low, f"{mean}/largest": high}
+            found |= _band(mean, line[mean], spread, low, high)
+    return found
+
+
+def _band(name: str, mean: float, spread: float, low: float, high: float) -> dict[str, float]:
+    """The ends of the area around a mean, within the least and the largest value."""
+    return {f"{name}/below": max(low, mean - spread), f"{name}/above": min(high, mean + spread)}
+
+
+def importance_weights(of: str) -> Panel:
     """Spread of the raw weights per token or per response, from their moments and extremes."""
-
-    what: str
-    mean: str
-    chi2: str
-    extreme: str
-
-    def figure(self, run: RunData) -> Figure | None:
-        """Draw the panel; None when the run has none of the metrics."""
-        names = [f"off_policy/{name}" for name in (self.mean, self.chi2)]
-        names += [f"off_policy/{self.extreme}_{end}" for end in ("min", "max")]
-        lines = [line for line in run.train if all(name in line for name in names)]
-        if not lines:
-            return None
-        x = [line["step"] for line in lines]
-        mean, chi2, low, high = ([line[name] for line in lines] for name in names)
-        least, most = (
-            np.exp(np.clip(e, -_MOST_LOG_WEIGHT, _MOST_LOG_WEIGHT)).tolist() for e in (low, high)
-        )
-        spread = [math.sqrt(max(0.0, c + 1 - m * m)) for c, m in zip(chi2, mean, strict=True)]
-        below = [max(a, m - s) for a, m, s in zip(least, mean, spread, strict=True)]
-        above = [min(a, m + s) for a, m, s in zip(most, mean, spread, strict=True)]
-        figure = go.Figure()
-        _shade(figure, x, below, above)
-        for name, values, colour in zip(
-            ("mean", "smallest", "largest"), (mean, least, most), COLOURS, strict=False
-        ):
-            mode = "lines+markers" if len(x) < 3 else "lines"
-            figure.add_trace(go.Scatter(x=x, y=values, name=name, mode=mode, marker_color=colour))
-        _logarithmic(figure)
-        return styled(figure, f"Importance weight of a {self.what}", "weight")
+    mean = _MOMENTS[of][0]
+    ends = ((end, f"{mean}/{end}") for end in ("smallest", "largest"))
+    title = f"Importance weight of a {of}"
+    return Panel(title, "weight", (("mean", mean), *ends), band=mean, logarithmic=True)
 
 
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
@@ -149,22 +161,6 @@ def _logarithmic(figure: Figure) -> None:
         powers = range(-12, 12, 1 if span < _MANY_POWERS else 3)
         ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
         figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
-
-
-def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:
-    lowest, highest = (mean.replace("mean", bound) for bound in ("min", "max"))
-    points = [
-        (
-            line["step"],
-            max(line[mean] - line[spread], line.get(lowest, -math.inf)),
-            min(line[mean] + line[spread], line.get(highest, math.inf)),
-        )
-        for line in run.train
-        if mean in line and spread in line
-    ]
-    if points:
-        x, low, high = zip(*points, strict=True)
-        _shade(figure, x, low, high)
 
 
 def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
@@ -215,25 +211,6 @@ def accuracy(run: RunData) -> Figure | None:
     return styled(figure, "Accuracy of evaluations", "%", "policy version") if figure.data else None
 
 
-def rollout_seconds(run: RunData) -> Figure | None:
-    """Stack where each second of the rollout side went, batch by batch."""
-    needed = ("rollout/seconds", "rollout/seconds_since_last_batch")
-    lines = [line for line in run.train if all(name in line for name in needed)]
-    if not lines:
-        return None
-    figure = go.Figure()
-    x = [line["step"] for line in lines]
-    generating = [line["rollout/seconds"] for line in lines]
-    paused = [line.get("rollout/update_pause_seconds", 0.0) for line in lines]
-    whole = [line["rollout/seconds_since_last_batch"] for line in lines]
-    idle = [max(0.0, w - g - p) for w, g, p in zip(whole, generating, paused, strict=True)]
-    parts = (("generating", generating), ("weight update", paused), ("idle or waiting", idle))
-    for (name, values), colour in zip(parts, COLOURS, strict=False):
-        figure.add_trace(go.Bar(x=x, y=values, name=name, marker_color=colour, marker_line_width=0))
-    figure.update_layout(barmode="stack", bargap=0.1)
-    return styled(figure, "Where the rollout side's seconds went", "s")
-
-
 def happenings(run: RunData) -> Figure | None:
     """Warnings, lost engines and new lineages on the time axis, a row for each name."""
     points = [
@@ -255,16 +232,29 @@ def happenings(run: RunData) -> Figure | None:
     return figure.update_yaxes(automargin=True)
 
 
+def endings(run: RunData) -> Figure | None:
+    """Episodes by the turns that they took, and by what ended them."""
+    if not run.endings:
+        return None
+    figure = go.Figure()
+    hows = sorted({how for how, _ in run.endings})
+    for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
+        turns = sorted(turn for other, turn in run.endings if other == how)
+        counts = [run.endings[how, turn] for turn in turns]
+        look = {"width": 0.8, "marker_color": colour, "marker_line_width": 0}
+        figure.add_trace(go.Bar(x=turns, y=counts, name=how, **look))
+    figure.update_layout(barmode="stack")
+    return styled(figure, "Where episodes ended", "episodes", "after so many turns")
+
+
 _LAG_SHARES: Final = (
     *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
     (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
 )
-_TRAINER_PHASES: Final = (
-    ("waiting for a batch", "time/wait_for_batch"),
-    ("training", "time/train"),
-    ("weight update", "time/publish"),
-    ("checkpoint", "time/checkpoint"),
-    ("evaluation", "time/evaluate"),
+_ROLLOUT_PHASES: Final = (
+    ("generating", "rollout/seconds"),
+    ("weight update", "rollout/update_pause_seconds"),
+    ("idle or waiting", _IDLE),
 )
 _UPDATE_PHASES: Final = (
     ("until engines are ready", "weights/ready_seconds"),
@@ -290,13 +280,27 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         "Reward of a batch",
         "reward",
         (("mean", "reward/mean"),),
-        band=("reward/mean", "reward/std"),
+        band="reward/mean",
     ).figure,
     accuracy,
     Panel(
         "Response length",
         "tokens",
         (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
+    ).figure,
+    Panel(
+        "Turns of an episode",
+        "turns",
+        (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
+    ).figure,
+    endings,
+    Panel(
+        "Seconds of an environment's reply",
+        "s",
+        (
+            ("mean", "rollout/environment_seconds"),
+            ("longest", "rollout/environment_seconds_max"),
+        ),
     ).figure,
     Panel(
         "Throughput",
@@ -306,8 +310,8 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
             ("training, prompts included", "train/tokens_per_second"),
         ),
     ).figure,
-    Panel("Where the trainer's seconds went", "s", _TRAINER_PHASES, "bars").figure,
-    rollout_seconds,
+    Panel("Where the trainer's seconds went", "s", TRAINER_PHASES, "bars").figure,
+    Panel("Where the rollout side's seconds went", "s", _ROLLOUT_PHASES, "bars").figure,
     Panel(
         "Lag",
         "policy versions",
@@ -320,8 +324,8 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
         scale=100,
     ).figure,
-    ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure,
-    ImportanceWeights("response", "weight_sequence", "chi2_sequence", "log_weight_sequence").figure,
+    importance_weights("token").figure,
+    importance_weights("response").figure,
     Panel(
         "Clipped, truncated, filtered",
         "%",

@@ -12,24 +12,18 @@ Invariants
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Exchange
+from megatron_async.telemetry.metrics import TRAINER_PHASES
 
 _TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
-# In the order in which a step of the trainer spends its time.
-_PHASES: Final = (
-    ("wait for a batch", "time/wait_for_batch"),
-    ("train", "time/train"),
-    ("weight update", "time/publish"),
-    ("evaluation", "time/evaluate"),
-    ("checkpoint", "time/checkpoint"),
-)
 _SHORTEST_GAP: Final = 0.01
 """Seconds without any request from which an engine counts as idle."""
 
@@ -79,13 +73,12 @@ class Trace:
         self._engines: dict[str, _Engine] = {}
         self._requests: dict[int, _Request] = {}
         self._seen: set[int] = set()
-        self._scorers = _Lanes()
-        self._scores: dict[int, tuple[int, float]] = {}
         self._paused: float | None = None
         self._update: tuple[int, float] | None = None
-        self._environments = _Lanes()
-        self._calls: dict[int, tuple[int, float, str]] = {}
-        self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler", _SCORERS: "scorers"}
+        self._lanes: defaultdict[int, _Lanes] = defaultdict(_Lanes)
+        self._calls: dict[tuple[int, int], tuple[int, float, str]] = {}
+        self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler"}
+        self._names |= {_SCORERS: "scorers", _ENVIRONMENTS: "environments"}
 
     # ------------------------------------------------------------ what the scheduler saw and did
 
@@ -113,17 +106,17 @@ class Trace:
             case ev.TurnEnded():
                 self._ended(event.trajectory_id, "turn ended", at)
             case ev.EnvironmentReady():
-                self._replied(event.trajectory_id, "ready", at)
+                self._replied(_ENVIRONMENTS, event.trajectory_id, at, reply="ready")
             case ev.EpisodeEnded():
-                self._replied(event.trajectory_id, "done", at)
+                self._replied(_ENVIRONMENTS, event.trajectory_id, at, reply="done")
             case ev.EnvironmentFailed():
-                self._replied(event.trajectory_id, "failed", at)
+                self._replied(_ENVIRONMENTS, event.trajectory_id, at, reply="failed")
             case ev.Aborted():
                 self._ended(event.trajectory_id, "aborted", at)
             case ev.Refused():
                 self._ended(event.trajectory_id, "refused", at)
             case ev.RewardReady():
-                self._scored(event.trajectory_id, event.reward, at)
+                self._replied(_SCORERS, event.trajectory_id, at, reward=event.reward)
             case ev.UpdateRequested():
                 self._update = (event.number, at)
             case ev.WeightsPublished():
@@ -138,13 +131,13 @@ class Trace:
             case ev.Submit():
                 self._submitted(action.trajectory_id, action.engine_id, at)
             case ev.StartEpisode():
-                self._called(action.trajectory_id, "start", at)
+                self._called(_ENVIRONMENTS, action.trajectory_id, "start", at)
             case ev.StepEnvironment():
-                self._called(action.trajectory_id, "step", at)
+                self._called(_ENVIRONMENTS, action.trajectory_id, "step", at)
             case ev.Restart() | ev.Drop():
-                self._replied(action.trajectory_id, "not wanted any more", at)
+                self._replied(_ENVIRONMENTS, action.trajectory_id, at, reply="not wanted any more")
             case ev.Score():
-                self._scores[action.trajectory_id] = (self._scorers.take(), at)
+                self._called(_SCORERS, action.trajectory_id, "score", at)
             case ev.EmitBatch():
                 self._instant(f"batch {action.step} complete", _SCHEDULER, at)
             case ev.PauseEngines():
@@ -210,22 +203,14 @@ class Trace:
         self._engine(engine_id).idle_since = None
         self._instant(f"{engine_id} down", self._engine(engine_id).pid, at)
 
-    def _scored(self, trajectory_id: int, reward: float | None, at: float) -> None:
-        if trajectory_id in self._scores:
-            lane, asked = self._scores.pop(trajectory_id)
-            self._scorers.give_back(lane)
-            self._span(f"score {trajectory_id}", _SCORERS, lane, asked, at, {"reward": reward})
+    def _called(self, pid: int, trajectory_id: int, what: str, at: float) -> None:
+        self._calls[pid, trajectory_id] = (self._lanes[pid].take(), at, what)
 
-    def _called(self, trajectory_id: int, what: str, at: float) -> None:
-        self._names[_ENVIRONMENTS] = "environments"
-        self._calls[trajectory_id] = (self._environments.take(), at, what)
-
-    def _replied(self, trajectory_id: int, how: str, at: float) -> None:
-        if trajectory_id in self._calls:
-            lane, asked, what = self._calls.pop(trajectory_id)
-            self._environments.give_back(lane)
-            name = f"{what} {trajectory_id}"
-            self._span(name, _ENVIRONMENTS, lane, asked, at, {"reply": how})
+    def _replied(self, pid: int, trajectory_id: int, at: float, **facts: Any) -> None:
+        if (pid, trajectory_id) in self._calls:
+            lane, asked, what = self._calls.pop((pid, trajectory_id))
+            self._lanes[pid].give_back(lane)
+            self._span(f"{what} {trajectory_id}", pid, lane, asked, at, facts)
 
     def _published(self, number: int, at: float) -> None:
         if self._update is not None and self._update[0] == number:
@@ -244,12 +229,12 @@ class Trace:
     def add_trainer(self, lines: Iterable[Mapping[str, float]], since: float) -> None:
         """Phases of the steps that ended after `since`, from their lines in metrics.jsonl."""
         for line in lines:
-            begin = line["time"] - sum(line.get(name, 0.0) for _, name in _PHASES)
+            begin = line["time"] - sum(line.get(name, 0.0) for _, name in TRAINER_PHASES)
             if begin < since:
                 continue
             step = int(line["step"])
             self._span(f"step {step}", _TRAINER, 1, begin, line["time"])
-            for phase, name in _PHASES:
+            for phase, name in TRAINER_PHASES:
                 end = begin + line.get(name, 0.0)
                 if end > begin:
                     self._span(phase, _TRAINER, 1, begin, end, {"step": step})

@@ -95,6 +95,8 @@ class RolloutStatistics:
         self._kv_reports: list[float] = []
         self._unscored = 0
         self._longest_queue = 0
+        self._longest_call = 0.0
+        self._most_turns = 0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -157,9 +159,16 @@ class RolloutStatistics:
     def environment_called(self, seconds: float, counts: Mapping[str, int]) -> None:
         """An environment has replied or failed; `counts` of `HeldEpisodes` as they are now."""
         self.counts.environment_seconds += seconds
+        self._longest_call = max(self._longest_call, seconds)
         self.counts.episodes["environment_calls"] += 1
         for name in (*_OF_HELD, *_OF_AGENTS):
             self.counts.episodes[name] = counts[name]
+
+    def episode_ended(self, turns: int) -> None:
+        """An episode of so many turns is over."""
+        self.counts.episodes["ended"] += 1
+        self.counts.episodes["turns"] += turns
+        self._most_turns = max(self._most_turns, turns)
 
     def environment_failed(self) -> None:
         """Count a failure of an environment."""
@@ -228,6 +237,9 @@ class RolloutStatistics:
         self._longest_queue = self._unscored
         if self.counts.episodes:
             metrics |= _of_episodes(news, view)
+            metrics["rollout/environment_seconds_max"] = self._longest_call
+            metrics["rollout/turns_max"] = float(self._most_turns)
+            self._longest_call, self._most_turns = 0.0, 0
         for name in self.counts.scheduler:
             metrics[f"rollout/{name}"] = float(news.scheduler[name])
         for reason in DropReason:
@@ -261,6 +273,7 @@ def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
     return {
         **{f"rollout/{name}": float(news.episodes[name]) for name in names},
         "rollout/environment_seconds": news.environment_seconds / max(1, calls),
+        "rollout/turns_mean": news.episodes["turns"] / max(1, news.episodes["ended"]),
         "rollout/open_episodes": float(view.open_episodes),
         "rollout/waiting_episodes": float(view.waiting),
     }

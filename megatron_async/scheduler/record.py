@@ -336,9 +336,10 @@ def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]
 
 
 def _line(text: bytes) -> _Line:
+    text = text.replace(b'"verifier"', b'"scorer"')  # of formats 5 and 6
+    text = text.replace(b"task.verifier_workers", b"task.scorer_workers")  # in a warning
     line = _DECODE(text)
-    named = text.replace(b'"verifier"', b'"scorer"')  # of formats 5 and 6
-    if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(named):
+    if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
         raise msgspec.ValidationError("a field is missing")  # one that has a default
     return line
 

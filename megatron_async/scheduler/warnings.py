@@ -93,7 +93,7 @@ class Watch:
                 "scoring_backlog",
                 f"new groups were held back for {STREAK} steps in a row up to step {step} because "
                 f"finished ones wait for their scores ({unscored} responses now): scoring is "
-                "slower than generation; raise task.verifier_workers, or make the scorer faster",
+                "slower than generation; raise task.scorer_workers, or make the scorer faster",
             )
         return Warn(
             "queue_overflow",

@@ -1,4 +1,4 @@
-"""Number of scorers: as many as the queue needs, within `task.verifier_workers`.
+"""Number of scorers: as many as the queue needs, within `task.scorer_workers`.
 
 A queue of any length is fine if it is worked off within `DRAIN_SECONDS`; what is over that asks
 for more scorers at once, never for more than there are responses to score. Fewer are kept only

@@ -6,6 +6,7 @@ Invariants
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -14,10 +15,10 @@ from megatron_async.trajectory.types import Prompt
 
 SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "verifier_error": "scorer_errors",
-        "verifier_timeout": "scorer_timeouts",
-        "verifier_crash": "scorer_crashes",
-        "verifier_unavailable": "scorer_unavailable",
+        "scorer_error": "scorer_errors",
+        "scorer_timeout": "scorer_timeouts",
+        "scorer_crash": "scorer_crashes",
+        "scorer_unavailable": "scorer_unavailable",
     }
 )
 """How a score can fail: the part of it that counts that, the metric that adds it up."""
@@ -31,6 +32,21 @@ COST: Final = "cost"
 
 # A reward, None when the scorer failed and that is not a 0, and its named parts.
 Score = tuple[float | None, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class ResponseScore:
+    """The score of one response. `reward` is `None` when the scorer failed and that is not a 0.
+
+    `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
+    found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
+    scorer, 0 = not measured. `failures`: a line for each reward that has failed.
+    """
+
+    reward: float | None
+    detail: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
 
 
 class NoScorers:

@@ -20,10 +20,9 @@ from typing import Any, Final, Protocol
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.scoring import count as scorer_count
 from megatron_async.scoring.count import ScorerCount
-from megatron_async.scoring.interface import SCORER_FAULTS, Score
+from megatron_async.scoring.interface import SCORER_FAULTS, ResponseScore, Score
 from megatron_async.scoring.waiting import WaitingScorer
 from megatron_async.scoring.work import Work, added_up, split
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.trajectory.types import Prompt
 
 _HELD_SECONDS: Final = 0.05
@@ -47,7 +46,7 @@ class Worker(Protocol):
 
 
 class ScorerPool:
-    """Workers made by `start`, at most `task.verifier_workers`. For one event loop."""
+    """Workers made by `start`, at most `task.scorer_workers`. For one event loop."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class ScorerPool:
         if not any(part.own for part in settings.parts):
             self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
         self._for_waiting = WaitingScorer(settings)
-        self.size = ScorerCount(settings.task.verifier_workers)
+        self.size = ScorerCount(settings.task.scorer_workers)
         self.failures: dict[str, str] = {}
         self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
         self.workers: list[Worker] = []

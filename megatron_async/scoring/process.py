@@ -45,13 +45,13 @@ _MODULE = "megatron_async.scoring.process_main"
 class ScorerTimeout(TimeoutError):
     """No reply within the limit."""
 
-    fault = "verifier_timeout"
+    fault = "scorer_timeout"
 
 
 class ScorerCrash(RuntimeError):
     """The process ended before it replied."""
 
-    fault = "verifier_crash"
+    fault = "scorer_crash"
 
 
 class StartHangs(ComponentFailure):

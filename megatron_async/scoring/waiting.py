@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.scoring.frames import WAITING, reply_id, request_frame
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess, ScorerTimeout
 from megatron_async.scoring.work import Work, failed, scores_of
-from megatron_async.tasks.base import ResponseScore
 
 _CANCEL_SECONDS: Final = 5.0
 _TRIES: Final = 3

@@ -2,7 +2,7 @@
 
 Invariants
 - A score that timed out, whose process died twice or whose service is unavailable follows
-  `task.on_verifier_timeout`; one whose reward raised or returned no finite number is 0. Each kind
+  `task.on_scorer_timeout`; one whose reward raised or returned no finite number is 0. Each kind
   is counted in the score's `detail` (`SCORER_FAULTS`).
 - The sum of several rewards has none of its own failures: it failed when one of them did.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
-from megatron_async.tasks.base import ResponseScore
+from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS, ResponseScore
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def scores_of(
 ) -> list[ResponseScore]:
     """A scorer's reply as one score for each response."""
     if "error" in reply:
-        fault = "verifier_unavailable" if "unavailable" in reply else "verifier_error"
+        fault = "scorer_unavailable" if "unavailable" in reply else "scorer_error"
         return failed(settings, fault, work, seconds, reply["error"])
     return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
 
@@ -60,9 +59,9 @@ def failed(
     settings: ScorerSettings, fault: str, work: Work, seconds: float, why: object = None
 ) -> list[ResponseScore]:
     """No score, for the reason that `fault` counts."""
-    zero = fault == "verifier_error" or settings.task.on_verifier_timeout == "zero"
+    zero = fault == "scorer_error" or settings.task.on_scorer_timeout == "zero"
     part = settings.parts[work.part]
-    if fault == "verifier_timeout":
+    if fault == "scorer_timeout":
         why = f"no score within {settings.limit_seconds(part):g} s (its timeout_seconds)"
     reward, failures = 0.0 if zero else None, (f"reward {part.shown}: {why}",)
     return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in work.texts]

@@ -25,6 +25,7 @@ from typing import Any, Final
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.process import (
     START_TIMEOUT_SECONDS,
@@ -34,7 +35,6 @@ from megatron_async.scoring.process import (
     StartHangs,
 )
 from megatron_async.scoring.work import Work, failed, scores_of
-from megatron_async.tasks.base import ResponseScore
 
 _SLACK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 0.2
@@ -149,7 +149,7 @@ class _LocalWorker:
 
 
 class LocalScorerPool(ScorerPool):
-    """Up to `task.verifier_workers` processes, driven by as many threads of this process."""
+    """Up to `task.scorer_workers` processes, driven by as many threads of this process."""
 
     def __init__(self, settings: ScorerSettings, model_path: str) -> None:
         super().__init__(settings, model_path, lambda: _LocalWorker(settings))
@@ -208,7 +208,7 @@ class _Placed:
 
 
 class PlacedScorerPool(ScorerPool):
-    """Up to `task.verifier_workers` workers, each in a process of `place`."""
+    """Up to `task.scorer_workers` workers, each in a process of `place`."""
 
     def __init__(self, settings: ScorerSettings, model_path: str, place: Place) -> None:
         longest = max(map(settings.limit_seconds, settings.parts))

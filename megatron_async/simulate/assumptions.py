@@ -38,6 +38,8 @@ _MEANINGS = {
         "GRADIENT_BYTES": "Of a parameter: fp32 main gradient.",
         "OPTIMIZER_BYTES": "Of a parameter, spread over the data-parallel ranks: fp32 weight and "
         "Adam's two moments.",
+        "STEP_BYTES": "Planner: of each parameter of the optimizer's part, in the step of torch's "
+        "Adam.",
         "LAYER_BYTES": "Planner: activations of a layer, per token and hidden unit.",
         "LAYER_INPUT_BYTES": "Planner: of them what is kept when a layer is recomputed.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "

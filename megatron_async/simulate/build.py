@@ -2,7 +2,7 @@
 
 The run's own settings are used wherever they apply: `schedule`, `parallel`, `engines.count`
 and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
-`task.verifier_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
+`task.scorer_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
 `engines.max_total_tokens` is not used: KV capacity is that of the modelled GPU, of the measured
 cost model, or `simulate.kv_capacity_tokens`.
 """
@@ -128,7 +128,7 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
         engines=[
             Engine(f"engine-{i}", costs, settings, max_running) for i in range(config.engines.count)
         ],
-        most_scorers=config.task.verifier_workers,
+        most_scorers=config.task.scorer_workers,
         trainer=trainer_costs(config),
         source=group_source(config),
         episodes=episodes,

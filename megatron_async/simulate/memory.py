@@ -1,22 +1,67 @@
-"""GPU memory: KV cache of an engine, state and activations of a trainer rank.
+"""GPU memory: KV cache of an engine; state, activations and optimizer step of a trainer rank.
 
 Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
 a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations of a layer, 34 bytes
 per token and hidden unit with flash attention and sequence parallelism, 2 bytes for its input alone
-when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
+when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4). Adam of torch, on a GPU,
+makes the square roots of all second moments of a group at once (`torch.optim.adam`,
+`_multi_tensor_adam`); those of Apex and Transformer Engine, one kernel each, do not.
+
+tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code makes.
 """
+
+from dataclasses import dataclass
 
 from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""
+STEP_BYTES = 4
+"""Of a parameter of the optimizer's part, while it makes its step: the root of a second moment."""
 LAYER_BYTES, LAYER_INPUT_BYTES = 34, 2
 """Of a token and hidden unit in a layer: all activations, and its input alone."""
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
 COMMUNICATOR_BYTES = 1 << 30
 """NCCL's buffers of a group that weights come by, with NVLS."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of a trainer's GPU: always there, and in the two parts of an update beside it."""
+
+    state: float
+    activations: float
+    optimizer_step: float
+
+    @property
+    def peak(self) -> float:
+        """Activations are gone when the optimizer makes its step."""
+        return self.state + max(self.activations, self.optimizer_step)
+
+
+def trainer_memory(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    *,
+    sharded: bool,
+    microbatch_tokens: int,
+    logit_tokens: int,
+    recompute: bool,
+    expert: int = 1,
+) -> TrainerMemory:
+    """Memory of a mean stage with the activations of the first; arguments as below."""
+    _, stepped = _parameters(shape, layout, sharded, expert)
+    activations = activation_bytes(
+        shape,
+        layout,
+        microbatch_tokens=microbatch_tokens,
+        logit_tokens=logit_tokens,
+        recompute=recompute,
+    )
+    state = trainer_state_bytes(shape, layout, sharded=sharded, expert=expert)
+    return TrainerMemory(state, activations, STEP_BYTES * stepped)
 
 
 def trainer_state_bytes(
@@ -29,15 +74,21 @@ def trainer_state_bytes(
     which is what the planner looks for. Muon's state is counted as Adam's, which has one moment
     more.
     """
-    held = WEIGHT_BYTES + GRADIENT_BYTES
-    shards = layout.data * layout.context if sharded else 1
-    model_ranks = layout.tensor * layout.pipeline
-    if expert == 1:
-        return shape.parameters / model_ranks * (held + OPTIMIZER_BYTES / shards)
-    experts = shape.mlp_parameters * shape.experts
-    dense = (shape.parameters - experts) / model_ranks * (held + OPTIMIZER_BYTES / shards)
-    replicas = layout.ranks / layout.pipeline / expert if sharded else 1
-    return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
+    held, stepped = _parameters(shape, layout, sharded, expert)
+    return held * (WEIGHT_BYTES + GRADIENT_BYTES) + stepped * OPTIMIZER_BYTES
+
+
+def _parameters(
+    shape: ModelShape, layout: ParallelConfig, sharded: bool, expert: int
+) -> tuple[float, float]:
+    """Parameters that a rank of a mean stage holds, and those that its optimizer has."""
+    experts: float = shape.mlp_parameters * shape.experts * (expert > 1)
+    dense = (shape.parameters - experts) / (layout.tensor * layout.pipeline)
+    experts /= layout.pipeline * expert
+    if not sharded:
+        return dense + experts, dense + experts
+    replicas = layout.ranks / layout.pipeline / expert
+    return dense + experts, dense / (layout.data * layout.context) + experts / replicas
 
 
 def checkpoint_bytes(shape: ModelShape) -> float:

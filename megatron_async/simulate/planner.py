@@ -29,7 +29,7 @@ from megatron_async.models.shape import shape_of
 from megatron_async.simulate.build import episode_source, group_source, simulate, trainer_costs
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
+from megatron_async.simulate.memory import kv_capacity_tokens, trainer_memory
 from megatron_async.simulate.show import cells
 from megatron_async.simulate.statistics import Summary
 
@@ -217,20 +217,20 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
             layout = ParallelConfig(
                 ranks=gpus, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
             )
-            state = trainer_state_bytes(shape, layout, sharded=config.optimizer.sharded)
-            memory = state + activation_bytes(
+            memory = trainer_memory(
                 shape,
                 layout,
+                sharded=config.optimizer.sharded,
                 microbatch_tokens=max(config.trainer.microbatch_tokens, longest),
                 logit_tokens=config.trainer.logprob_chunk_tokens,
                 recompute=config.simulate.recompute_activations,
             )
-            if memory > gpu.memory * config.simulate.trainer_memory_share:
+            if memory.peak > gpu.memory * config.simulate.trainer_memory_share:
                 continue
             costs = replace(trainer_costs(config), layout=layout)
             seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
-            kept = 0.0 if config.simulate.offload else state
-            plans.append(TrainerPlan(layout, seconds, memory, kept))
+            kept = 0.0 if config.simulate.offload else memory.state
+            plans.append(TrainerPlan(layout, seconds, memory.peak, kept))
     return sorted(plans, key=lambda plan: plan.seconds)
 
 

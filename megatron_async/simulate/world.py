@@ -11,7 +11,7 @@ Invariants
 - The trainer takes batch n after it has published version n, as the live loop does.
 - A run is a function of its settings: no real clock, no randomness but the group source's.
 - Responses are scored in the order in which they finished, each by one scorer for
-  `simulate.reward.verifier_seconds`.
+  `simulate.reward.scorer_seconds`.
 - An environment works for as long as the episode's draw has it, on nothing that others wait for.
 - The queue sets the number of scorers, by the live pools' own rule (`scoring.count`); a scorer
   starts and ends in no time.
@@ -107,7 +107,7 @@ class World:
         self._schedule = schedule
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._scorers = SimulatedScorers(most_scorers, settings.reward.verifier_seconds)
+        self._scorers = SimulatedScorers(most_scorers, settings.reward.scorer_seconds)
         self._trainer = trainer
         self._source = source
         self._recorder = recorder

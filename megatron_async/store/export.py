@@ -215,4 +215,5 @@ def _column(field: list[Any], values: list[Any]) -> np.ndarray:
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
     versions = tuple(s.version for s in trajectory.segments if not s.from_environment)
-    return TrajectorySummary.of(trajectory, trajectory.response_length, versions)
+    length, turns = trajectory.response_length, len(trajectory.turns)
+    return TrajectorySummary.of(trajectory, length, versions, turns)

@@ -1,7 +1,8 @@
-"""A store of format 4 or 5 becomes one of today's when it is opened to be written.
+"""A store of format 4 to 6 becomes one of today's when it is opened to be written.
 
-Format 6 has the turns of episodes, which nothing older has. Format 5 has the further columns of a
-chunk, and calls the drop reason `verifier` `scorer`.
+Format 7 has other names of the parts of a reward that count a failure; older rows and exports keep
+theirs, and `parts_of_today` reads them. Format 6 has the turns of episodes, which nothing older
+has. Format 5 has the further columns of a chunk, and calls the drop reason `verifier` `scorer`.
 
 Invariants
 - One transaction: a process that dies in it leaves the store as it was. (A table that is only

@@ -45,6 +45,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
     Turn,
+    parts_of_today,
 )
 
 P = TypeVar("P", ChunkRow, TurnRow)
@@ -242,7 +243,7 @@ def trajectory_of(
         segments=segments,
         finish_reason=None if row.finish_reason is None else FinishReason(row.finish_reason),
         reward=row.reward,
-        reward_detail=json.loads(row.reward_detail),
+        reward_detail=parts_of_today(json.loads(row.reward_detail)),
         batched_step=batched_step,
         drop_reason=None if batched or row.drop_reason is None else DropReason(row.drop_reason),
         turns=turns,
@@ -251,7 +252,7 @@ def trajectory_of(
 
 @dataclass(frozen=True)
 class TrajectorySummary:
-    """A line of a listing; `tokens` counts the response."""
+    """A line of a listing; `tokens` counts the response, `turns` those of an episode."""
 
     trajectory_id: int
     group_id: int
@@ -262,10 +263,11 @@ class TrajectorySummary:
     finish_reason: FinishReason | None
     drop_reason: DropReason | None
     batched_step: int | None
+    turns: int = 0
 
     @classmethod
     def of(
-        cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...]
+        cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...], turns: int
     ) -> "TrajectorySummary":
         """The summary of a trajectory whose response has `tokens` by `versions`."""
         return cls(
@@ -278,6 +280,7 @@ class TrajectorySummary:
             t.finish_reason,
             t.drop_reason,
             t.batched_step,
+            turns,
         )
 
 
@@ -328,13 +331,16 @@ class StoreReader:
         content = self.content()
         batched = self._batched_steps(content)
         sizes = self._sizes()
+        query = "SELECT trajectory_id, attempt, count(*) FROM turns GROUP BY 1, 2"
+        turns = {(number, attempt): count for number, attempt, count in self._found(query)}
         listed = []
         for row in content.trajectories.values():
-            tokens, versions = sizes.get((row.trajectory_id, row.attempt), (0, ()))
+            key = row.trajectory_id, row.attempt
+            tokens, versions = sizes.get(key, (0, ()))
             public = trajectory_of(row, _NO_PROMPT, (), (), batched.get(row.trajectory_id))
             if state is not None and public.state is not state:
                 continue
-            listed.append(TrajectorySummary.of(public, tokens, versions))
+            listed.append(TrajectorySummary.of(public, tokens, versions, turns.get(key, 0)))
         return listed
 
     def trajectory(self, trajectory_id: int) -> Trajectory:

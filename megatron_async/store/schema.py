@@ -25,7 +25,7 @@ from megatron_async.files.mounts import file_system_of
 from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import TrajectoryState
 
-FORMAT = 6
+FORMAT = 7
 OLDEST_FORMAT = 4  # see `migration`
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192

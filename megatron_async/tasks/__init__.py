@@ -1,6 +1,6 @@
 """Sources of problems; plug-ins by import path. What scores responses is in `scoring`.
 
-- base: the protocols of a task, a source and a scorer. build: from settings to them.
+- base: the protocols of a task, a source and a scorer. build: from settings to tasks and sources.
 - text_task: single-turn text problems: chat template, tokens, stop tokens.
 - files, rows, layouts: problems from a user's files; every row is read before anything starts.
   kept_index: the index of a large one, for the next process.
@@ -9,6 +9,6 @@
 - answers: the final answer in a response.
 """
 
-from megatron_async.tasks.build import build_scorer, build_source, build_task
+from megatron_async.tasks.build import build_source, build_task
 
-__all__ = ["build_scorer", "build_source", "build_task"]
+__all__ = ["build_source", "build_task"]

@@ -83,21 +83,6 @@ class WorkedExample:
     trained: BoolArray | None = None
 
 
-@dataclass(frozen=True)
-class ResponseScore:
-    """The score of one response. `reward` is `None` when the scorer failed and that is not a 0.
-
-    `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
-    found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
-    scorer, 0 = not measured. `failures`: a line for each reward that has failed.
-    """
-
-    reward: float | None
-    detail: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    failures: tuple[str, ...] = ()
-
-
 class Task(Protocol):
     """Prompts and worked answers of one task, tokenized for one model."""
 
@@ -154,13 +139,6 @@ class ProblemSource(Protocol):
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
         """Training problems with answers whose steps are written out. UserError if it has none."""
-
-
-class Scorer(Protocol):
-    """Scores responses. May raise or hang: it runs in a process of its own (`scoring`)."""
-
-    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
-        """The score of a response's text, special tokens already removed."""
 
 
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:

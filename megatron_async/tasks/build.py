@@ -12,7 +12,7 @@ from megatron_async.config.rollout import TaskConfig
 
 if TYPE_CHECKING:
     from megatron_async.config.evaluation import EvalConfig
-    from megatron_async.tasks.base import ProblemSource, Scorer, Task
+    from megatron_async.tasks.base import ProblemSource, Task
 
 
 def build_task(
@@ -59,10 +59,3 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
     return ReasoningGymProblems(config)
-
-
-def build_scorer(config: TaskConfig) -> Scorer:
-    """The scorer of a procedural task. Raises UserError."""
-    from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
-
-    return ReasoningGymScorer(config)

@@ -33,7 +33,6 @@ from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
     Listed,
     Problem,
-    ResponseScore,
     is_heldout,
     row_payload,
     stable_hash,
@@ -204,14 +203,14 @@ class ReasoningGymScorer:
         self._config = config
         self._datasets = _Datasets(config)
 
-    def score(self, payload: Mapping[str, Any], text: str) -> ResponseScore:
-        """Score the answer that `text` ends in; without one, reward 0.
+    def score(self, payload: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+        """Reward and parts of the answer that `text` ends in; without one, reward 0.
 
         Raises ValueError when the problem cannot be made again, and whatever the scorer raises.
         """
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:
-            return ResponseScore(0.0, {"score": 0.0, "answered": 0.0})
+            return 0.0, {"score": 0.0, "answered": 0.0}
         dataset = self._datasets.chunk(payload["component"], payload["seed"])
         entry = dataset[payload["index"]]
         if str(entry["answer"]) != payload["answer"]:
@@ -221,7 +220,7 @@ class ReasoningGymScorer:
             )
         score = float(dataset.score_answer(answer, entry))
         reward = float(score >= 1.0) if self._config.full_score_only else score
-        return ResponseScore(reward, {"score": score, "answered": 1.0})
+        return reward, {"score": score, "answered": 1.0}
 
 
 class _Datasets:

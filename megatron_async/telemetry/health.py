@@ -1,10 +1,10 @@
-"""Named warnings from a run's own metrics: the correction guide's rules, ESS, entropy, drift.
+"""Named warnings from a run's own metrics: rules of one step, and growth over many.
 
 Invariants
-- A function of the metrics seen so far. The correction guide's rules are in `algorithms.metrics`.
+- A function of the metrics seen so far. The rules of one step are in `telemetry.learning`.
 - Each is emitted once when it sets in, and again only after a step at which it did not hold. A step
   without the metric of a rule (one that was skipped) does not count for it.
-- The thresholds of ESS, entropy and drift are assumed (no source gives numbers).
+- The thresholds of entropy and drift are assumed (no source gives numbers).
 """
 
 import itertools
@@ -13,13 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from megatron_async.algorithms.metrics import health_warnings, unmeasured_rules
-from megatron_async.telemetry.learning import LearningWatch
+from megatron_async.telemetry.learning import PROBE, LearningWatch
 
-STREAK = 3
-"""Steps in a row with a low effective sample size before the warning."""
-ESS_FLOOR = 0.3
-"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
 ENTROPY_GROWTH = 1.5
 """Newest entropy over that of the window's first step that counts as growth without end."""
 ENTROPY_WINDOW = 10
@@ -30,11 +25,6 @@ DRIFT_GROWTH = 2.0
 """Newest median over the first one that counts as drift: single steps differ by less."""
 DRIFT_LEAST = 1e-3
 """Median error in nats below which nothing is drift: rounding in float32 stays far below."""
-_PROBE = "weights/probe_mean_error"
-_TOO_FAR = (
-    "the data are too far off-policy; lower schedule.max_async_level, schedule.concurrency or "
-    f"optimizer.lr (where {_PROBE} is large too, engines and trainer differ: docs/weights.md)"
-)
 
 
 class HealthWatch:
@@ -49,37 +39,25 @@ class HealthWatch:
         steps = list(before)
         self._learning = LearningWatch(bound, steps[-1] if steps else None)
         self._seen: dict[str, list[float]] = {metric: [] for _, metric, _ in _RULES}
-        self._seen[_PROBE] = [metrics[_PROBE] for metrics in steps if _PROBE in metrics]
+        self._seen[PROBE] = [metrics[PROBE] for metrics in steps if PROBE in metrics]
         self.holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """(name, message) of each rule broken now that was not at the last step with its metric."""
         found = self._broken(metrics)
         held = self.holding
-        unmeasured = unmeasured_rules(metrics) | self._learning.unmeasured(metrics)
+        unmeasured = self._learning.unmeasured(metrics)
         self.holding = frozenset(name for name, _ in found) | (held & unmeasured)
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        found = [(w.rule, f"{w.message}: {_TOO_FAR}") for w in health_warnings(metrics)]
-        found += self._learning.step(metrics)
+        found = self._learning.step(metrics)
         for name, metric, broken in _RULES:
             if metric in metrics:
                 self._seen[metric].append(metrics[metric])
             if (message := broken(self._seen[metric])) is not None:
                 found.append((name, message))
         return found
-
-
-def ess_collapse(ess_share: Sequence[float]) -> str | None:
-    """A sentence when the newest values of raw token ESS / n are all below `ESS_FLOOR`."""
-    newest = ess_share[-STREAK:]
-    if len(newest) < STREAK or any(value >= ESS_FLOOR for value in newest):
-        return None
-    return (
-        f"the effective sample size was {newest[-1]:.2f} of the tokens or less for {STREAK} steps: "
-        f"{_TOO_FAR}"
-    )
 
 
 def entropy_growth(entropy: Sequence[float]) -> str | None:
@@ -113,7 +91,6 @@ def engine_drift(errors: Sequence[float]) -> str | None:
 
 # name, metric, and the sentence for all its values so far if they break the rule
 _RULES: Final[tuple[tuple[str, str, Callable[[Sequence[float]], str | None]], ...]] = (
-    ("ess_collapse", "off_policy/ess", ess_collapse),
     ("entropy_growth", "actor/entropy", entropy_growth),
-    ("engine_drift", _PROBE, engine_drift),
+    ("engine_drift", PROBE, engine_drift),
 )

@@ -1,13 +1,17 @@
 """Ways in which a run goes on and learns nothing, or the wrong thing: named while it happens.
 
+Among them what the guide of verl's rollout correction warns of (docs/algo/rollout_corr.md,
+"conditional alerting").
+
 Pure functions of batch statistics; `telemetry.health` emits each name once when it sets in.
 
 Invariants
 - A rule whose metrics are absent neither holds nor fails.
 - Every message ends with what to do.
-- The numbers of steps and shares are assumed (no source gives them).
+- The numbers of steps and shares are assumed (no source gives them), but those of the guide.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +22,10 @@ from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
 """Steps in a row without any reward above 0 before the warning."""
+ESS_STEPS: Final = 3
+"""Steps in a row with a low effective sample size before the warning."""
+ESS_FLOOR: Final = 0.3
+"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
 AT_BOUND_STEPS: Final = 3
 """Steps in a row at the staleness bound before the warning."""
 AT_BOUND_SHARE: Final = 0.8
@@ -28,7 +36,7 @@ FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of them at which a kind of failure is named."""
 _REMEDIES: Final = {
     "scorer_errors": "try the reward alone (`megatron-async reward`) and repair it",
-    "scorer_timeouts": "make the reward faster, or raise task.verifier_timeout_seconds",
+    "scorer_timeouts": "make the reward faster, or raise task.scorer_timeout_seconds",
     "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
     "scorer_unavailable": "look at the service, or lower the reward's concurrency",
 }
@@ -47,6 +55,35 @@ class LearningRule:
     streak: int = 1
 
 
+PROBE: Final = "weights/probe_mean_error"
+_TOO_FAR: Final = (
+    "the data are too far off-policy; lower schedule.max_async_level, schedule.concurrency or "
+    f"optimizer.lr (where {PROBE} is large too, engines and trainer differ: docs/weights.md)"
+)
+
+
+def _guided(name: str, metric: str, low: float, high: float) -> LearningRule:
+    """A rule of the guide: the metric is outside of what is healthy, or NaN."""
+    healthy = f"between {low:g} and {high:g}"
+    if math.isinf(low) or math.isinf(high):
+        healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
+    return LearningRule(
+        name,
+        (metric,),
+        lambda m: not low <= m[metric] <= high,
+        lambda m: f"{metric} is {m[metric]:.4g}, healthy is {healthy}: {_TOO_FAR}",
+    )
+
+
+GUIDE: Final = (
+    _guided("mean_weight", "rollout_corr/rollout_is_mean", 0.5, 2.0),
+    _guided("low_ess", "rollout_corr/rollout_is_eff_sample_size", 0.3, math.inf),
+    _guided("weight_std", "rollout_corr/rollout_is_std", -math.inf, 1.0),
+    _guided("kl", "rollout_corr/kl", -0.1, 0.1),
+    _guided("chi2", "rollout_corr/chi2_token", -math.inf, 1.0),
+)
+
+
 def _equal_rewards(m: Metrics) -> bool:
     return m["reward/max"] == m["reward/min"]
 
@@ -54,6 +91,17 @@ def _equal_rewards(m: Metrics) -> bool:
 _LOOK = "`megatron-async trajectories RUN_DIR --show ID` prints a response with its reward"
 
 RULES: Final = (
+    *GUIDE,
+    LearningRule(
+        "ess_collapse",
+        ("off_policy/ess",),
+        lambda m: not m["off_policy/ess"] >= ESS_FLOOR,
+        lambda m: (
+            f"the effective sample size was {m['off_policy/ess']:.2f} of the tokens, and as low "
+            f"for {ESS_STEPS} steps: {_TOO_FAR}"
+        ),
+        ESS_STEPS,
+    ),
     LearningRule(
         "equal_rewards",
         ("reward/max", "reward/min"),
@@ -105,11 +153,11 @@ RULES: Final = (
     ),
     LearningRule(
         "ratio_drift",
-        ("weights/probe_drift", "weights/probe_mean_error"),
+        ("weights/probe_drift", PROBE),
         lambda m: m["weights/probe_drift"] > GROSS_FACTOR,
         lambda m: (
             "log-probs of tokens that an engine has just sampled differ from the trainer's by "
-            f"{m['weights/probe_mean_error']:.2g} on average, {m['weights/probe_drift']:.0f} times "
+            f"{m[PROBE]:.2g} on average, {m['weights/probe_drift']:.0f} times "
             "what was usual: an engine with other settings or a numerical fault looks like this; "
             "look at its log, and set weights.probe_tolerance to stop at such an error"
         ),

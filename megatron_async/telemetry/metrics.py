@@ -20,6 +20,14 @@ import numpy.typing as npt
 from megatron_async.files.disk import LineFile, json_lines, writing
 from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
+# In the order in which a step of the trainer spends its time.
+TRAINER_PHASES = (
+    ("waiting for a batch", "time/wait_for_batch"),
+    ("training", "time/train"),
+    ("weight update", "time/publish"),
+    ("evaluation", "time/evaluate"),
+    ("checkpoint", "time/checkpoint"),
+)
 SAME_NUMBERS = frozenset(
     {
         "loss/total",  # train/loss

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import SCORE_FAILURES
-from megatron_async.telemetry.metrics import first_accuracy, read_metrics
+from megatron_async.telemetry.metrics import TRAINER_PHASES, first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
 _MOST_AVERAGED = 5
@@ -92,8 +92,5 @@ def summarise(directory: RunDirectory) -> RunSummary:
         rewards=(fmean(rewards[:end]), fmean(rewards[-end:])) if rewards else (),
         scores=int(total("rollout/scores")),
         failed_scores=int(sum(total(f"rollout/{name}") for name in SCORE_FAILURES.values())),
-        seconds_by_phase={
-            name: total(f"time/{name}")
-            for name in ("wait_for_batch", "train", "publish", "evaluate", "checkpoint")
-        },
+        seconds_by_phase={phase: total(name) for phase, name in TRAINER_PHASES},
     )

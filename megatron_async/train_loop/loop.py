@@ -113,7 +113,7 @@ class TrainLoop:
 
     def _ask(self, question: Callable[[], T]) -> T:
         """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
-        while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
+        while True:  # ends: a manager is restarted engines.max_manager_restarts times
             try:
                 return self.rank_zero.run(question)
             except ManagerLost:

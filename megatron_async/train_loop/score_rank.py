@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.files.disk import replace_durably, writing
+from megatron_async.files.disk import replacing, writing
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.tasks.rows import open_rows
@@ -100,7 +100,9 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
             lengths.append(batch.lengths_S())
         if layout.rank == 0:
             cu_S1 = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
-            _save(out, {"logprobs": np.concatenate(found), "cu_seqlens": cu_S1})
+            arrays = {"logprobs": np.concatenate(found), "cu_seqlens": cu_S1}
+            with writing(out), replacing(out) as temporary:
+                save_file(arrays, temporary)
 
 
 def _parts(sequences: Iterator[WorkedExample], wanted: int) -> Iterator[list[WorkedExample]]:
@@ -115,16 +117,6 @@ def _parts(sequences: Iterator[WorkedExample], wanted: int) -> Iterator[list[Wor
             part, tokens = [], 0
     if part:
         yield part
-
-
-def _save(out: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    temporary = out.with_name(f".{out.name}.partial")
-    with writing(out):
-        try:
-            save_file(arrays, temporary)
-            replace_durably(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def main(arguments: list[str]) -> int:

@@ -7,26 +7,11 @@ Invariants
   of CUDA memory can be opened by processes that see that GPU, and an engine sees its own only.
 """
 
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class EngineRank:
-    """The part of an engine on a trainer rank's GPU: which engine, which of its tensor ranks."""
-
-    engine: int
-    tensor_rank: int
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this rank speaks with the engine."""
-        return self.tensor_rank == 0
-
-
-def engine_rank_on(rank: int, count: int, tensor: int) -> EngineRank | None:
-    """Return the engine rank on a trainer rank's GPU; None where no engine is."""
-    found = EngineRank(*divmod(rank, tensor))
-    return found if found.engine < count else None
+def engine_on(rank: int, count: int, tensor: int) -> int | None:
+    """Return the engine on a trainer rank's GPU; None where no engine is."""
+    engine = rank // tensor
+    return engine if engine < count else None
 
 
 def trainer_ranks_of(engine: int, tensor: int) -> list[int]:

@@ -35,7 +35,7 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, stage_buckets, stage_leader
 from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.gpu_sharing import engine_rank_on, trainer_ranks_of
+from megatron_async.weight_sync.gpu_sharing import engine_on, trainer_ranks_of
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
@@ -147,27 +147,25 @@ class SharedGpus(StageOrder, Leaders):
     def __init__(self, count: int, tensor: int, timeout_seconds: float) -> None:
         super().__init__([trainer_ranks_of(e, tensor)[0] for e in range(count)], timeout_seconds)
         groups = [_gloo(trainer_ranks_of(e, tensor), timeout_seconds) for e in range(count)]
-        self._engine_rank = engine_rank_on(dist.get_rank(), count, tensor)
-        self._ranks = None if self._engine_rank is None else groups[self._engine_rank.engine]
+        self._engine = engine_on(dist.get_rank(), count, tensor)
+        self._ranks = None if self._engine is None else groups[self._engine]
         self._size = tensor
 
     def mine(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
         """The engine on this rank's GPU, if it is among them."""
-        held = self._engine_rank
-        return [e for e in engines if held is not None and e.index == held.engine]
+        return [e for e in engines if e.index == self._engine]
 
     def collect(self, tensors: Bucket, by_value: bool) -> HandedBucket:
         """Collective over the ranks on the engine's GPUs: a payload for each of its tensor ranks.
 
         Only the leader gets them, and each of them must keep its bucket until they are loaded.
         """
-        held = self._engine_rank
-        if held is None:
+        if self._engine is None:
             return HandedBucket([])
         bucket = separate(tensors, by_value)
         payload = serialise(bucket)
-        found: list[Any] | None = [None] * self._size if held.leads else None
-        dist.gather_object(payload, found, dst=self._leaders[held.engine], group=self._ranks)
+        found: list[Any] | None = [None] * self._size if self.leads else None
+        dist.gather_object(payload, found, dst=self._leaders[self._engine], group=self._ranks)
         return HandedBucket(bucket, found or [])
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import rules_of
-from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
+from megatron_async.models.families import rules_of, stage_rules
+from megatron_async.models.shards import Rule, ShardLayout
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -48,7 +48,7 @@ def quantise(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 def is_quantised(rule: Rule) -> bool:
     """Return whether the tensors of this rule are matrices of linear layers."""
-    return rule.place is LayerPlace.LAYER and rule.layout in _LINEAR and len(rule.shapes[0]) == 2
+    return rule.is_matrix and rule.layout in _LINEAR
 
 
 def quantised_tensors(
@@ -74,9 +74,8 @@ def quantised_names(architecture: Architecture) -> frozenset[str]:
     experts = architecture.experts.num if architecture.experts else 1
     return frozenset(
         name
-        for rule in rules_of(architecture)
+        for rule, layer in stage_rules(architecture)
         if is_quantised(rule)
-        for layer in range(architecture.num_layers)
         for expert in range(experts if rule.expert else 1)
         for name in rule.tensor_names(layer, expert)
     )
@@ -86,11 +85,8 @@ def quantization_config(architecture: Architecture) -> dict[str, Any]:
     """Return the entry of an fp8 checkpoint of this model in config.json."""
     kept = [
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
-        for rule in rules_of(architecture)
-        if rule.place is LayerPlace.LAYER
-        and rule.layout is ShardLayout.REPLICATED
-        and len(rule.shapes[0]) == 2
-        for layer in range(architecture.num_layers)
+        for rule, layer in stage_rules(architecture)
+        if rule.is_matrix and rule.layout is ShardLayout.REPLICATED
     ]
     return {
         "quant_method": "fp8",

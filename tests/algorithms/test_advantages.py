@@ -30,11 +30,11 @@ def test_every_estimator_equals_its_formula(
     group_S = torch.unique(torch.tensor(groups), return_inverse=True)[1]
     weight_S = torch.tensor(log_weights, dtype=torch.float64)
     results: dict[tuple[str, bool | None], torch.Tensor] = {
-        ("grpo", None): advantages.group_advantages(reward_S, group_S),
-        ("dr_grpo", None): advantages.group_advantages(reward_S, group_S, normalize_std=False),
+        ("grpo", None): advantages.group_advantages(reward_S, group_S)[0],
+        ("dr_grpo", None): advantages.group_advantages(reward_S, group_S, normalize_std=False)[0],
         ("rloo", None): advantages.leave_one_out_advantages(reward_S, group_S),
         ("pg", None): advantages.batch_baseline_advantages(reward_S),
-        ("reinforce_pp", None): advantages.whitened_advantages(reward_S, torch.tensor(tokens)),
+        ("reinforce_pp", None): advantages.whitened_advantages(reward_S, torch.tensor(tokens))[0],
     }
     for leave_one_out in (False, True):
         results["rapid", leave_one_out] = advantages.rapid_advantages(
@@ -56,9 +56,10 @@ def test_every_estimator_equals_its_formula(
 
 def test_group_advantages_use_the_sample_deviation_and_its_epsilon() -> None:
     rewards_S, group_S = torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 0])
-    got = advantages.group_advantages(rewards_S, group_S, epsilon=0.25)
+    got, slope_S = advantages.group_advantages(rewards_S, group_S, epsilon=0.25)
     expected = 0.5 / (math.sqrt(0.5) + 0.25)
     assert got.tolist() == pytest.approx([expected, -expected])
+    assert slope_S.tolist() == pytest.approx([2 * expected] * 2)
 
 
 def test_leave_one_out_baseline_is_the_mean_of_the_others() -> None:
@@ -82,15 +83,18 @@ def test_rapid_bounds_a_weight_from_above() -> None:
 def test_rapid_on_policy_is_the_group_mean_baseline() -> None:
     rewards_S, group_S = torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
     rapid = advantages.rapid_advantages(rewards_S, torch.zeros(4).double(), group_S)
-    plain = advantages.group_advantages(rewards_S, group_S, normalize_std=False)
+    plain, _ = advantages.group_advantages(rewards_S, group_S, normalize_std=False)
     torch.testing.assert_close(rapid, plain)
 
 
 def test_whitening_counts_tokens_not_sequences() -> None:
-    got = advantages.whitened_advantages(torch.tensor([1.0, 0.0]).double(), torch.tensor([3, 1]))
+    rewards_S = torch.tensor([1.0, 0.0]).double()
+    got, slope_S = advantages.whitened_advantages(rewards_S, torch.tensor([3, 1]))
     deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3 + 1e-8)
     assert got.tolist() == pytest.approx([0.25 / deviation, -0.75 / deviation])
-    assert advantages.whitened_advantages(torch.ones(2), torch.zeros(2)).tolist() == [0.0, 0.0]
+    assert slope_S.tolist() == pytest.approx([1 / deviation] * 2)
+    nothing = advantages.whitened_advantages(torch.ones(2), torch.zeros(2))
+    assert [values_S.tolist() for values_S in nothing] == [[0.0, 0.0]] * 2
 
 
 def test_overlong_penalty_is_linear_inside_the_buffer() -> None:
@@ -107,7 +111,7 @@ def test_groups_with_equal_rewards_are_not_informative() -> None:
 
 def test_empty_batches_pass_through() -> None:
     nothing, no_group = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert advantages.group_advantages(nothing, no_group).numel() == 0
+    assert advantages.group_advantages(nothing, no_group)[0].numel() == 0
     assert advantages.batch_baseline_advantages(nothing).numel() == 0
     assert advantages.informative_groups(nothing, no_group).numel() == 0
 

@@ -1,4 +1,4 @@
-"""Reported numbers: ESS, staleness, lags, splits by lag, and the health rules."""
+"""Reported numbers: ESS, staleness, lags and splits by lag."""
 
 import math
 
@@ -18,7 +18,6 @@ from megatron_async.algorithms.metrics import (
     batch_staleness,
     effective_sample_size,
     finalize,
-    health_warnings,
 )
 
 
@@ -150,42 +149,3 @@ def test_staleness_of_a_batch_ignores_untrained_tokens() -> None:
     assert got["staleness/resumed_trajectories"] == 0.5
     nothing = torch.zeros(0, dtype=torch.bool)
     assert batch_staleness(torch.tensor([1]), torch.tensor([0.0]), nothing) == {}
-
-
-HEALTHY = {
-    "rollout_corr/rollout_is_mean": 1.0,
-    "rollout_corr/rollout_is_eff_sample_size": 0.9,
-    "rollout_corr/rollout_is_std": 0.2,
-    "rollout_corr/kl": 0.01,
-    "rollout_corr/chi2_token": 0.1,
-}
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "rule"),
-    [
-        ("rollout_is_mean", 0.49, "mean_weight"),
-        ("rollout_is_mean", 2.01, "mean_weight"),
-        ("rollout_is_eff_sample_size", 0.29, "low_ess"),
-        ("rollout_is_std", 1.01, "weight_std"),
-        ("kl", 0.11, "kl"),
-        ("kl", -0.11, "kl"),
-        ("chi2_token", 1.01, "chi2"),
-        ("kl", math.nan, "kl"),
-    ],
-)
-def test_a_broken_health_rule_is_named(metric: str, value: float, rule: str) -> None:
-    found = health_warnings({**HEALTHY, f"rollout_corr/{metric}": value})
-    assert [warning.rule for warning in found] == [rule]
-    assert metric in found[0].message
-
-
-def test_healthy_or_absent_metrics_raise_no_warning() -> None:
-    limits = {
-        "rollout_corr/rollout_is_mean": 2.0,
-        "rollout_corr/rollout_is_eff_sample_size": 0.3,
-        "rollout_corr/rollout_is_std": 1.0,
-        "rollout_corr/kl": -0.1,
-        "rollout_corr/chi2_token": 1.0,
-    }
-    assert health_warnings(HEALTHY) == health_warnings(limits) == health_warnings({}) == []

@@ -30,6 +30,7 @@ def call(*arguments: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_the_command_converts_there_and_back_with_index_and_progress(tmp_path: Path) -> None:
     source, checkpoint, back = (tmp_path / name for name in ("hf", "megatron", "back"))
     save_hf_model("llama3", source)
@@ -65,6 +66,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_memory_is_at_most_twice_the_largest_file_whatever_the_size(tmp_path: Path) -> None:
     """0.9 GB in files of 0.2 GB; benchmarks/convert.py measures several GB."""
     from benchmarks.convert import write_source

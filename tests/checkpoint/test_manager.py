@@ -18,7 +18,7 @@ import torch
 from megatron_async.checkpoint import writer
 from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
-from megatron_async.checkpoint.manifest import open_checkpoint
+from megatron_async.checkpoint.manifest import COPY_NAME, MANIFEST_NAME, open_checkpoint
 from megatron_async.checkpoint.state import TensorPiece
 from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
 from megatron_async.config.load import merge
@@ -321,7 +321,8 @@ def test_a_disk_that_fills_up_loses_nothing_already_saved(
         first = next(c for c in [checkpoints.newest()] if c is not None)
         assert first.step == 2
         earlier = manager(tmp_path)
-        (tmp_path / "step_000002" / "manifest.json").unlink()
+        for name in (MANIFEST_NAME, COPY_NAME):
+            (tmp_path / "step_000002" / name).unlink()
         newest = earlier.newest()
         assert newest is not None
         earlier.load(trainer, newest)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megatron_async.checkpoint.manifest import (
     CorruptCheckpoint,
     Manifest,
     SavedLayout,
+    all_faults,
     check_manifests,
     faults,
     finalise,
@@ -157,8 +160,26 @@ def test_the_surviving_line_is_newer_than_an_abandoned_one(tmp_path: Path) -> No
 
 def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (write(tmp_path, 2) / "manifest.json").unlink()
+    newest = write(tmp_path, 2)
+    for name in (MANIFEST_NAME, COPY_NAME):
+        (newest / name).unlink()
     assert latest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("lost", [MANIFEST_NAME, COPY_NAME])
+def test_one_of_whose_manifests_is_lost_is_the_checkpoint_that_it_was(
+    tmp_path: Path, lost: str
+) -> None:
+    write(tmp_path, 1)
+    newest = write(tmp_path, 2)
+    (newest / lost).unlink()
+    check_manifests(tmp_path)
+    assert latest_step(tmp_path) == 2
+    assert open_checkpoint(newest).extra == {"store_position": 20}
+    other = ({MANIFEST_NAME, COPY_NAME} - {lost}).pop()
+    (newest / other).write_text("{")
+    with pytest.raises(UserError, match="step_000002 is damaged"):
+        check_manifests(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
@@ -226,9 +247,47 @@ def test_what_is_older_than_an_intact_checkpoint_hinders_nobody(tmp_path: Path) 
     assert latest_step(tmp_path) == 2
 
 
-def test_a_writer_that_was_killed_before_the_commit_has_made_no_checkpoint(tmp_path: Path) -> None:
-    (write(tmp_path, 2) / MANIFEST_NAME).unlink()
+class Killed(BaseException):
+    """In place of SIGKILL."""
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_writer_that_was_killed_has_made_no_checkpoint_or_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """It dies before each change of a name in turn: two of files, one of the directory."""
+    left = iter(range(steps))
+
+    def dies_first(do: Callable[..., object]) -> Callable[..., object]:
+        def step(*arguments: object) -> object:
+            if next(left, None) is None:
+                raise Killed
+            return do(*arguments)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "replace_durably", dies_first(manifests.replace_durably))
+        patch.setattr(Path, "rename", dies_first(Path.rename))
+        with pytest.raises(Killed) if steps < 3 else nullcontext():
+            write(tmp_path, 2)
     check_manifests(tmp_path)
+    found = list_checkpoints(tmp_path)
+    assert [all_faults(checkpoint) for checkpoint in found] == [[]] * (steps == 3)
+    assert (tmp_path / "step_000002").exists() == (steps == 3), "its name is the commit"
+
+
+def test_what_is_half_removed_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise Killed
+
+    path = write(tmp_path, 2)
+    monkeypatch.setattr(manifests.shutil, "rmtree", killed)
+    with pytest.raises(Killed):
+        manifests.remove(path)
+    assert (path / "data.distcp").exists()
     assert list_checkpoints(tmp_path) == []
 
 
@@ -280,8 +339,8 @@ def test_a_commit_that_fails_leaves_no_manifest(
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
         write(tmp_path, step)
-    removed = prune(tmp_path, keep=2)
-    assert sorted(path.name for path in removed) == ["step_000001", "step_000002", "step_000003"]
+    prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000005"]
     assert [c.manifest.step for c in list_checkpoints(tmp_path)] == [5, 4]
 
 

@@ -82,7 +82,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     a = architecture("llama_tied")
     (head,) = [rule for rule in rules_of(a) if not rule.exported]
     assert head.layout is ShardLayout.VOCAB
-    assert Slot(exported(a, head)).name == "embedding.word_embeddings.weight"
+    assert Slot(exported(a, head), 0, 0).name == "embedding.word_embeddings.weight"
     assert head.parameters[0] not in {slot.name for slot in stage_slots(a, 0, 1)}
 
 

@@ -56,7 +56,7 @@ def test_it_shows_the_run_without_any_command_and_makes_nothing(
     before = set(file.parent.rglob("*"))
     assert command(monkeypatch, *words, "--config", file) == 0
     shown = capsys.readouterr()
-    for part in ("dry on CPU", "trainer: 1 ranks", "verifier_workers = ", "first prompt, "):
+    for part in ("dry on CPU", "trainer: 1 ranks", "scorer_workers = ", "first prompt, "):
         assert part in shown.out
     assert shown.out.endswith("all checks have passed, also of the reward; nothing was started\n")
     assert "torchrun" not in shown.out and "srun" not in shown.out

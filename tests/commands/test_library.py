@@ -62,6 +62,9 @@ def test_a_run_opens_in_one_line(tmp_path: Path) -> None:
     run = open_run(make_run(tmp_path, "one"))
     assert run.config.name == "one"
     assert run.metrics[-1]["reward/max"] == 1.0 and len(run.evaluations) > 0
+    assert run.accuracy == run.evaluations[-1]["eval/accuracy"] and run.export is None
+    (run.path / "hf").mkdir()
+    assert run.export == run.path / "hf"
     with closing(run.store()) as store:
         assert store.trajectory(0).reward == 1.0
     with pytest.raises(UserError, match="there is no run"):
@@ -107,14 +110,21 @@ def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_pa
     assert re.search(r"mean reward at the start / at the end │ +0\.\d+ / 0\.\d+", output)
 
 
-def test_a_reward_leaves_what_is_not_set_to_be_derived(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[RunConfig] = []
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Settings of the runs that a test starts, of which only the directories are made."""
+    found: list[RunConfig] = []
 
     def start_run(config: RunConfig, _what: str) -> RunDirectory:
-        started.append(config)
-        return RunDirectory.of(config)
+        found.append(config)
+        return RunDirectory.create(config)
 
     monkeypatch.setattr(library, "start_run", start_run)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def test_a_reward_leaves_what_is_not_set_to_be_derived(started: list[RunConfig]) -> None:
     train(build_config({"steps": 3, "eval": {"every_steps": 2}}), reward=own_reward)
     [config] = started
     assert config.steps == 3 and config.reward[0].name.endswith("test_library.py:own_reward")
@@ -123,6 +133,37 @@ def test_a_reward_leaves_what_is_not_set_to_be_derived(monkeypatch: pytest.Monke
     assert config.given["reward"].endswith("test_library.py:own_reward")
     on_a_gpu = derive(config, Machine("cuda", "H100", 80e9, cores=32)).config
     assert on_a_gpu.engines.max_total_tokens is None, "the default is a laptop's"
+
+
+def test_settings_come_by_name_over_a_file_a_mapping_or_a_config(
+    started: list[RunConfig], tmp_path: Path
+) -> None:
+    low = {"steps": 3, "model": {"path": "there", "dtype": "float32"}}
+    (tmp_path / "low.yaml").write_text(yaml.safe_dump(low))
+    dotted: dict[str, object] = {"model.path": tmp_path, "schedule.preset": "sync"}
+    for number, config in enumerate(("low.yaml", tmp_path / "low.yaml", low, build_config(low))):
+        train(config, steps=7, name=f"run{number}", **dotted)
+    expected = build_config(
+        {
+            "steps": 7,
+            "schedule": {"preset": "sync"},
+            "model": {"path": str(tmp_path), "dtype": "float32"},
+        }
+    )
+    for config in started:
+        assert config.model_dump(exclude={"name"}) == expected.model_dump(exclude={"name"})
+        assert open_run(RunDirectory.of(config).path).config.schedule == expected.schedule
+    with pytest.raises(UserError, match=r"unknown setting step "):
+        train(low, step=7)
+    with pytest.raises(UserError, match=r"settings are text, numbers.*not function"):
+        train(low, name=own_reward)
+
+
+def test_an_import_path_begins_where_the_script_runs(
+    started: list[RunConfig], tmp_path: Path
+) -> None:
+    train({}, reward="mine.py:score")
+    assert started[0].reward[0].name == f"{tmp_path}/mine.py:score"
 
 
 def test_a_reward_is_named_by_its_file_so_that_other_processes_can_import_it() -> None:

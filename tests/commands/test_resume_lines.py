@@ -69,6 +69,15 @@ def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
     )
 
 
+def test_one_whose_manifest_is_lost_is_gone_on_from_by_its_copy(run: RunDirectory) -> None:
+    (save(run, 20) / "manifest.json").unlink()
+    same = build_config({})
+    assert command.resume_lines(run, same, same, None) == [
+        "a goes on from checkpoint step_000020, made after step 19",
+        "repeated: steps 20 to 24 are trained again",
+    ]
+
+
 def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> None:
     (save(run, 20) / "weights").write_bytes(b"weighed")
     same = build_config({})

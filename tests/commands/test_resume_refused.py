@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,13 @@ class Start:
         self.error: BaseException | None = None
         self.begins = True
         monkeypatch.setattr(train, "show_closing", lambda _: None)
-        monkeypatch.setattr(train, "Supervisor", self._supervisor)
+        monkeypatch.setattr(train, "supervise", self._supervise)
 
-    def _supervisor(self, config: RunConfig, directory: RunDirectory, _: object) -> Start:
-        self._directory = directory
+    def _supervise(self, config: RunConfig, directory: RunDirectory, _: object) -> None:
         assert RunDirectory.launched(directory.path)[1] == config, "what ranks and nodes read"
         self.settings.append(config)
-        return self
-
-    def run(self) -> None:
         if self.begins:
-            self._directory.begin()
+            directory.begin()
         if self.error is not None:
             raise self.error
 
@@ -105,7 +102,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* asks for none"),
     "another family": ("qwen3", {}, r"has shape none, and the model asks for \("),
     "another rope": ("llama", {"rope_theta": 1e4}, r"its rope is .*500000.0"),
-    "another tokenizer": ("llama", {}, "the tokenizers have other tokens"),
+    "another tokenizer": ("llama", {}, "its tokenizer or its chat template is another"),
 }
 
 
@@ -155,12 +152,65 @@ def test_files_of_another_model_under_the_same_path_are_found_too(
     assert (content(run), start.settings) == (before, [])
 
 
+def change_json(name: str, **values: Any) -> Callable[[Path], object]:
+    """Change these entries of a JSON file."""
+
+    def change(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+TOKENIZERS: dict[str, Callable[[Path], object]] = {
+    "two tokens": exchange_tokens,
+    "the normalizer": change_json("tokenizer.json", normalizer={"type": "Lowercase"}),
+    "the chat template": change_json("tokenizer_config.json", chat_template="{{ messages }}"),
+    "the chat template's own file": lambda folder: (folder / "chat_template.jinja").write_text("a"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_another_tokenizer_is_found_under_the_same_path_and_where_the_old_one_is_gone(
+    run: RunDirectory, tmp_path: Path, start: Start, name: str
+) -> None:
+    TOKENIZERS[name](tmp_path / "model")
+    before = content(run)
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [], None)
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [f"model.path={moved}"], None)
+    assert (content(run), start.settings) == (before, [])
+
+
+def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_names(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    """It has noted no tokenizer."""
+    run.tokenizer_file.unlink()
+    other = shutil.copytree(tmp_path / "model", tmp_path / "other")
+    train.resume_command(run.path, [f"model.path={other}"], None)
+    exchange_tokens(other)
+    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+        train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
+    shutil.rmtree(other)
+    train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
+    assert len(start.settings) == 2
+
+
 REFUSED = {
     "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
     "a layout": (["parallel.tensor=3", "parallel.ranks=3"], r"parallel\.tensor is 3"),
     "a name": (["optimiser.lr=1"], "unknown setting optimiser"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
     "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
+    "weights that it would not take": (
+        ["model.checkpoint={run}/checkpoints/step_000002"],
+        r"model\.checkpoint is '.*2', and .*run goes on from its own checkpoint step_000004",
+    ),
+    "another name": (["name=other"], r"name is 'other', and the run of .*runs/run stays where"),
+    "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
     "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
     "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
     "a reward": (["task.name=chain_sum"], "cannot score rows"),
@@ -174,10 +224,32 @@ def test_what_is_refused_changes_no_file_and_a_plain_resume_works(
     overrides, sentence = REFUSED[what]
     before = content(run)
     with pytest.raises(UserError, match=sentence):
+        overrides = [one.format(run=run.path) for one in overrides]
         train.resume_command(run.path, ["optimizer.lr=1e-5", *overrides], None)
     assert (content(run), start.settings) == (before, [])
     train.resume_command(run.path, [], None)
     assert len(start.settings) == 1
+
+
+def test_a_run_that_was_moved_goes_on_and_may_be_given_its_new_place(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    moved = run.path.rename(tmp_path / "moved")
+    train.resume_command(moved, ["steps=9"], None)
+    train.resume_command(moved, ["name=moved", f"root={tmp_path}"], None)
+    assert len(start.settings) == 2
+
+
+def test_weights_to_begin_with_count_while_the_run_has_no_checkpoint_and_may_be_left_out(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    elsewhere = run.checkpoints.rename(tmp_path / "elsewhere")
+    train.resume_command(run.path, [f"model.checkpoint={elsewhere}/step_000002"], None)
+    run.checkpoints.mkdir()
+    (elsewhere / "step_000004").rename(run.checkpoints / "step_000004")
+    shutil.rmtree(elsewhere)
+    train.resume_command(run.path, ['model.checkpoint=""'], None)
+    assert len(start.settings) == 2
 
 
 def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(

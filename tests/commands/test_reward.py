@@ -94,11 +94,11 @@ def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
 def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef score(sample): time.sleep(60)\n")
     line = {"response": "x", "prompt": "p", "answer": "a"}
-    limits = ("task.verifier_timeout_seconds=0.5", "task.on_verifier_timeout=drop")
+    limits = ("task.scorer_timeout_seconds=0.5", "task.on_scorer_timeout=drop")
     done = call(tmp_path, [line], *limits, rewards="slow.py:score")
     assert done.exit_code == 1
     assert without_times(done.stdout).splitlines() == [
-        "line 1: no score (verifier_timeout 1), T s",
+        "line 1: no score (scorer_timeout 1), T s",
         "    reward score: no score within 0.5 s (its timeout_seconds)",
         "1 responses, mean score 0, 1 failed",
     ]

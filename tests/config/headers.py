@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_async.commands.simulate import figures_command
@@ -20,25 +21,16 @@ _INDENT = "#   "
 
 def stated(name: str) -> list[str]:
     """The figures in the header of a file."""
-    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
-    first = lines.index(TITLE.format(name)) + 1
-    return [
-        line.removeprefix(_INDENT)
-        for line in lines[first : first + len(printed(name))]
-        if line.startswith(_INDENT)
-    ]
+    _, _, after = (CONFIGS / f"{name}.yaml").read_text().partition(TITLE.format(name) + "\n")
+    figures = takewhile(lambda line: line.startswith(_INDENT), after.splitlines())
+    return [line.removeprefix(_INDENT) for line in figures]
 
 
 def printed(name: str) -> list[str]:
     """What the command prints of it."""
-    if name not in _printed:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            figures_command(CONFIGS / f"{name}.yaml", [])
-        _printed[name] = out.getvalue().splitlines()
-    return _printed[name]
-
-
-_printed: dict[str, list[str]] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        figures_command(CONFIGS / f"{name}.yaml", [])
+    return out.getvalue().splitlines()
 
 
 def with_figures() -> list[str]:

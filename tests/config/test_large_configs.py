@@ -96,6 +96,13 @@ def activation_gigabytes(config: RunConfig, a: Architecture) -> float:
     return (kept + 34 * hidden + logits) / 1e9
 
 
+def step_gigabytes(config: RunConfig, parameters: Count) -> float:
+    """What torch's Adam makes beside the state of one rank: a float32 of each of its parameters."""
+    p = config.parallel
+    dense = parameters.dense / (p.tensor * p.pipeline) / p.data
+    return 4 * (dense + parameters.experts / p.ranks) / 1e9
+
+
 def gpu_gigabytes(config: RunConfig) -> float:
     return gpu_of(config.simulate.gpu).memory / 1e9
 
@@ -137,6 +144,7 @@ def test_the_table_of_parameters_adds_up_to_the_published_count(name: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.endswith("nodes")])
 def test_the_published_model_has_the_published_count(name: str) -> None:
     """The counts above are those of the transformers implementation too, built on meta."""
@@ -151,6 +159,7 @@ def test_the_published_model_has_the_published_count(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_trainers_model_at_this_layout_has_the_published_count(
     name: str, tmp_path: Path
@@ -191,11 +200,14 @@ def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
     weights = 2 * published / config.engines.tensor / 1e9
     assert figure(name, r"state ([\d.]+) GB") == pytest.approx(state, abs=0.06)
     assert figure(name, r"activations ([\d.]+) GB") == pytest.approx(activations, abs=0.06)
-    assert figure(name, r"peak ([\d.]+) of") == pytest.approx(state + activations, abs=0.12)
+    step = step_gigabytes(config, count(architecture))
+    peak = state + max(activations, step)
+    assert figure(name, r"step ([\d.]+) GB, peak") == pytest.approx(step, abs=0.06)
+    assert figure(name, r"peak ([\d.]+) of") == pytest.approx(peak, abs=0.12)
     assert figure(name, r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
     assert figure(name, r"checkpoint: ([\d,]+) GB") == pytest.approx(12e-9 * published, abs=1)
     gpu = gpu_gigabytes(config)
-    assert state + activations < 0.8 * gpu, "no room for buffers"
+    assert peak < 0.8 * gpu, "no room for buffers"
     assert weights < 0.6 * gpu, "no room for the KV cache"
 
 

@@ -47,7 +47,7 @@ MINIF2F = {
 def load(name: str, row: dict[str, Any], folder: Path, *overrides: str) -> RunConfig:
     path = folder / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    more = (f"task.path={path}", "task.heldout_share=0", "task.verifier_timeout_seconds=40")
+    more = (f"task.path={path}", "task.heldout_share=0", "task.scorer_timeout_seconds=40")
     return load_config(ROOT / "configs" / f"rapid-{name}.yaml", [*more, *overrides])
 
 

@@ -124,7 +124,7 @@ class LengthParity:
         return float(len(response_ids) % 8 == 0), {}
 
 
-def test_the_real_verifier_scores_what_the_engine_generates(
+def test_the_real_scorer_scores_what_the_engine_generates(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     config = settings("copris", tmp_path, model)

@@ -1,7 +1,8 @@
 """A whole run, killed for real: nothing finished is lost, nothing is trained twice.
 
 One run after another in the same directory: SIGKILL of everything mid-step, resume, then the death
-of the only engine with no restart left.
+of the only engine with no restart left. Simulated engines behind the real processes; what a killed
+tree leaves of a run on real ones: tests/crash/test_short.py.
 """
 
 import os
@@ -24,7 +25,7 @@ from megatron_async.store.reader import StoreContent, StoreReader
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 GONE = (TrajectoryState.BATCHED, TrajectoryState.DROPPED)
 SETTINGS = """
@@ -34,6 +35,8 @@ parallel: {ranks: 2, tensor: 2}
 optimizer: {lr: 1.0e-4}
 schedule: {preset: copris, groups_per_batch: 4, group_size: 4, concurrency: 24}
 sampling: {max_new_tokens: 192}
+engines: {kind: simulated, simulated: {mean_length: 100, step_seconds: 0.01}}
+weights: {transport: tensor, verify: never}
 eval: {prompts: 4}
 checkpoint: {every_steps: 2, export_hf: false}
 store: {chunk_tokens: 16}
@@ -131,7 +134,7 @@ def test_sigkill_mid_step_then_resume_then_the_engine_dies(
     )
     runs.append(second)
     second.wait_until(lambda: steps_done(directory) >= done + 2, 240)
-    engine = next(p for p in second.family() if "engines.sglang.server" in " ".join(p.cmdline()))
+    engine = next(p for p in second.family() if "engines.simulated.server" in " ".join(p.cmdline()))
     engine.send_signal(signal.SIGKILL)
     assert second.process.wait(120) == 1
     last = second.log.read_text().strip().splitlines()[-1]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -80,41 +80,52 @@ def test_what_is_set_wins() -> None:
     assert not set(given) & set(communication_environment(given, one_machine=True, nvls=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nvls", [True, False])
-def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool) -> None:
-    """SGLang 0.5.23's own function; where nothing is set it turns both off."""
+Leaves = Callable[..., dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def sglang_leaves() -> Iterator[Leaves]:
+    """What SGLang makes of an environment; one process for all, for the sake of its imports."""
     pytest.importorskip("sglang")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_environment"]
+    root, pipe = Path(__file__).parents[2], subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def leaves(environment: Mapping[str, str], *settings: str) -> dict[str, str]:
+            question = {"environment": dict(environment), "settings": settings}
+            print(json.dumps(question), file=asked, flush=True)
+            found: dict[str, str] = json.loads(answers.readline())
+            return found
+
+        yield leaves
+        process.kill()  # it has nothing to tidy up
+
+
+@pytest.mark.slow
+@pytest.mark.one_core
+@pytest.mark.parametrize("nvls", [True, False])
+def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool, sglang_leaves: Leaves) -> None:
+    """SGLang 0.5.23's own function; where nothing is set it turns both off."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    found = _sglang(server_environment(EngineConfig(nvls=nvls), "cuda", None, base))
+    found = sglang_leaves(server_environment(EngineConfig(nvls=nvls), "cuda", None, base))
     trainer = trainer_environment(base, one_machine=True, nvls=nvls)
     for name in NCCL_CHOICES:
         assert found[name] == trainer[name], name
     if not nvls:
-        alone = _sglang(base)
+        alone = sglang_leaves(base)
         assert {name: alone[name] for name in NCCL_CHOICES} == dict.fromkeys(NCCL_CHOICES, OFF)
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("setting", ["enable_nccl_nvls", "enable_symm_mem"])
-def test_an_argument_that_changes_it_for_servers_alone_is_refused(setting: str) -> None:
-    pytest.importorskip("sglang")
+def test_an_argument_that_changes_it_for_servers_alone_is_refused(
+    setting: str, sglang_leaves: Leaves
+) -> None:
     environment = server_environment(EngineConfig(nvls=False), "cuda", None, os.environ)
-    changed = _sglang(environment, setting)
+    changed = sglang_leaves(environment, setting)
     assert any(changed[name] != environment[name] for name in NCCL_CHOICES)
     with pytest.raises(ValueError, match="hand buffers over otherwise than the trainer"):
         EngineConfig(extra_args=["--" + setting.replace("_", "-")])
-
-
-def _sglang(environment: Mapping[str, str], *settings: str) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_environment", *settings],
-        cwd=Path(__file__).parents[2],
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found

@@ -110,6 +110,7 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_engines_settings_arrive(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
@@ -132,6 +133,7 @@ def test_the_engines_settings_arrive(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_and_batches_are_those_of_a_large_gpu(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
@@ -150,6 +152,7 @@ def test_kernels_and_batches_are_those_of_a_large_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_with(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
@@ -164,6 +167,7 @@ def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_wi
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sglang_leaves_room_for_a_weight_update(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]

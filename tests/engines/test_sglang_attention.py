@@ -101,6 +101,7 @@ def test_a_cache_in_another_type_is_read_in_the_type_of_the_query() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_it_equals_the_backend_that_it_replaces() -> None:
     """In a process of its own: the stand-ins that SGLang needs must not reach other tests."""
     if importlib.util.find_spec("sglang") is None:

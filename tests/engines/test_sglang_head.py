@@ -33,6 +33,7 @@ def test_an_engine_in_float32_needs_nothing_for_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_the_trainers_head_computes_as_sglangs() -> None:
     """In a process of its own: the stand-ins that SGLang needs must not reach other tests."""
     if importlib.util.find_spec("sglang") is None:

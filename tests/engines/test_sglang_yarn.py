@@ -44,6 +44,7 @@ def test_a_model_without_yarn_is_served_at_its_own_context(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_sglang_reads_the_context_and_the_frequencies_of_the_trainer(tmp_path: Path) -> None:
     """In a process of its own: the stand-ins that SGLang needs must not reach other tests."""
     if importlib.util.find_spec("sglang") is None:

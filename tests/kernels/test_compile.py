@@ -17,6 +17,7 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_head_kernels_compile_without_spills(arch: int, dtype: torch.dtype) -> None:
@@ -29,6 +30,7 @@ def test_head_kernels_compile_without_spills(arch: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loss_kernels_compile_without_spills(arch: int) -> None:
     reports = [compile_kernel(build, arch) for build in loss_builds()]

@@ -18,6 +18,7 @@ def test_there_are_interpreted_tests() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("module", MODULES)
 def test_interpreted(module: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -37,7 +37,7 @@ def test_on_a_cpu_nothing_changes() -> None:
 def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
     config = run_with()
     assert value_of("engines.max_total_tokens", config, H100) is None
-    assert value_of("task.verifier_workers", config, H100) == 96
+    assert value_of("task.scorer_workers", config, H100) == 96
     concurrency = value_of("schedule.concurrency", config, H100)
     assert concurrency > 4 * config.schedule.concurrency
     graphs = value_of("engines.cuda_graph_batch", config, H100)
@@ -57,7 +57,7 @@ def test_a_larger_gpu_holds_more_requests() -> None:
     [
         ("engines", {"max_total_tokens": 65536, "cuda_graph_batch": 64}),
         ("schedule", {"concurrency": 64}),
-        ("task", {"verifier_workers": 8}),
+        ("task", {"scorer_workers": 8}),
     ],
 )
 def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
             "schedule.concurrency",
             "engines.cuda_graph_batch",
             "engines.stream_interval",
-            "task.verifier_workers",
+            "task.scorer_workers",
         ]
 
 
@@ -112,6 +112,7 @@ def test_the_layout_names_gpus_batch_and_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
     pytest.importorskip("sglang")
     import argparse

@@ -14,7 +14,6 @@ from megatron_async.commands import sft
 from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.nodes import communication_environment
 from megatron_async.launcher import node, rank_job, supervisor
-from megatron_async.launcher.devices import DeviceSplit
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.run_directory import RunDirectory
 
@@ -68,7 +67,7 @@ class Started(Exception):
 
 
 def on_one_machine(config: RunConfig, directory: RunDirectory) -> None:
-    supervisor.Supervisor(config, directory, DeviceSplit())._trainers("a:1")
+    supervisor.trainers(config, directory, "a:1", None)
 
 
 def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:

@@ -1,4 +1,4 @@
-"""Every engine has GPUs of its own, for each shipped configuration; no GPU is there.
+"""Every engine has GPUs of its own, for all that the shipped configurations ask; no GPU is there.
 
 A place counts the GPUs that it is given; what an engine's server would see is the environment of
 its host.
@@ -51,17 +51,26 @@ def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
     return [gpus.split(",") for gpus in seen]
 
 
+def arrangement(config: RunConfig) -> tuple[int, int, str]:
+    """All that decides which GPUs an engine gets: engines on one node, GPUs of each, placement."""
+    engines = config.engines
+    return min(engines.count, len(GPUS) // engines.tensor), engines.tensor, engines.placement
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_engines_of_a_node_share_no_gpu(name: str, tmp_path: Path) -> None:
-    """Of a run over several nodes: as many engines as one node takes."""
-    config = load_config(ROOT / "configs" / f"{name}.yaml")
-    engines = min(config.engines.count, len(GPUS) // config.engines.tensor)
-    assert engines >= 1
-    seen = placed(config, engines, tmp_path)
-    assert all(len(gpus) == config.engines.tensor for gpus in seen)
-    every = [gpu for gpus in seen for gpu in gpus]
-    assert len(set(every)) == len(every) and set(every) <= set(GPUS)
+def test_engines_of_a_node_share_no_gpu(tmp_path: Path) -> None:
+    """Of a run over several nodes: as many engines as one node takes. Each arrangement once."""
+    configs = [load_config(ROOT / "configs" / f"{name}.yaml") for name in NAMES]
+    arrangements = {arrangement(config): config for config in configs}
+    assert {placement for *_, placement in arrangements} == {"colocated", "disaggregated"}
+    for index, ((engines, tensor, _), config) in enumerate(arrangements.items()):
+        assert engines >= 1
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        seen = placed(config, engines, folder)
+        assert all(len(gpus) == tensor for gpus in seen), config.name
+        every = [gpu for gpus in seen for gpu in gpus]
+        assert len(set(every)) == len(every) and set(every) <= set(GPUS), config.name
 
 
 @pytest.mark.parametrize("name", NAMES)

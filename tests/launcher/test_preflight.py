@@ -81,7 +81,7 @@ def test_commands_that_only_show_a_run_show_what_its_start_would_find(
 
     assert re.search(r"eval\.prompts is \d+ instead of its default 256", shown())
     if command[0] != "settings":
-        assert "task.verifier_workers = " in shown() and "1 update(s)" in shown()
+        assert "task.scorer_workers = " in shown() and "1 update(s)" in shown()
         assert "1 update(s)" in shown("eval.prompts=300", refused=True)
         assert "eval.prompts is 300, and" in shown("eval.prompts=300", refused=True)
     else:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_async.launcher.processes import Child
 
@@ -15,6 +16,10 @@ FAMILY = (
     "import subprocess, sys, time\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     "print(child.pid, flush=True); time.sleep(60)\n"
+)
+IGNORES_SIGTERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print('ready', flush=True); time.sleep(60)"
 )
 
 
@@ -41,13 +46,28 @@ def test_stop_ends_grandchildren_too(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "print('ready', flush=True); time.sleep(60)"
-    )
-    child = Child([sys.executable, "-c", code], tmp_path / "log")
+    child = Child([sys.executable, "-c", IGNORES_SIGTERM], tmp_path / "log")
     assert wait_for(lambda: "ready" in child.log_tail())
     child.stop(grace_seconds=0.3)
+    assert child.exit_code() == -signal.SIGKILL
+
+
+def test_an_interrupt_while_a_child_ends_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose process goes on."""
+    child = Child([sys.executable, "-c", IGNORES_SIGTERM], tmp_path / "log")
+    assert wait_for(lambda: "ready" in child.log_tail())
+    whole, interrupts = child.wait, [KeyboardInterrupt()]
+
+    def wait(seconds: float) -> int | None:
+        if interrupts:
+            raise interrupts.pop()
+        return whole(seconds)
+
+    monkeypatch.setattr(child, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        child.stop()
     assert child.exit_code() == -signal.SIGKILL
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_async.files.package_files import ROOT, existing
 from megatron_async.models.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def _write(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("case", [*CASES, *EXPERT_CASES])
 def test_the_table_names_every_tensor_with_its_shape(case: str, tmp_path: Path) -> None:
     save_hf_model(case, tmp_path)

@@ -56,6 +56,7 @@ def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.usefixtures("session")
 class TestLoading:
     def test_a_missing_tensor(self, model_dir: Path) -> None:
@@ -94,6 +95,7 @@ class TestLoading:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.usefixtures("session")
 class TestSaving:
     def test_bfloat16_through_a_float32_model_is_bit_exact(self, tmp_path: Path) -> None:

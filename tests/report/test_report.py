@@ -18,16 +18,24 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.report.data import read_run
 from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
-    ImportanceWeights,
     _logarithmic,
     accuracy,
+    endings,
     happenings,
+    importance_weights,
 )
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+from megatron_async.trajectory.types import (
+    FORMER_PARTS,
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+)
 from tests.browser import drawn, flaws, needs_browser
+from tests.store import test_episodes as episodes
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -101,6 +109,55 @@ async def _one_trajectory(directory: RunDirectory) -> None:
     await store.close()
 
 
+OBSERVED = "higher\n"
+ANSWERED = "<b>50</b>"
+
+
+async def _three_games(directory: RunDirectory) -> None:
+    """Two played to their ends, in one turn and in three, and one that had to be dropped."""
+    tokenizer = write_character_tokenizer(directory.path.parent / "model")
+    observed, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
+    store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
+    for turns, reward in ((1, 1.0), (3, 0.25)):
+        i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
+        for turn in range(turns):
+            version = PolicyVersion(0, turn)
+            before = episodes.outcome("50", 0.25) if turn == 1 else None
+            parent = turn - 1 if turn else None
+            await episodes.play(
+                store, i, observed, wrote, parent=parent, before=before, version=version
+            )
+        await episodes.end(store, i, episodes.outcome("50"), reward)
+    i = store.add_group(episodes.NO_PROMPT, 1).trajectories[0].trajectory_id
+    await episodes.play(store, i, observed, wrote, parent=None)
+    store.drop(i, DropReason.ENVIRONMENT)
+    await store.close()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of episodes, with an evaluation."""
+    root = tmp_path_factory.mktemp("played")
+    (root / "model").mkdir()
+    settings = {"name": "played", "root": str(root), "model": {"path": str(root / "model")}}
+    directory = RunDirectory.create(build_config(settings))
+    with MetricsWriter(directory.metrics_file, lineage=0) as metrics:
+        for step in range(3):
+            calls = {"": 0.01, "_max": 0.5}
+            more = {f"rollout/environment_seconds{end}": s for end, s in calls.items()}
+            more |= {"rollout/turns_mean": 3.5, "rollout/turns_max": 7.0}
+            metrics.write(step, {**step_metrics(step), **more})
+    asyncio.run(_three_games(directory))
+    conversation = [
+        {"role": "user", "content": "Guess my number."},
+        {"role": "assistant", "content": "fifty"},
+    ]
+    row = {"question": "", "response": "fifty", "reward": 0.0, "messages": conversation}
+    (directory.path / "evaluations").mkdir()
+    (directory.path / "evaluations" / "held-out-2.jsonl").write_text(json.dumps(row) + "\n")
+    return directory.path
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("report"), "one")
@@ -143,7 +200,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
 
 
 def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
+    figure = importance_weights("token").figure(read_run(run))
     band, mean, smallest, largest = figure.data
     assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
     above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
@@ -152,7 +209,7 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert below == pytest.approx([0.5] * len(mean.y))
     extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
     extreme.train[0]["off_policy/log_ratio_min"] = -700.0
-    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(extreme)
+    figure = importance_weights("token").figure(extreme)
     assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
@@ -186,6 +243,40 @@ def test_a_trajectory_that_is_best_and_worst_is_shown_once_with_both_reasons(run
     (sample,) = read_run(run).samples
     assert sample.why == "highest reward, lowest reward, longest, most policy versions"
     assert sample.facts == "trajectory 0, reward 1, 4 tokens in 2 segments, complete"
+
+
+def test_best_worst_and_a_random_episode_are_shown_turn_by_turn(played: Path) -> None:
+    best, *others, evaluated = read_run(played).samples
+    assert best.why.startswith("highest reward")
+    assert best.facts == "episode 0, reward 1, 1 turn, 16 tokens, ended by the environment"
+    shown = {why for sample in (best, *others) for why in sample.why.split(", ")}
+    assert shown == {"highest reward", "lowest reward", "random"}
+    worst = next(sample for sample in others if "lowest reward" in sample.why)
+    assert worst.facts.startswith("episode 1, reward 0.25, 3 turns, 48 tokens")
+    headings = [piece.heading for piece in worst.pieces]
+    assert headings == ["turn 0, reward 0.25", "", "turn 1", "", "turn 2", ""]
+    assert [piece.text for piece in worst.pieces] == [OBSERVED, ANSWERED] * 3
+    authors = [piece.version for piece in worst.pieces]
+    assert authors == [None, "version 0", None, "version 1", None, "version 2"]
+    assert [piece.heading for piece in evaluated.pieces] == ["user", "assistant"]
+    text = body(report_page([read_run(played)]))
+    assert "<h2>Episodes</h2>" in text and "turn 0, reward 0.25" in text
+    assert ANSWERED not in text and "&lt;b&gt;50&lt;/b&gt;" in text
+
+
+def test_a_run_of_episodes_shows_turns_tool_times_and_where_they_ended(played: Path) -> None:
+    read = read_run(played)
+    figure = endings(read)
+    assert figure is not None
+    drawn_ = {trace.name: (tuple(trace.x), tuple(trace.y)) for trace in figure.data}
+    assert drawn_ == {
+        "by the environment": ((1, 3), (1, 1)),
+        "dropped: environment": ((1,), (1,)),
+    }
+    text = report_page([read])
+    for title in ("Turns of an episode", "Where episodes ended"):
+        assert title in body(text), title
+    assert re.search("Seconds of an environment.s reply", body(text))
 
 
 def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
@@ -224,7 +315,7 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
         "answer": "4",
         "response": "5",
         "reward": 0.0,
-        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "parts": {next(iter(FORMER_PARTS)): 1.0, "form": 0.25},  # of an earlier version
         "tokens": 7,
         "truncated": True,
         "versions": ["0.16", "1.17"],
@@ -291,6 +382,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
@@ -303,8 +395,11 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @needs_browser
-def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path) -> None:
+def test_it_reads_well_on_a_screen_and_on_a_telephone(
+    run: Path, played: Path, tmp_path: Path
+) -> None:
     one, two, long = (tmp_path / f"{name}.html" for name in ("one", "two", "long"))
     other = make_run(tmp_path, f"other_{'x' * 90}", steps=30)
     with MetricsWriter(RunDirectory(other).metrics_file, lineage=1) as metrics:
@@ -312,9 +407,11 @@ def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path)
     one.write_text(report_page([read_run(run)]))
     two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "third", steps=30))]))
     long.write_text(report_page([read_run(run), read_run(other)]))
+    game = tmp_path / "game.html"
+    game.write_text(report_page([read_run(played)]))
     found = [
         flaw
-        for flaw in flaws([one, two, long], tmp_path)
+        for flaw in flaws([one, two, long, game], tmp_path)
         if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
     ]
     assert not found, "\n".join(found)

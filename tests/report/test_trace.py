@@ -105,8 +105,8 @@ def test_the_trainers_phases_follow_each_other() -> None:
     jsonschema.validate(written, SCHEMA)
     assert spans(written["traceEvents"]) == {
         "step 3": (0.0, 5.0),
-        "wait for a batch": (0.0, 2.0),
-        "train": (2.0, 5.0),
+        "waiting for a batch": (0.0, 2.0),
+        "training": (2.0, 5.0),
     }
 
 

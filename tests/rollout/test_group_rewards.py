@@ -50,7 +50,7 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
         merge(
             settings("copris").model_dump(),
             {
-                "task": {"on_verifier_timeout": policy},
+                "task": {"on_scorer_timeout": policy},
                 "reward": [{"name": "any.module:rank", "group": True}],
             },
         )

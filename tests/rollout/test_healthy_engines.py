@@ -122,7 +122,7 @@ def test_engines_that_end_no_request_while_they_are_paused_in_place(
             "pipeline",
             count=1,
             schedule={"concurrency": 8, "group_size": 4},
-            task={"on_verifier_timeout": "drop"},
+            task={"on_scorer_timeout": "drop"},
         )
         task = Failing()
         trainer = trainer_of(tmp_path, config, ModelEngines(model, Endless), task)

@@ -5,6 +5,7 @@ Generation time is the time in which requests may run: paused and waiting time d
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -140,12 +141,12 @@ def test_counts_are_those_since_the_batch_before() -> None:
 def test_faults_of_scorers_are_counted_by_kind() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     statistics.scored({"score": 1.0}, 0.0)
-    statistics.scored({"verifier_error": 1.0, "stray_output": 5.0}, 0.0)
+    statistics.scored({"scorer_error": 1.0, "stray_output": 5.0}, 0.0)
     first = metrics_of(statistics, batch(), view())
     assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
     assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
-    statistics.scored({"verifier_timeout": 1.0}, 0.0)
-    statistics.scored({"verifier_crash": 1.0}, 0.0)
+    statistics.scored({"scorer_timeout": 1.0}, 0.0)
+    statistics.scored({"scorer_crash": 1.0}, 0.0)
     second = metrics_of(statistics, batch(1), view())
     assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
     assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
@@ -213,3 +214,18 @@ def test_the_queue_for_scores_and_the_time_of_a_score_are_reported() -> None:
     second = metrics_of(statistics, batch(1), view())
     assert (second["rollout/score_queue"], second["rollout/score_queue_max"]) == (1, 1)
     assert "rollout/score_seconds" not in second, "none came"
+
+
+def test_turns_and_calls_of_environments_are_those_since_the_batch_before() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    for seconds, turns in ((0.5, 7), (0.1, 2)):
+        statistics.environment_called(seconds, Counter())
+        statistics.episode_ended(turns)
+    first = metrics_of(statistics, batch(), view())
+    assert (first["rollout/turns_mean"], first["rollout/turns_max"]) == (4.5, 7)
+    assert first["rollout/environment_seconds"] == pytest.approx(0.3)
+    assert first["rollout/environment_seconds_max"] == 0.5
+    statistics.environment_called(0.2, Counter())
+    second = metrics_of(statistics, batch(1), view())
+    assert (second["rollout/turns_mean"], second["rollout/turns_max"]) == (0, 0)
+    assert second["rollout/environment_seconds_max"] == 0.2

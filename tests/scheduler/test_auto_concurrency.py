@@ -99,6 +99,7 @@ def throughput(fixed: int | None, seed: int = 1, steps: int = 10_000) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_reaches_95_percent_of_the_best_fixed_concurrency() -> None:
     sweep = {n: throughput(n) for n in (32, 64, 128, 256, 512)}
     best = max(sweep, key=lambda n: sweep[n])

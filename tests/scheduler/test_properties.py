@@ -36,6 +36,7 @@ relaxed = settings(suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @settings(relaxed, max_examples=1500)
 @given(presets(), weathers, seeds)
 def test_presets_keep_every_rule_in_any_order_of_events(
@@ -45,6 +46,7 @@ def test_presets_keep_every_rule_in_any_order_of_events(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @settings(relaxed, max_examples=2000)
 @given(composed(), weathers, seeds)
 def test_any_composed_policy_keeps_every_rule(

@@ -115,7 +115,7 @@ def test_the_last_steps_stay_and_are_replayed_without_those_before(
         assert replay(path) is None
 
 
-def test_a_record_of_format_6_has_verifier_for_scorer_and_is_replayed(tmp_path: Path) -> None:
+def test_a_record_of_format_6_has_another_name_of_scorer_and_is_replayed(tmp_path: Path) -> None:
     world = recorded("copris", tmp_path, keep_steps=4)
     world.weather = Weather(engines=2, scorer_failures=0.3, slow_scores=0.5)
     for _ in range(1500):

@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
             play(self.world, events=0, steps=2)
 
 
-TestAnyOrder = pytest.mark.slow(Machine.TestCase)
+TestAnyOrder = pytest.mark.one_core(pytest.mark.slow(Machine.TestCase))
 TestAnyOrder.settings = settings(
     max_examples=100,
     stateful_step_count=25,

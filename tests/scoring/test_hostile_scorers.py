@@ -5,6 +5,7 @@ Each behaviour is a function in `hostile/sitecustomize.py`, carried out after ev
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,9 +20,10 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
+from megatron_async.places.local import local_place
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import ScorerWorker
-from megatron_async.tasks.base import ResponseScore
+from megatron_async.scoring.workers import ScorerWorker, scorer_pool
 
 HOSTILE = Path(__file__).parent / "hostile"
 MARK = "megatron_async.scoring.process_main"
@@ -45,7 +47,7 @@ def hostile(
     def start(behaviour: str, limit_seconds: float = 60.0) -> ScorerWorker:
         monkeypatch.setenv("HOSTILE_SCORER", behaviour)
         monkeypatch.setenv("PYTHONPATH", f"{HOSTILE}:{os.environ.get('PYTHONPATH', '')}")
-        limited = config.model_copy(update={"verifier_timeout_seconds": limit_seconds})
+        limited = config.model_copy(update={"scorer_timeout_seconds": limit_seconds})
         workers.append(ScorerWorker(ScorerSettings(task=limited)))
         return workers[-1]
 
@@ -126,7 +128,7 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
     worker.start()
     began = time.monotonic()
     score = _score(worker, True)
-    assert score.detail["verifier_timeout"] == 1.0 and score.detail["stray_output"] > 0
+    assert score.detail["scorer_timeout"] == 1.0 and score.detail["stray_output"] > 0
     assert time.monotonic() - began < 1.0 + ENDS_SECONDS
 
 
@@ -137,8 +139,25 @@ def test_one_that_stops_its_parent_is_got_over_in_seconds(
     worker = hostile(behaviour, limit_seconds=1.0)
     worker.start()
     began = time.monotonic()
-    assert _score(worker, True).detail["verifier_timeout"] == 1.0
+    assert _score(worker, True).detail["scorer_timeout"] == 1.0
     assert time.monotonic() - began < 30
+    assert _left(config) == []
+
+
+def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, tmp_path: Path
+) -> None:
+    hostile("stop_the_parent_for_ever")  # for the environment
+    limited = config.model_copy(update={"scorer_timeout_seconds": 1.0, "scorer_workers": 2})
+    with local_place(tmp_path) as place:
+        pool = scorer_pool(ScorerSettings(task=limited), "", place)
+        began = time.monotonic()
+        try:
+            scores = asyncio.run(pool.score_texts({"answer": "2"}, ["#2", "#3"]))
+        finally:
+            pool.close()
+        assert [score.detail["scorer_timeout"] for score in scores] == [1.0] * 2
+        assert time.monotonic() - began < ENDS_SECONDS, "a stopped keeper once took 75 s"
     assert _left(config) == []
 
 
@@ -164,7 +183,7 @@ def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
     for _ in range(2):
         score = _score(worker, True)
         assert score.reward == 0.0
-        assert score.detail["verifier_error"] == 1.0
+        assert score.detail["scorer_error"] == 1.0
     assert worker.restarts == 0
 
 
@@ -182,8 +201,8 @@ def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
 @pytest.mark.parametrize(
     ("behaviour", "kind"),
     [
-        ("leave_children_and_hang", "verifier_timeout"),
-        ("leave_children_and_die", "verifier_crash"),
+        ("leave_children_and_hang", "scorer_timeout"),
+        ("leave_children_and_die", "scorer_crash"),
     ],
 )
 def test_what_a_scorer_started_ends_with_a_score_that_failed(

@@ -13,9 +13,9 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.scoring.count import REST_SECONDS
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.work import Work
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.trajectory.types import Prompt
 
 PROMPT = Prompt(np.zeros(1, np.int32), "any", {})
@@ -57,7 +57,7 @@ class Pool:
         self.seconds = seconds
         self.now = 1000.0
         self.all: list[Worker] = []
-        settings = ScorerSettings(task=TaskConfig(verifier_workers=most))
+        settings = ScorerSettings(task=TaskConfig(scorer_workers=most))
         self.pool = ScorerPool(settings, str(folder), self._start, lambda: self.now)
 
     def _start(self) -> Worker:

@@ -20,9 +20,9 @@ from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.places.local import local_place
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
 from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool, ScorerWorker
-from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 from megatron_async.trajectory.types import Prompt
 
@@ -51,7 +51,7 @@ def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def worker(math_file: str) -> Iterator[ScorerWorker]:
-    config = TaskConfig(kind="jsonl", name="math", path=math_file, verifier_timeout_seconds=20.0)
+    config = TaskConfig(kind="jsonl", name="math", path=math_file, scorer_timeout_seconds=20.0)
     worker = ScorerWorker(ScorerSettings(task=config))
     yield worker
     worker.close()
@@ -63,8 +63,8 @@ def _with_limit(math_file: str, policy: str) -> ScorerWorker:
             "kind": "jsonl",
             "name": "math",
             "path": math_file,
-            "verifier_timeout_seconds": 1.0,
-            "on_verifier_timeout": policy,
+            "scorer_timeout_seconds": 1.0,
+            "on_scorer_timeout": policy,
         }
     )
     return ScorerWorker(ScorerSettings(task=task))
@@ -100,7 +100,7 @@ def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) 
     score = _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
     assert time.monotonic() - began < 4.0
     assert score.reward == 0.0
-    assert score.detail["verifier_timeout"] == 1.0
+    assert score.detail["scorer_timeout"] == 1.0
     assert _gone(first)
     assert worker.restarts == 1
     worker.start()
@@ -114,7 +114,7 @@ def test_a_score_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
     worker.close()
 
 
-def test_a_killed_verifier_is_replaced_and_counted(worker: ScorerWorker) -> None:
+def test_a_killed_scorer_is_replaced_and_counted(worker: ScorerWorker) -> None:
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
@@ -134,7 +134,7 @@ def test_one_that_is_killed_while_it_scores_is_asked_again(worker: ScorerWorker)
     killer.start()
     score = _score(worker, {"answer": "1/2"}, "0.5")
     killer.join()
-    assert score.reward == 1.0 and "verifier_crash" not in score.detail
+    assert score.reward == 1.0 and "scorer_crash" not in score.detail
     assert worker.restarts == 1
 
 
@@ -161,10 +161,10 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
 
 
-def test_an_error_of_the_verifier_is_a_wrong_answer(worker: ScorerWorker) -> None:
+def test_an_error_of_the_scorer_is_a_wrong_answer(worker: ScorerWorker) -> None:
     score = _score(worker, {"no": "answer"}, "1")
     assert score.reward == 0.0
-    assert score.detail["verifier_error"] == 1.0
+    assert score.detail["scorer_error"] == 1.0
     assert worker.restarts == 0
 
 
@@ -175,7 +175,7 @@ def test_bad_settings_are_the_users_error() -> None:
 
 def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
-    config = TaskConfig(answer_marker="#", direct_share=1.0, verifier_workers=2)
+    config = TaskConfig(answer_marker="#", direct_share=1.0, scorer_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(40)
     pool = LocalScorerPool(ScorerSettings(task=config), str(tmp_path))
@@ -198,7 +198,7 @@ def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Pat
 def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
     """Also when a worker's process is killed meanwhile."""
     write_character_tokenizer(tmp_path)
-    config = TaskConfig(answer_marker="#", verifier_workers=2)
+    config = TaskConfig(answer_marker="#", scorer_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(10)
     with local_place(tmp_path) as place:

@@ -49,7 +49,7 @@ class Advice:
 FULL = ("schedule.preset=pipeline", "schedule.concurrency=160", "simulate.kv_capacity_tokens=6000")
 STORM = (*FULL, "simulate.admission_reserve_tokens=0", "simulate.load_report_seconds=0.5")
 AHEAD = ("schedule.preset=pipeline", "schedule.concurrency=160")
-USED = re.compile(r"schedule\.|simulate\.|task\.verifier_workers")  # docs/simulator.md has the list
+USED = re.compile(r"schedule\.|simulate\.|task\.scorer_workers")  # docs/simulator.md has the list
 ROOM = (("schedule.concurrency=16",), ("simulate.kv_capacity_tokens=60000",))
 ADVICE = [
     Advice(

@@ -37,7 +37,7 @@ def test_the_docs_list_every_constant_with_its_default() -> None:
         "simulate.chunk_tokens",
         "simulate.load_report_seconds",
         "simulate.efficiency.links",
-        "simulate.reward.verifier_seconds",
+        "simulate.reward.scorer_seconds",
         "LAYER_BYTES",
         "OPTIMIZER_BYTES",
         "ENOUGH_THROUGHPUT",

@@ -46,7 +46,7 @@ def run(
             "trainer_seconds_per_update": train,
             "weight_update_seconds": update,
             "efficiency": {"batch_overhead_seconds": 0.0},
-            "reward": {"verifier_seconds": 0.0},
+            "reward": {"scorer_seconds": 0.0},
             "steps": 60,
             "warmup_steps": 10,
         },

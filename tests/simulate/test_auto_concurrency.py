@@ -14,7 +14,7 @@ from megatron_async.config import load_config
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "simulate"
 WARM_UP = 15

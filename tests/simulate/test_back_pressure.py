@@ -14,7 +14,7 @@ from tests.simulate.test_world import SMALL
 
 SLOW = {
     "warmup_steps": 1,
-    "reward": {"verifier_seconds": 0.25},
+    "reward": {"scorer_seconds": 0.25},
     # so that no lag is a straggler's, and the trainer is not what is waited for
     "lengths": {"distribution": "constant", "median": 100},
     "efficiency": {"batch_overhead_seconds": 0.1, "weight_update_overhead_seconds": 0.1},
@@ -27,7 +27,7 @@ def run(preset: str, scorers: int = 1, steps: int = 60, **schedule: Any) -> Worl
     changes = {
         "schedule": {**sizes, **schedule},
         "simulate": SLOW,
-        "task": {"verifier_workers": scorers},
+        "task": {"scorer_workers": scorers},
     }
     world = build_world(build_config(merge(SMALL, changes)))
     world.run(steps)

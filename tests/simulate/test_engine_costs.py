@@ -22,8 +22,10 @@ from megatron_async.simulate.engine_costs import (
 )
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
+    TrainerMemory,
     activation_bytes,
     kv_capacity_tokens,
+    trainer_memory,
     trainer_state_bytes,
 )
 
@@ -95,6 +97,20 @@ def test_trainer_state_is_sharded_as_megatron_does() -> None:
     assert trainer_state_bytes(SEVEN, one, sharded=True) == 18 * parameters
     assert trainer_state_bytes(SEVEN, many, sharded=True) == parameters / 4 * (6 + 3)
     assert trainer_state_bytes(SEVEN, many, sharded=False) == parameters / 4 * 18
+
+
+def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:
+    """Activations are gone when the optimizer makes its step; which is larger depends on DP."""
+
+    def memory(data: int) -> TrainerMemory:
+        layout = ParallelConfig(ranks=2 * data, tensor=2)
+        sizes = {"microbatch_tokens": 16384, "logit_tokens": 0}
+        return trainer_memory(SEVEN, layout, sharded=True, recompute=True, **sizes)
+
+    alone, many = memory(1), memory(16)
+    assert alone.optimizer_step == 4 * SEVEN.parameters / 2 == 16 * many.optimizer_step
+    assert alone.peak == alone.state + alone.optimizer_step > alone.state + alone.activations
+    assert many.peak == many.state + many.activations > many.state + many.optimizer_step
 
 
 def test_recomputation_saves_activations() -> None:

@@ -225,6 +225,7 @@ def test_a_trainer_that_does_not_report_what_it_has_seen_is_offered_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_every_single_page_may_be_lost(healthy: Healthy, tmp_path: Path) -> None:
     """One page after the other, zeros and noise: the damage is found, and reported as it is."""
     rng = random.Random(7)

@@ -43,7 +43,7 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = content(path)
-    sentence = rf"has format {version}, and this version of megatron_async reads 4 to 6; go on"
+    sentence = rf"has format {version}, and this version of megatron_async reads 4 to 7; go on"
     with pytest.raises(UserError, match=sentence):
         open_(path)
     assert content(path) == before

@@ -1,4 +1,4 @@
-"""A store of format 4 or 5 goes on as one of today, and no row of its tokens changes.
+"""A store of format 4 to 6 goes on as one of today, and no row of its tokens changes.
 
 `format_4.zip` is a run directory that the last code of format 4 wrote, and whose manager died:
 compaction has exported groups 0 (batched at step 0) and 1 (dropped, `verifier`), before checkpoint
@@ -8,6 +8,9 @@ are in its database. Tokens are those of `tokens_of`.
 `format_5.zip` is that of the last code of format 5: group 0 is exported, 1 batched at step 1, 2 is
 scored, 3 finished and partial, 4 running and pending, 5 dropped (`scorer`). Trajectory 8 has a
 further column.
+
+`format_6.zip` is that of the last code of format 6: each of groups 0 (exported), 1, 2 and 3
+(scored) has one response whose score failed, each in another way, and a part `form` of 0.5.
 """
 
 from __future__ import annotations
@@ -210,3 +213,25 @@ def test_a_resume_makes_format_5_one_of_today_that_holds_episodes(path_5: Path) 
     assert len(asyncio.run(scenario()).turns) == 1
     with closing(StoreReader(path_5)) as reader:
         assert states(reader)[9] == "waiting"
+
+
+FAILED = ("scorer_error", "scorer_timeout", "scorer_crash", "scorer_unavailable")
+PARTS = {i: {"form": 0.5, name: 1.0} for i, name in enumerate(FAILED)}
+
+
+def test_failures_of_scores_in_format_6_are_read_by_todays_names(tmp_path: Path) -> None:
+    shutil.unpack_archive(Path(__file__).with_name("format_6.zip"), tmp_path)
+    path = tmp_path / STORE
+    before = content(path)
+    with closing(StoreReader(path)) as reader:
+        assert {i: find(reader, i).reward_detail for i in PARTS} == PARTS
+    assert content(path) == before
+
+    async def scenario() -> dict[int, dict[str, float]]:
+        store = TrajectoryStore.open(path, lineage=1, step=1, parent=0)
+        assert asked(path, "PRAGMA user_version") == [(FORMAT,)], "an earlier version refuses it"
+        found = {i: store.load_trajectory(i).reward_detail for i in (1, 2, 3)}
+        await store.close()
+        return found
+
+    assert asyncio.run(scenario()) == {i: PARTS[i] for i in (1, 2, 3)}

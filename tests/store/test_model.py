@@ -362,6 +362,7 @@ SETTINGS = settings(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_the_store_equals_the_model() -> None:
     StoreMachine.happened.clear()
     run_state_machine_as_test(StoreMachine, settings=SETTINGS)

@@ -69,23 +69,23 @@ def test_a_mixture_draws_its_parts_by_weight() -> None:
     assert 0.63 < short / 2000 < 0.75
 
 
-def test_payloads_survive_json_and_scores_are_the_verifiers() -> None:
+def test_payloads_survive_json_and_scores_are_those_of_reasoning_gym() -> None:
     for index in range(50):
         problem = PROBLEMS.train(index)
         payload = json.loads(json.dumps(problem.payload))
         total = eval(_expression(problem.question))
-        assert SCORER.score(payload, f"1+1=2#{total}").reward == 1.0
-        assert SCORER.score(payload, f"#{total + 1}").reward == 0.0
-        assert SCORER.score(payload, f"{total}").detail == {"score": 0.0, "answered": 0.0}
+        assert SCORER.score(payload, f"1+1=2#{total}")[0] == 1.0
+        assert SCORER.score(payload, f"#{total + 1}")[0] == 0.0
+        assert SCORER.score(payload, f"{total}")[1] == {"score": 0.0, "answered": 0.0}
 
 
-def test_partial_credit_of_the_verifier_is_kept_only_on_request() -> None:
+def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
     problem = next(p for p in map(PROBLEMS.train, range(1000)) if len(p.payload["answer"]) == 1)
     text = "#" + problem.payload["answer"] + "x"
     strict = SCORER.score(problem.payload, text)
     lenient = ReasoningGymScorer(_config(full_score_only=False)).score(problem.payload, text)
-    assert (strict.reward, strict.detail["score"]) == (0.0, 0.5)
-    assert lenient.reward == 0.5
+    assert strict == (0.0, {"score": 0.5, "answered": 1.0})
+    assert lenient[0] == 0.5
 
 
 def test_a_payload_of_other_settings_is_not_scored() -> None:
@@ -100,7 +100,7 @@ def test_other_tasks_work_without_worked_answers() -> None:
     problem = problems.train(0)
     scorer = ReasoningGymScorer(config)
     right = f"<think>hm</think> <answer>{problem.payload['answer']}</answer>"
-    assert scorer.score(problem.payload, right).reward == 1.0
+    assert scorer.score(problem.payload, right)[0] == 1.0
     with pytest.raises(UserError, match=r"letter_counting has no worked answers.*sft\.data"):
         problems.worked(1)
 

@@ -70,8 +70,8 @@ def test_shares_of_more_than_everything_are_refused() -> None:
         build_config({"task": {"direct_share": 0.7, "terse_share": 0.5}})
 
 
-def test_the_verifier_gives_every_worked_answer_full_score() -> None:
+def test_the_scorer_gives_every_worked_answer_full_score() -> None:
     config = TaskConfig(answer_marker="#", direct_share=0.3, terse_share=0.3)
     scorer = ReasoningGymScorer(config)
     for problem, text in ReasoningGymProblems(config).worked(300):
-        assert scorer.score(problem.payload, text).reward == 1.0
+        assert scorer.score(problem.payload, text)[0] == 1.0

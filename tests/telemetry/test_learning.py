@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.algorithms.metrics import _HEALTH_RULES
 from megatron_async.config.reference import all_sections
 from megatron_async.scoring.interface import SCORE_FAILURES, SCORER_FAULTS
 from megatron_async.telemetry.health import _RULES, ENTROPY_WINDOW, HealthWatch
 from megatron_async.telemetry.learning import (
+    GUIDE,
     NEWEST_SCORES,
     ZERO_REWARD_STEPS,
     FailingScores,
@@ -58,6 +58,52 @@ def test_a_run_that_learns_is_not_warned_of() -> None:
 )
 def test_it_is_named_at_the_first_batch(name: str, changes: dict[str, float]) -> None:
     assert names(LearningWatch(), **changes) == [name]
+
+
+HEALTHY = {
+    "rollout_corr/rollout_is_mean": 1.0,
+    "rollout_corr/rollout_is_eff_sample_size": 0.9,
+    "rollout_corr/rollout_is_std": 0.2,
+    "rollout_corr/kl": 0.01,
+    "rollout_corr/chi2_token": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "rule"),
+    [
+        ("rollout_is_mean", 0.49, "mean_weight"),
+        ("rollout_is_mean", 2.01, "mean_weight"),
+        ("rollout_is_eff_sample_size", 0.29, "low_ess"),
+        ("rollout_is_std", 1.01, "weight_std"),
+        ("kl", 0.11, "kl"),
+        ("kl", -0.11, "kl"),
+        ("chi2_token", 1.01, "chi2"),
+        ("kl", math.nan, "kl"),
+    ],
+)
+def test_a_broken_rule_of_the_guide_is_named(metric: str, value: float, rule: str) -> None:
+    ((found, message),) = LearningWatch().step({**HEALTHY, f"rollout_corr/{metric}": value})
+    assert found == rule
+    assert metric in message
+
+
+def test_healthy_or_absent_metrics_raise_no_warning() -> None:
+    limits = {
+        "rollout_corr/rollout_is_mean": 2.0,
+        "rollout_corr/rollout_is_eff_sample_size": 0.3,
+        "rollout_corr/rollout_is_std": 1.0,
+        "rollout_corr/kl": -0.1,
+        "rollout_corr/chi2_token": 1.0,
+    }
+    assert all(LearningWatch().step(metrics) == [] for metrics in (HEALTHY, limits, {}))
+
+
+def test_ess_collapse_needs_three_low_steps() -> None:
+    watch = LearningWatch()
+    seen = [watch.step({"off_policy/ess": ess}) for ess in (0.1, 0.1, 0.5, 0.2, 0.2, 0.1)]
+    assert [[name for name, _ in found] for found in seen] == [[]] * 5 + [["ess_collapse"]]
+    assert "effective sample size was 0.10" in seen[-1][0][1]
 
 
 def test_zero_reward_is_named_after_several_steps() -> None:
@@ -118,7 +164,7 @@ def test_every_message_names_its_remedy_and_not_itself() -> None:
             broken | {"actor/entropy": 1.0 + step, "weights/probe_mean_error": 1.0 + step}
         )
     )
-    assert len(found) == 6 + len(_HEALTH_RULES) + len(_RULES)
+    assert len(found) == 6 + 1 + len(GUIDE) + len(_RULES)
     settings = {setting.name for section in all_sections() for setting in section.settings}
     for name, message in found.items():
         assert not message.startswith(name)
@@ -138,7 +184,7 @@ def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> 
     first = {"scorer_errors": "reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log)"}
     seen: dict[str, tuple[int, str]] = {}
     for number in range(1, 1001):
-        faults = ["verifier_error"] * (number % 9 == 0) + ["verifier_timeout"] * (number % 60 == 0)
+        faults = ["scorer_error"] * (number % 9 == 0) + ["scorer_timeout"] * (number % 60 == 0)
         for name, message in failing(watch, *faults, first=first):
             assert name not in seen, "once while it lasts"
             seen[name] = number, message
@@ -151,7 +197,7 @@ def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> 
         "20 of the last 180 scores have failed, the first by reward own: KeyError: 'x' at own.py:7 "
         "(log: logs/scorer-*.log); try the reward alone (`megatron-async reward`)"
     )
-    assert "task.verifier_timeout_seconds" in seen["scorer_timeouts"][1]
+    assert "task.scorer_timeout_seconds" in seen["scorer_timeouts"][1]
 
 
 def test_failing_scores_are_named_again_after_they_had_ended() -> None:
@@ -160,11 +206,11 @@ def test_failing_scores_are_named_again_after_they_had_ended() -> None:
     def names_of(*faults: str) -> list[str]:
         return [name for name, _ in failing(watch, *faults, first={})]
 
-    assert names_of("verifier_crash") == [], "one may be chance"
-    assert names_of("verifier_crash") == ["scorer_crashes"]
+    assert names_of("scorer_crash") == [], "one may be chance"
+    assert names_of("scorer_crash") == ["scorer_crashes"]
     assert [names_of() for _ in range(NEWEST_SCORES)] == [[]] * NEWEST_SCORES
-    assert names_of("verifier_crash") == []
-    assert names_of("verifier_crash") == ["scorer_crashes"]
+    assert names_of("scorer_crash") == []
+    assert names_of("scorer_crash") == ["scorer_crashes"]
 
 
 def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:

@@ -14,7 +14,6 @@ from megatron_async.telemetry.health import (
     HealthWatch,
     engine_drift,
     entropy_growth,
-    ess_collapse,
 )
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status, format_step
@@ -221,13 +220,6 @@ def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
         writer.warn(4, "queue_overflow", "generation outruns training")
     events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
     assert b"warning/queue_overflow" in events and b"generation outruns training" in events
-
-
-def test_ess_collapse_needs_three_low_steps() -> None:
-    assert ess_collapse([0.1, 0.1]) is None
-    assert ess_collapse([0.1, 0.5, 0.1]) is None
-    warning = ess_collapse([0.9, 0.2, 0.2, 0.1])
-    assert warning is not None and "effective sample size" in warning
 
 
 def test_entropy_growth_needs_a_steady_large_rise() -> None:

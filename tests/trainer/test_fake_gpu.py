@@ -158,6 +158,7 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_each_family_makes_an_update_on_a_gpu_that_only_has_shapes(tmp_path: Path) -> None:
     [found] = run_ranks(every_family, 1, tmp_path, timeout_seconds=540)
     expected = Found(
@@ -170,6 +171,7 @@ def test_each_family_makes_an_update_on_a_gpu_that_only_has_shapes(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_a_gpu_that_only_has_shapes_refuses_what_a_gpu_refuses() -> None:
     [found] = run_ranks(refusals, 1, timeout_seconds=120)
     assert len(found) == 3, found

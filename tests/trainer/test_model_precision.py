@@ -26,6 +26,7 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize(
     ("case", "recompute"),
     [(case, False) for case in (*CASES, *EXPERT_CASES)]

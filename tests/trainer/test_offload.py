@@ -111,6 +111,7 @@ def held(trainer: PolicyTrainer) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_that_was_away_trains_on_as_if_it_had_not_been(

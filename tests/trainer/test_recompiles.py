@@ -20,6 +20,7 @@ SETTLED, MOST_GRAPHS = 2, 4
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
 def test_twelve_lengths_are_compiled_as_two(case: str) -> None:
     done = subprocess.run(

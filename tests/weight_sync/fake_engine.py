@@ -6,6 +6,10 @@ It prints its port, joins the update group as an engine would, and at the first 
 `dies` (exits), `hangs` (never answers, never receives), `refuses` (answers 400, receives nothing)
 `drops` (receives, keeps nothing) or `works` (receives; its checksum is the sum of the bytes). It
 has the parameters in NAMES.json, or two of its own. `serving` runs one in this process.
+
+It is not the server of engines/simulated, which imports no torch, keeps no weights and generates:
+of its endpoints only `health` would serve here. The others receive tensors in calls that block,
+keep them, and fail as a test wants, so that each would be written anew on top of it.
 """
 
 from __future__ import annotations

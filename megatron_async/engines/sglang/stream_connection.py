@@ -1,7 +1,7 @@
 """HTTP connections on which an engine streams its reports, one request after the other.
 
 A protocol of asyncio and a reader of what SGLang's server answers: with thousands of requests,
-aiohttp takes more CPU time for each than all else that an engine's actor does with it, and
+aiohttp takes more CPU time for each than all else that an engine's host does with it, and
 asyncio's streams take twice as much as this.
 
 Invariants

@@ -8,14 +8,14 @@ names and shard rules. Adding a family is adding a file here or naming one of on
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from megatron_async.errors import UserError, shown
 from megatron_async.models.architecture import Architecture, ConfigReader, read_config_json
-from megatron_async.models.shards import Rule
+from megatron_async.models.shards import LayerPlace, Rule
 from megatron_async.runtime.import_path import is_import_path, load_object
 
 
@@ -75,3 +75,18 @@ def read_architecture(model_dir: Path | str, family_path: str = "") -> Architect
 def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
     """The table of names and shard rules of this model."""
     return family_of(architecture.family).rules(architecture)
+
+
+def stage_rules(a: Architecture, stage: int = 0, stages: int = 1) -> Iterator[tuple[Rule, int]]:
+    """Rules of a pipeline stage with their global layers, in the model's order; else of all stages.
+
+    The tied head of the last stage is the embedding's copy and is left out.
+    """
+    rules = [rule for rule in rules_of(a) if rule.exported]
+    if stage == 0:
+        yield from ((rule, 0) for rule in rules if rule.place is LayerPlace.FIRST)
+    size = a.num_layers // stages
+    for layer in range(stage * size, (stage + 1) * size):
+        yield from ((rule, layer) for rule in rules if rule.place is LayerPlace.LAYER)
+    if stage == stages - 1:
+        yield from ((rule, 0) for rule in rules if rule.place is LayerPlace.LAST)

@@ -16,7 +16,6 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.scoring.rewards.sample import Returned, Sample
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.build import build_scorer
 
 _MARKER = (
     "The answer is what follows its last occurrence; empty: the last `<answer>...</answer>`, "
@@ -127,12 +126,7 @@ class TaskReward(Settings):
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
             return checker.bound(settings, limit_seconds)
-        scorer = build_scorer(task)
+        from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
 
-        def score(sample: Sample) -> Returned:
-            scored = scorer.score(dict(sample.payload), sample.response)
-            if scored.reward is None:
-                raise ValueError("the scorer returned no reward")
-            return scored.reward, scored.detail
-
-        return score
+        scorer = ReasoningGymScorer(task)
+        return lambda sample: scorer.score(sample.payload, sample.response)

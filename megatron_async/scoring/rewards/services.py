@@ -4,7 +4,7 @@ Invariants
 - They wait and never block: hundreds at once share one process and one pool of connections.
 - What is refused for now (429, 5xx) or cannot be reached is tried again, with growing pauses,
   within the score's limit. After the last try the service counts as unavailable, which is no
-  statement about the response (`task.on_verifier_timeout`). So does one whose reply is too large.
+  statement about the response (`task.on_scorer_timeout`). So does one whose reply is too large.
 """
 
 import asyncio

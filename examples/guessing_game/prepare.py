@@ -1,7 +1,8 @@
 """Make a small model and games to imitate: `prepare.py OUT`.
 
-In half of the games the player minds all hints and guesses about the middle of what is
-left, in the others it guesses anything. Imitation makes a model do both; RL finds out which wins.
+In some of the games the player guesses the middle of what the hints have left, in the others it
+goes on by one, up or down as the hint has it. Imitation makes a model do both; RL finds out which
+wins.
 """
 
 import argparse
@@ -28,21 +29,21 @@ TEMPLATE = (
 def game(seed: int, high: int) -> dict[str, object]:
     """A row to imitate: the messages of one game, and its seed."""
     environment, chance = Guess(high), random.Random(f"player {seed}")
-    careful = chance.random() < 0.5
-    low, most = 1, high
+    halves = chance.random() < 0.4
+    low, most, guess = 1, high, (1 + high) // 2
     messages = [{"role": "user", "content": environment.reset(seed)}]
     while True:
-        edge = (most - low) // 4
-        guess = chance.randint(low + edge, most - edge) if careful else chance.randint(1, high)
         messages.append({"role": "assistant", "content": str(guess)})
         step = environment.step(Answer(str(guess)))
         if step.done:
             return {"seed": seed, "messages": messages}
         messages.append({"role": "user", "content": str(step.observation)})
         if step.observation == "higher":
-            low = max(low, guess + 1)
+            low = guess + 1
         else:
-            most = min(most, guess - 1)
+            most = guess - 1
+        towards = 1 if step.observation == "higher" else -1
+        guess = (low + most) // 2 if halves else guess + towards
 
 
 def games(count: int, high: int) -> Iterator[str]:

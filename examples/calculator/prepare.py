@@ -1,6 +1,6 @@
 """Make a small model, products to ask and conversations to imitate: `prepare.py OUT`.
 
-Half of the conversations call the tool; the others state a number at once, which is mostly wrong,
+Some of the conversations call the tool; the others state a number at once, which is mostly wrong,
 since a product of this size is more than the model can work out. RL finds out which pays.
 """
 
@@ -37,7 +37,7 @@ def conversation(chance: random.Random) -> dict[str, object]:
     """A row to imitate."""
     a, b = asked(chance)
     messages = [{"role": "user", "content": f"{a}*{b}"}]
-    if chance.random() < 0.5:
+    if chance.random() < 0.4:
         call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
         messages += [
             {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},

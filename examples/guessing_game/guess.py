@@ -9,7 +9,7 @@ class Guess:
     def __init__(self, high: int = 100) -> None:
         self.high = high
 
-    def reset(self, seed: int, **row: object) -> str:
+    def reset(self, seed: int, **row) -> str:
         self.number, self.left = random.Random(seed).randint(1, self.high), 7
         return f"Guess my number, 1 to {self.high}."
 

@@ -1,0 +1,180 @@
+"""Learning of episodes on the real engine: the examples of environments, and their control.
+
+    python -m benchmarks.episodes --folder runs/episodes                # all runs: about an hour
+    python -m benchmarks.episodes --folder runs/episodes --pieces 3     # three more of them
+    python -m benchmarks.episodes --folder runs/episodes --examples guessing_game --seeds 1
+    python -m benchmarks.episodes --table                               # of the rows there are
+
+Each example is prepared and fine-tuned once (`prepare.py`, `megatron-async sft`), with its own
+settings. Every run then begins with that model: it has the held-out success before and after RL,
+under a schedule and a seed, with nothing changed of the example but those. In the control each
+member of a group gets the reward of another (`benchmarks/shuffled.py`): what is learned there is
+not learned from rewards. Evaluations have the true rewards in all runs.
+
+Every run appends its row to --rows; a run that has a row there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.rows import Row, append, missing, read, spread
+from megatron_async.telemetry.metrics import read_metrics
+
+ROOT: Final = Path(__file__).parents[1]
+EXAMPLES: Final = {"guessing_game": "games", "calculator": "conversations"}
+PRESETS: Final = ("copris", "pipeline")
+LONGEST_SECONDS: Final = 900.0
+GOAL: Final = 0.30
+
+
+def megatron_async(*words: str) -> None:
+    """A command of the product, as a user would give it, in a process of its own."""
+    command = [sys.executable, "-m", "megatron_async.cli", *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
+
+
+def paths_of(example: str, folder: Path) -> list[str]:
+    """The settings that name the files of a prepared example."""
+    data = folder / example
+    named = [f"model.path={data / 'model'}", f"sft.data={data / EXAMPLES[example]}.jsonl"]
+    return [*named, *([f"task.path={data / 'products.jsonl'}"] * (example == "calculator"))]
+
+
+def prepare(example: str, folder: Path) -> Path:
+    """The fine-tuned model of an example, made where it is not there yet."""
+    source, model = ROOT / "examples" / example, folder / "fine_tuned" / example
+    if not (folder / example / "model").exists():
+        script = [sys.executable, str(source / "prepare.py"), str(folder / example)]
+        subprocess.run(script, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
+    if not model.exists():
+        own = [f"root={folder}", f"name={example}", *paths_of(example, folder)]
+        words = ["sft", "--config", str(source / "config.yaml"), "--out", str(model)]
+        megatron_async(*words, *own)
+    return model
+
+
+def name_of(key: Row) -> str:
+    """The name of a run."""
+    control = "-shuffled" * key["shuffled"]
+    return f"{key['example']}-{key['preset']}-{key['seed']}{control}"
+
+
+def settings_of(key: Row, folder: Path, model: Path) -> list[str]:
+    """What a run changes of its example."""
+    example = key["example"]
+    settings = [
+        *paths_of(example, folder)[1:],
+        f"root={folder}",
+        f"name={name_of(key)}",
+        f"model.path={model}",
+        f"seed={key['seed']}",
+        f"schedule.preset={key['preset']}",
+        "checkpoint.export_hf=false",
+        "telemetry.progress=lines",
+    ]
+    if key["shuffled"]:
+        of = "game" if example == "guessing_game" else "product"
+        name = ROOT / "benchmarks" / "shuffled.py"
+        hook = f"{{name: '{name}:Shuffled', group: true, arguments: {{of: {of}}}}}"
+        settings.append(f"reward={hook}")
+    return settings
+
+
+def measure(key: Row, folder: Path) -> Row:
+    """One whole run."""
+    model = prepare(key["example"], folder)
+    config = ROOT / "examples" / key["example"] / "config.yaml"
+    megatron_async("train", "--config", str(config), *settings_of(key, folder, model))
+    return row_of(folder / name_of(key) / "metrics.jsonl")
+
+
+def row_of(metrics: Path) -> Row:
+    """Held-out success before and after, and what the steps were like."""
+    steps, evaluations = read_metrics(metrics), read_metrics(metrics, kind="eval")
+    before, after = evaluations[0], evaluations[-1]
+    most = max(line["rollout/lag_max"] for line in steps)
+    return {
+        "steps": len(steps),
+        "before": before["eval/accuracy"],
+        "after": after["eval/accuracy"],
+        "after_low": after["eval/accuracy_low"],
+        "after_high": after["eval/accuracy_high"],
+        "problems": after["eval/answers"],
+        "seconds": after["time"] - before["time"],
+        "turns_first": steps[0]["rollout/turns_mean"],
+        "turns_last": steps[-1]["rollout/turns_mean"],
+        "lag_max": most,
+    }
+
+
+def pieces(examples: Sequence[str], seeds: int) -> list[Row]:
+    """The keys of all runs: first seeds and the controls first."""
+    runs = [
+        {"example": example, "preset": preset, "seed": seed, "shuffled": False}
+        for seed in range(1, seeds + 1)
+        for example in examples
+        for preset in PRESETS
+    ]
+    first = len(examples) * len(PRESETS)
+    controls = [{**key, "shuffled": True} for key in runs[:first]]
+    return [*runs[:first], *controls, *runs[first:]]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: success before and after, in points gained, a line for each kind of run."""
+    out = [
+        "| example | schedule | rewards | seeds | before, % | after, % | gained, points "
+        "| turns, first and last batch | lag, most | s a run |",
+        "|---|---|---|--:|---|---|---|---|--:|---|",
+    ]
+    kinds = dict.fromkeys((r["example"], r["preset"], r["shuffled"]) for r in rows)
+    for example, preset, shuffled in sorted(kinds):
+        kind = {"example": example, "preset": preset, "shuffled": shuffled}
+        of = [row for row in rows if kind.items() <= row.items()]
+        gained = [100 * (row["after"] - row["before"]) for row in of]
+        out.append(
+            f"| {example} | {preset} | {'shuffled' if shuffled else 'own'} | {len(of)} "
+            f"| {spread([100 * row['before'] for row in of], 1)} "
+            f"| {spread([100 * row['after'] for row in of], 1)} | {spread(gained, 1)} "
+            f"| {spread([row['turns_first'] for row in of], 1)}, "
+            f"{spread([row['turns_last'] for row in of], 1)} "
+            f"| {max(row['lag_max'] for row in of):.0f} | {spread([r['seconds'] for r in of], 0)} |"
+        )
+    short = [row for row in rows if not row["shuffled"] and row["after"] - row["before"] < GOAL]
+    if short:
+        out.append(f"\nBelow {100 * GOAL:.0f} points: {', '.join(map(name_of, short))}.")
+    return "\n".join(out)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; the process's own arguments by default."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
+    parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
+    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/episodes.jsonl")
+    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parsed()
+    wanted = pieces(options.examples, options.seeds)
+    todo: list[Any] = [] if options.table else missing(wanted, read(options.rows))
+    for key in todo[: options.pieces]:
+        row: Row = measure(key, options.folder.absolute())
+        append(options.rows, {**key, **row, "date": f"{datetime.date.today()}"})
+        print(key, row, flush=True)
+    print(table(read(options.rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What cannot be played is refused before anything starts, by name; what is odd brings a notice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.environments import check
+from megatron_async.environments.check import CheckedEnvironment, check_environment
+from megatron_async.errors import UserError
+from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.tasks import build_task
+from tests.environments.inside import InsidePlace
+
+GAMES = Path(__file__).with_name("games.py")
+OWN = '''
+import os
+
+from megatron_async.environments import Step
+
+
+class NotBuilt:
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class Long:
+    def __init__(self, opening=1, observation=1):
+        self.opening, self.observation = opening, observation
+
+    def reset(self, **row):
+        return "x" * self.opening
+
+    def step(self, answer):
+        return Step("y" * self.observation)
+
+
+class Tools:
+    def reset(self, **row):
+        return "x"
+
+    def work(self, a: int) -> int:
+        """Work.
+
+        Args:
+            a: How much.
+        """
+        return a
+
+
+class Untyped(Tools):
+    def work(self, a):
+        return a
+
+
+class Dies(Long):
+    def step(self, answer):
+        os._exit(3)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    (tmp_path / "model").mkdir()
+    write_character_tokenizer(tmp_path / "model")
+    return file
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is an object of this process."""
+
+    @contextmanager
+    def place(logs: Path) -> Iterator[InsidePlace]:
+        yield InsidePlace()
+
+    monkeypatch.setattr(check, "local_place", place)
+
+
+def checked(name: str, folder: Path, longest: int = 100, **settings: Any) -> CheckedEnvironment:
+    config = build_config(
+        {
+            "model": {"path": str(folder / "model")},
+            "task": {"kind": "seeds"},
+            "environment": {"name": name, "memory_mib": 1 << 20, **settings},
+            "sampling": {"max_new_tokens": 16},
+        }
+    )
+    task = build_task(config.task, config.model.path, plays=True)
+    return check_environment(config, task.train_prompts(0, 1)[0].payload, longest)
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("NotBuilt", {}, "own.py:NotBuilt', and building it raised RuntimeError: no licence at"),
+        ("Gone", {}, "has no 'Gone'"),
+        ("Long", {"arguments": {"high": 3}}, "environment.arguments do not fit"),
+        ("Long", {"arguments": {"opening": 90}}, "the opening has 91 tokens, which with "),
+        ("Long", {"arguments": {"observation": 90}}, "an observation has 93 tokens, which with "),
+        ("Tools", {}, "a class of tools, and environment.tool_parser is not set"),
+        ("Tools", {"tool_parser": "qwen99"}, "environment.tool_parser is 'qwen99'; it must be"),
+        ("Untyped", {}, "the tool 'work' cannot be described"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_by_name(
+    own: Path, name: str, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        checked(f"{own}:{name}", own.parent, **settings)
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        ("{{ raise_exception('one turn') }}", "the chat template of model.path fails"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(
+    own: Path, template: str, sentence: str
+) -> None:
+    tokenizer = write_character_tokenizer(own.parent / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(own.parent / "model")
+    with pytest.raises(UserError, match=sentence):
+        checked(f"{own}:Long", own.parent)
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(("game", "notices"), [("Count", 0), ("Unlike", 1)])
+def test_members_of_a_group_that_start_differently_bring_a_notice(
+    own: Path, game: str, notices: int
+) -> None:
+    found = checked(f"{GAMES}:{game}", own.parent)
+    assert len(found.notices) == notices
+    assert all("opens two episodes of one row differently" in notice for notice in found.notices)
+    assert found.summary.startswith("first episode, ")
+
+
+def test_a_worker_that_dies_leaves_the_log_that_the_refusal_names(own: Path) -> None:
+    with pytest.raises(UserError, match="it ended with exit code 3") as refused:
+        checked(f"{own}:Dies", own.parent)
+    found = re.search(r"its log is (\S+)", str(refused.value))
+    assert found is not None and Path(found[1]).exists()
