@@ -25,6 +25,7 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.import_path import is_import_path
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
@@ -55,7 +56,7 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
         )
-    with SafetensorsDirectory(path) as weights:
+    with SafetensorsDirectory(path, framework="np") as weights:
         weights.open_all()
 
 
@@ -213,11 +214,13 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     `generates`: engines will be asked for responses to the task's prompts; else worked answers are
     trained on.
     """
-    from megatron_async.algorithms.own_loss import check_own_loss
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    check_own_loss(config.algorithm)
+    if is_import_path(config.algorithm.loss.name):  # only then is torch needed here
+        from megatron_async.algorithms.own_loss import check_own_loss
+
+        check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
     architecture = check_policy(config)
     if config.engines.quantization == "fp8":

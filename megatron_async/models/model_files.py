@@ -14,7 +14,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,11 +49,19 @@ class SafetensorsDirectory:
     """Slices of the tensors in a model directory, from one file or from indexed shards.
 
     At most `max_open` files are mapped at a time (None: all that were read): what was read of a
-    mapped file counts as this process's memory.
+    mapped file counts as this process's memory. `framework`: of what is read, as safetensors calls
+    it; only "pt" imports torch.
     """
 
-    def __init__(self, model_dir: Path | str, *, max_open: int | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        max_open: int | None = None,
+        framework: Literal["pt", "np"] = "pt",
+    ) -> None:
         self.path = Path(model_dir)
+        self._framework = framework
         self._max_open = max_open
         self._open: dict[str, Any] = {}
         self.file_of = self._files()
@@ -104,7 +112,7 @@ class SafetensorsDirectory:
             if self._max_open is not None and len(self._open) >= self._max_open:
                 self._close_oldest()
             try:
-                self._open[name] = safe_open(path, framework="pt").__enter__()
+                self._open[name] = safe_open(path, framework=self._framework).__enter__()
             except FileNotFoundError as error:
                 raise UserError(f"model.path {self.path}: {name} is missing") from error
             except (SafetensorError, OSError) as error:
@@ -195,7 +203,7 @@ def check_weights(model_dir: Path | str, architecture: Architecture | None) -> N
     `architecture` None: engines alone use the model, of whatever family; its numbers are looked at.
     Raises UserError. Of a model of more than 8 GiB it reads the beginning of each tensor.
     """
-    with SafetensorsDirectory(model_dir) as directory:
+    with SafetensorsDirectory(model_dir, framework="np") as directory:
         directory.open_all()
         if architecture is not None:
             check_tensors(directory, architecture)
