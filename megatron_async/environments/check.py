@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.programs import is_blocking
 from megatron_async.environments.worker import Rehearsed
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
@@ -35,6 +36,7 @@ def check_environment(
     `longest`: tokens that an engine takes.
     """
     shown = config.episodes.shown
+    _check_threads(config)
     try:
         # In a thread of its own: a notebook has a loop that runs.
         with ThreadPoolExecutor(1) as thread:
@@ -61,6 +63,21 @@ def check_environment(
     text = played.text[:_MOST_SHOWN]
     summary = f"first episode, {played.opening} tokens before the first answer:\n{text}"
     return CheckedEnvironment(summary, tuple(notices))
+
+
+def _check_threads(config: RunConfig) -> None:
+    """Refuse an agent of which each open episode keeps a thread, where there are too few."""
+    agent, schedule = config.agent, config.schedule
+    opened = schedule.open_episodes or schedule.concurrency
+    if not agent.used or not isinstance(opened, int) or not is_blocking(agent):
+        return
+    if opened > agent.workers * agent.threads:
+        raise UserError(
+            f"{agent.shown} is no `async def`, so that each open episode keeps a thread; "
+            f"agent.workers x agent.threads is {agent.workers * agent.threads}, and "
+            f"{opened} episodes or more are open (schedule.open_episodes, else "
+            "schedule.concurrency): raise agent.threads or write `async def`"
+        )
 
 
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:

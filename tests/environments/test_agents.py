@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, BadRequestError
 
+from megatron_async.commands.gateway import ServedPolicy, instructions
+from megatron_async.config import build_config
 from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.agents import AgentWorker
+from megatron_async.environments.check import check_environment
+from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import Opened, Stepped
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.trajectory.types import FinishReason, Turn
+from megatron_async.rollout.respond import SharedEngines
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
 
 PROGRAMS = str(Path(__file__).parent / "agent_programs.py")
 PAYLOAD = {"question": "ask?", "answer": "7", "metadata": {"seed": 3}, "messages": []}
@@ -378,5 +385,54 @@ def test_turns_that_the_second_program_does_not_ask_for_are_left(model: str) -> 
         assert played.counts["turns_replayed"] == 1
         assert played.counts["turns_left"] == 1
         await first.forget("a.5.0")
+
+    run(body())
+
+
+def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
+    async def body() -> None:
+        found = await worker_of(model, "solve").rehearse(PAYLOAD)
+        assert (found.opening, found.text) == (5, "ask?\n")
+        assert found.observation == len("\nNo. Try again.\n")
+        with pytest.raises(EnvironmentFault, match="no good with"):
+            await worker_of(model, "raises").rehearse(PAYLOAD)
+
+    run(body())
+
+
+def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str) -> None:
+    agent = {"name": f"{PROGRAMS}:solve_in_a_thread", "threads": 3}
+    schedule = {"groups_per_batch": 2, "group_size": 2, "concurrency": 4}
+    config = build_config({"model": {"path": model}, "agent": agent, "schedule": schedule})
+    sentence = "agent.workers x agent.threads is 3, and 4 episodes or more are open"
+    with pytest.raises(UserError, match=sentence):
+        check_environment(config, PAYLOAD, None)
+
+
+def test_the_gateway_command_serves_a_policy_without_training(model: str) -> None:
+    config = build_config({"model": {"path": model}, "sampling": {"max_new_tokens": 8}})
+    simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, longest_tokens=100)
+    engine = SimulatedEngine("engine", simulated)
+    engine.set_weights(PolicyVersion(0, 0))
+
+    async def body() -> None:
+        gateway = Gateway(config.sampling)
+        url = await gateway.start()
+        key = gateway.open(ServedPolicy(config, model, SharedEngines(lambda: [engine])))
+        shown = instructions(url, key)
+        assert f"OPENAI_BASE_URL={url}" in shown and f"OPENAI_API_KEY={key}" in shown
+        policy = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+        ask = policy.chat.completions.create
+        messages: Any = [{"role": "user", "content": "hello"}]
+        replies = await asyncio.gather(
+            *(ask(model="policy", messages=messages, logprobs=True) for _ in range(3))
+        )
+        assert len({reply.id for reply in replies}) == 3
+        for reply in replies:
+            assert reply.usage is not None and reply.usage.completion_tokens <= 8
+            assert reply.choices[0].logprobs is not None
+        with pytest.raises(BadRequestError, match="refuses a prompt of 2"):
+            await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
+        await gateway.close()
 
     run(body())
