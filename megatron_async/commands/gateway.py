@@ -66,7 +66,7 @@ async def _serve(config: RunConfig, model: Path, engine_url: str, port: int) -> 
 
 
 def instructions(address: str, key: str) -> str:
-    """What a person enters to use the gateway."""
+    """Return the commands that use the gateway."""
     body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return (
         f"export OPENAI_BASE_URL={address} OPENAI_API_KEY={key}\n"

@@ -9,7 +9,7 @@ from megatron_async.runtime.import_path import is_import_path
 
 
 class EpisodeConfig(Settings):
-    """What environments and agents have in common."""
+    """Settings that environments and agents have in common."""
 
     name: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -55,7 +55,7 @@ class AgentCalls:
     # ------------------------------------------------------------ the gateway's side
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Take a call, or find it again: `retry` if the client has said that it asks again."""
+        """Take a call, or find it again: `retry` if the client states that it asks again."""
         self.notices.update(dict.fromkeys(asked.notices))
         equal = self._known.setdefault(call_digest(asked.messages), [])
         call = next(
@@ -100,7 +100,7 @@ class AgentCalls:
                 await self._news.wait()
 
     def match(self, call: Call) -> Match:
-        """What a call that was taken continues."""
+        """Match a call that was taken to the branch that it continues."""
         assert call.asked is not None
         return self._branches.match(call.asked.messages)
 
@@ -136,7 +136,7 @@ class AgentCalls:
         return tuple(number for number, call in enumerate(self.turns) if not call.reached)
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         taken, self.counts = self.counts, Counter()
         return taken
 

@@ -51,7 +51,7 @@ class Owner(Protocol):
     """Whoever a key belongs to."""
 
     def call(self, asked: ChatCall, *, retry: bool) -> PendingCall:
-        """Take a call, or find it again: `retry` if the client has said that it asks again."""
+        """Take a call, or find it again: `retry` if the client states that it asks again."""
 
 
 class Gateway:
@@ -183,7 +183,7 @@ class Gateway:
 
 
 class _Connection(web.RequestHandler):
-    """One connection. aiohttp has no limit for their number, nor for slow headers."""
+    """A connection; aiohttp limits neither their number nor the time of headers."""
 
     def __init__(self, gateway: Gateway, server: web.Server) -> None:
         super().__init__(

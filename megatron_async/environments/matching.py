@@ -25,7 +25,7 @@ TOOLS_ROLE: Final = "tools"
 
 @dataclass(frozen=True)
 class Fork:
-    """Why a call did not just continue a branch, and the first message that differs.
+    """A branch that begins beside another one: why, and the first message that differs.
 
     `repeated`: an equal call; `shortened`: the beginning of one; `thread`: no message in common;
     `tools`: other tools; `answer`: an answer of the policy was changed; `message`: another one was.
@@ -63,7 +63,7 @@ class Branches:
         self._continued: set[int | None] = set()
 
     def match(self, messages: Sequence[Message]) -> Match:
-        """What a call with these messages continues."""
+        """Match a call with these messages to the branch that it continues."""
         chain = _chain(_START, messages)
         parent, kept = None, 0
         for length in range(len(messages), 0, -1):
@@ -132,7 +132,7 @@ def _chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
 
 
 def _text(message: Message) -> str:
-    """What of a message is compared."""
+    """Return what of a message is compared."""
     compared = dict(message)
     if calls := compared.get("tool_calls"):
         compared["tool_calls"] = [call["function"] for call in calls]

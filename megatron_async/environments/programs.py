@@ -33,7 +33,7 @@ _SHOWN_ERROR: Final = 300
 
 
 def program_of(settings: AgentConfig, threads: Executor) -> Program:
-    """What the settings name; `threads`: where a function that is not `async def` runs.
+    """The program that the settings name; `threads` run a function that is not `async def`.
 
     Raises UserError.
     """

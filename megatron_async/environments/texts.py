@@ -1,4 +1,4 @@
-"""What an agent's calls and answers are as tokens and text, by the tools of a call.
+"""Tokens and text of an agent's calls and answers, by the tools of a call.
 
 Invariants
 - An answer is stored as the policy wrote it; what a program gets follows from that alone.
@@ -22,7 +22,7 @@ _MOST_TOOL_SETS: Final = 64
 
 
 class ToolTexts:
-    """What is rendered and read with one set of tools."""
+    """Rendering and reading with one set of tools."""
 
     def __init__(self, conversation: Conversation, reader: CallReader | None) -> None:
         self.conversation = conversation
@@ -100,7 +100,7 @@ class Texts:
             CallReader(parser, ()).check("agent.tool_parser")  # also imports what reads calls
 
     def of(self, tools: str) -> ToolTexts:
-        """For these tools, as JSON; empty: none. Raises CallRefused."""
+        """Texts with these tools, as JSON; empty: none. Raises CallRefused."""
         if tools not in self._known:
             if len(self._known) >= _MOST_TOOL_SETS:
                 del self._known[next(iter(self._known))]

@@ -48,11 +48,11 @@ def test_a_stream_adds_up_to_the_answer(which: str) -> None:
     answer = ANSWERS[which]
     bodies = json.loads(json.dumps(list(answer.chunks("policy", 7, with_usage=True))))
     chunks = [ChatCompletionChunk.model_validate(body, strict=True) for body in bodies]
-    *told, usage = chunks
+    *pieces, usage = chunks
     assert usage.usage is not None and usage.usage.completion_tokens == answer.tokens[1]
-    assert "".join(c.choices[0].delta.content or "" for c in told) == answer.content
-    assert [c.choices[0].finish_reason for c in told][-1] == answer.finish
-    calls = [call for c in told for call in c.choices[0].delta.tool_calls or []]
+    assert "".join(c.choices[0].delta.content or "" for c in pieces) == answer.content
+    assert [c.choices[0].finish_reason for c in pieces][-1] == answer.finish
+    calls = [call for c in pieces for call in c.choices[0].delta.tool_calls or []]
     made = [(c.function.name, json.loads(c.function.arguments or "")) for c in calls if c.function]
     assert made == list(answer.calls)
     assert [call.index for call in calls] == list(range(len(calls)))

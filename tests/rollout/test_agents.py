@@ -114,6 +114,69 @@ def test_what_is_asked_stored_and_trained_are_the_same_tokens(
         assert "rollout/forks" not in batches[-1].extra_metrics
 
 
+def call_and_whole(episode: Trajectory, number: int) -> tuple[list[Any], list[Any]]:
+    """The messages of the call that a turn was, and those with its answer."""
+    turn = episode.turns[number]
+    before = [] if turn.parent is None else call_and_whole(episode, turn.parent)[1]
+    call = [*before, *map(dict, turn.messages)]
+    answer = "" if turn.answer is None else turn.answer["text"]
+    return call, [*call, {"role": "assistant", "content": answer}]
+
+
+def forks_of(episode: Trajectory) -> int:
+    """Check that each turn continues the longest branch that its call begins with; count forks."""
+    parents: list[int | None] = []
+    for turn in episode.turns:
+        call, _ = call_and_whole(episode, turn.number)
+        wholes = [call_and_whole(episode, earlier)[1] for earlier in range(turn.number)]
+        lengths = [len(w) if call[: len(w)] == w else 0 for w in wholes]
+        longest = max(lengths, default=0)
+        if longest:
+            assert turn.parent is not None and lengths[turn.parent] == longest
+        else:
+            assert turn.parent is None
+        parents.append(turn.parent)
+    return sum(parent is None or parent in parents[:n] for n, parent in enumerate(parents) if n)
+
+
+@pytest.mark.parametrize(
+    ("steps", "deaths"),
+    [(3, 0), pytest.param(2, 61), pytest.param(170, 0, marks=pytest.mark.slow)],
+)
+def test_random_conversations_are_stored_as_they_were_asked_and_fork_as_they_must(
+    tmp_path: Path, tokenizer: Path, steps: int, deaths: int
+) -> None:
+    log = tmp_path / "calls"
+    agent = {"arguments": {"log": str(log)}}
+    place = InsidePlace(before=deaths)
+    rows = tmp_path / "rows.jsonl"
+    one = Run(tmp_path, with_agent(tokenizer, rows, "wanders", agent=agent), place=place)
+    batches: list[TokenBatch] = []
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        batches.extend(await one.train(range(steps)))
+        counts = one.manager._driver.statistics.counts.episodes
+        assert counts["environment_failures"] == 0, one.manager._driver.statistics.warnings
+        await one.manager.stop()
+
+    asyncio.run(asyncio.wait_for(body(), 1200))
+    episodes = episodes_of(one)
+    assert_engines_and_store_agree(one, episodes)
+    assert_batches_hold_each_answer_once(batches, episodes)
+    asked: defaultdict[str, list[Any]] = defaultdict(list)
+    for line in log.read_text().splitlines():
+        prompt, messages = json.loads(line)
+        asked[prompt].append(messages)
+    ended = [e for e in episodes.values() if e.state == "batched"]
+    assert len(ended) == 6 * steps
+    assert sum(map(forks_of, ended)) > len(ended)
+    for episode in ended:
+        for turn in episode.turns:
+            call, _ = call_and_whole(episode, turn.number)
+            assert call in asked[episode.prompt.payload["question"]]
+
+
 @pytest.mark.parametrize("program", ["talks_on", "drifts"])
 def test_a_worker_that_dies_costs_no_episode(tmp_path: Path, tokenizer: Path, program: str) -> None:
     log = tmp_path / "answers"
