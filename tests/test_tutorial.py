@@ -53,7 +53,7 @@ def steps() -> list[Step]:
 
 def test_the_page_has_files_and_commands() -> None:
     files = [step.file for step in steps() if step.file]
-    assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py", "till.py", "till.yaml"]
+    assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py", "till.py"]
     assert sum("megatron-async" in step.text for step in steps() if not step.file) >= 4
 
 
@@ -83,7 +83,7 @@ def test_its_environment_gives_a_second_try(
     for step in steps():
         if step.file:
             Path(step.file).write_text(step.text)
-    config = load_config("till.yaml")
+    config = load_config("shop.yaml", ["environment.name=till.py:Till"])
     assert config.plays and config.scores
 
     async def replies(*texts: str) -> list[Reply]:

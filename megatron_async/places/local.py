@@ -263,7 +263,7 @@ class _Process:
         cause = ""
         with suppress(OSError), self._log.open("rb") as log:  # somebody may have removed it
             log.seek(self._log_begins)
-            cause = cause_in_log(log.read().decode(errors="replace"))
+            cause = cause_in_log(log.read().decode(errors="replace")) or ""
         return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death(self) -> str:

@@ -258,8 +258,13 @@ def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
     before = content(run)
     with pytest.raises(UserError, match="--from-step is 3"):
         train.resume_command(run.path, ["steps=9"], 3)
-    with claimed(run, "another"), pytest.raises(RunInUse):
-        train.resume_command(run.path, ["steps=9"], None)
+    with claimed(run, "another"):
+        for dry in (False, True):
+            with pytest.raises(RunInUse, match=r"run is in use by process .* \(another, "):
+                train.resume_command(run.path, ["steps=9"], None, dry=dry)
+            nodes = Cluster(0, None, "1:00:00")
+            with pytest.raises(RunInUse):
+                launch_run(None, run.path, ["steps=9"], nodes, slurm=False, dry_run=dry)
     assert (content(run), start.settings) == (before, [])
 
 

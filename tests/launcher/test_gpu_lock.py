@@ -42,7 +42,7 @@ def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
 
 
 def test_the_image_has_a_transformer_engine_that_megatron_takes() -> None:
-    """Its extra `dev` says which; `pip install` of the image asks for no more than the version."""
+    """`pip install` asks for no more than the version that megatron-core's extra `dev` names."""
     text = (ROOT / "launch" / "Dockerfile").read_text()
     version = re.search(r"^ARG TRANSFORMER_ENGINE=(.+)$", text, re.MULTILINE)
     wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
