@@ -149,6 +149,19 @@ def sft(
     sft_command(_need(config, "sft"), overrides or [], out, session, index, from_teacher)
 
 
+@app.command()
+def gateway(
+    model: Annotated[Path | None, Option(help="Hugging Face checkpoint; else model.path.")] = None,
+    port: Annotated[int, Option(help="Port on the loopback address; 0: any.")] = 0,
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+) -> None:
+    """Serve a model to agents by the OpenAI chat API, without training."""
+    from megatron_async.commands.gateway import gateway_command
+
+    gateway_command(_need(config, "gateway"), overrides or [], model, port)
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[

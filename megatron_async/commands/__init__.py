@@ -8,6 +8,7 @@
 - sft: supervised fine-tuning with the same trainer.
 - teacher: `sft --from-teacher`: what the reward accepts of a teacher's answers.
 - evaluation: `eval`: accuracy of checkpoints on held-out problems.
+- gateway: the chat API of agents over a model, without training.
 - score: log-probs of given tokens by the trainer's model, at any layout.
 - reward: a reward tried on responses of a file, without a run.
 - quickstart: build a small model, fine-tune it, train it by RL.

@@ -122,6 +122,11 @@ def listed(value: Any) -> Any:
     return value
 
 
+def named(value: Any) -> Any:
+    """The mapping that a name alone stands for."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 def check_labels(rewards: list[RewardConfig]) -> None:
     """Refuse two rewards whose parts would have the same names. Raises ValueError."""
     labels = [reward.shown for reward in rewards]

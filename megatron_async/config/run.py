@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
-from megatron_async.config.environment import EnvironmentConfig
+from megatron_async.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -17,6 +17,7 @@ from megatron_async.config.reward import (
     ScoringConfig,
     check_labels,
     listed,
+    named,
 )
 from megatron_async.config.rollout import (
     EngineConfig,
@@ -185,6 +186,8 @@ class RunConfig(Settings):
     """Limits of scorers."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """What a policy plays against over many turns."""
+    agent: Annotated[AgentConfig, BeforeValidator(named)] = AgentConfig()
+    """A program that calls the policy by the OpenAI chat API, over many turns."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -233,12 +236,17 @@ class RunConfig(Settings):
 
     @property
     def plays(self) -> bool:
-        """Return whether trajectories are episodes of an environment."""
-        return bool(self.environment.name)
+        """Return whether trajectories are episodes, of an environment or an agent."""
+        return self.episodes.used
+
+    @property
+    def episodes(self) -> EpisodeConfig:
+        """Settings of what episodes are played by."""
+        return self.agent if self.agent.used else self.environment
 
     @property
     def scores(self) -> bool:
-        """Return whether scorers give rewards; an environment alone has its own."""
+        """Return whether scorers give rewards; an environment or agent alone has its own."""
         return bool(self.reward) or not self.plays
 
     @property
@@ -284,8 +292,10 @@ class RunConfig(Settings):
         self._check_simulated_engines()
         self._check_colocated()
         self._check_episodes()
-        if self.task.kind == "seeds" and not self.environment.name:
-            raise ValueError("task.kind seeds has no prompts of its own: set environment.name")
+        if self.task.kind == "seeds" and not self.plays:
+            raise ValueError(
+                "task.kind seeds has no prompts of its own: set environment.name or agent"
+            )
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(
@@ -294,15 +304,27 @@ class RunConfig(Settings):
             )
 
     def _check_episodes(self) -> None:
-        name = self.environment.name
         opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
-        if not name and opened:
-            raise ValueError("schedule.open_episodes needs environment.name, got none")
-        share = self.algorithm.overlong.buffer_share
-        if name and share > 0:
+        if not self.plays and opened:
+            raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
+        if self.agent.used and self.environment.used:
             raise ValueError(
-                "algorithm.overlong shapes the length of one response; environment.name is "
-                f"{name!r}: set algorithm.overlong.buffer_share 0, got {share:g}"
+                f"{self.agent.shown} and {self.environment.shown} are both set: an episode is "
+                "played by one of them"
+            )
+        rapid = (self.algorithm.loss.name, self.algorithm.advantage.estimator)
+        if self.agent.used and "rapid" in rapid:
+            raise ValueError(
+                f"algorithm.loss.name {rapid[0]} with algorithm.advantage.estimator {rapid[1]} has "
+                f"one weight for a whole response, and {self.agent.shown} may branch: use another "
+                "recipe"
+            )
+        share = self.algorithm.overlong.buffer_share
+        if self.plays and share > 0:
+            raise ValueError(
+                "algorithm.overlong shapes the length of one response, and with "
+                f"{self.episodes.shown} there are many: set algorithm.overlong.buffer_share 0, got "
+                f"{share:g}"
             )
 
     def _check_colocated(self) -> None:

@@ -7,6 +7,9 @@ A user's class imports `Answer` and `Step` from here and nothing else.
 - player: one object of the user's class, played.
 - conversation: tokens of the turns, by the chat template.
 - worker: a process that holds many episodes. workers: how the rollout side calls them.
+- agents: programs that call the policy, as a worker plays them. programs: how they run.
+- gateway, chat: the OpenAI chat API over HTTP, and its forms. calls: which calls are the same.
+- matching: the branch that a call continues. texts: calls and answers as tokens.
 - check: an episode played before anything starts.
 """
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.programs import is_blocking
 from megatron_async.environments.worker import Rehearsed
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
@@ -34,28 +35,28 @@ def check_environment(
 
     `longest`: tokens that an engine takes.
     """
-    name, settings = config.environment.name, config.environment
+    shown = config.episodes.shown
+    _check_threads(config)
     try:
         # In a thread of its own: a notebook has a loop that runs.
         with ThreadPoolExecutor(1) as thread:
             played = thread.submit(asyncio.run, _rehearsed(config, payload)).result()
     except (EnvironmentFault, ComponentFailure) as error:
         raise UserError(
-            f"environment.name is {name!r}, and an episode that was played before the start "
-            f"failed: {error}"
+            f"{shown}: an episode that was played before the start failed: {error}"
         ) from error
     new = config.sampling.max_new_tokens
     for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):
         if longest is not None and tokens + new > longest:
             raise UserError(
-                f"environment.name is {name!r}: {what} has {tokens} tokens, which with "
+                f"{shown}: {what} has {tokens} tokens, which with "
                 f"sampling.max_new_tokens {new} is more than the {longest} that an engine takes "
                 "(engines.context_length, else the model's; engines.max_total_tokens)"
             )
     notices = []
     if played.differs:
         notices.append(
-            f"environment.name {settings.name!r} opens two episodes of one row differently: "
+            f"{shown} opens two episodes of one row differently: "
             "members of a group are compared, and should begin alike (take what is drawn from the "
             "row's seed)"
         )
@@ -64,9 +65,24 @@ def check_environment(
     return CheckedEnvironment(summary, tuple(notices))
 
 
+def _check_threads(config: RunConfig) -> None:
+    """Refuse an agent of which each open episode keeps a thread, where there are too few."""
+    agent, schedule = config.agent, config.schedule
+    opened = schedule.open_episodes or schedule.concurrency
+    if not agent.used or not isinstance(opened, int) or not is_blocking(agent):
+        return
+    if opened > agent.workers * agent.threads:
+        raise UserError(
+            f"{agent.shown} is no `async def`, so that each open episode keeps a thread; "
+            f"agent.workers x agent.threads is {agent.workers * agent.threads}, and "
+            f"{opened} episodes or more are open (schedule.open_episodes, else "
+            "schedule.concurrency): raise agent.threads or write `async def`"
+        )
+
+
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
-    one = config.environment.model_copy(update={"workers": 1})
-    alone = config.model_copy(update={"environment": one})
+    one = config.episodes.model_copy(update={"workers": 1})
+    alone = config.model_copy(update={"agent" if config.agent.used else "environment": one})
     logs = Path(tempfile.mkdtemp(prefix="megatron-async-environment-"))
     named = False
     try:

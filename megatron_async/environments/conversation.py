@@ -81,6 +81,11 @@ class Conversation:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=not self._tools))
 
+    def answer_ids(self, text: str) -> list[int]:
+        """The tokens of an answer with its end, as a policy could write it."""
+        end = sorted(self._stop_token_ids)[:1]
+        return [*self._encode(text).tolist(), *end]
+
     def shown(self, token_ids: IntArray) -> str:
         """The text of any tokens, special ones too."""
         return str(self._tokenizer.decode(token_ids.tolist()))

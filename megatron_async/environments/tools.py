@@ -66,15 +66,14 @@ class CallReader:
         self._parser = parser
         self._schemas = schemas
 
-    def check(self) -> None:
-        """Check that there is such a parser. Raises UserError."""
+    def check(self, setting: str = "environment.tool_parser") -> None:
+        """Check that there is such a parser. Raises UserError that names `setting`."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         known = FunctionCallParser.ToolCallParserEnum
         if self._parser not in known:
             raise UserError(
-                f"environment.tool_parser is {self._parser!r}; it must be one of "
-                f"{', '.join(sorted(known))}"
+                f"{setting} is {self._parser!r}; it must be one of {', '.join(sorted(known))}"
             )
 
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:

@@ -17,7 +17,7 @@ import resource
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import psutil
 
@@ -35,6 +35,8 @@ _EXIT_SECONDS: Final = 0.2
 _STILL_SECONDS: Final = 5.0  # for which nothing goes on at least, before a process ends itself
 _MADE_UP: Final = "Yes."
 
+Messages = tuple[Mapping[str, Any], ...]
+
 
 class EpisodeUnknown(ComponentFailure):
     """This worker does not hold the episode."""
@@ -46,11 +48,15 @@ class ReplayDiffers(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """The first turn's input; `messages` are those of the environment and of the row."""
+    """The first turn's input; `messages` are those of the environment and of the row.
 
-    messages: tuple[Message, ...]
+    `notices`: sentences that a person should read.
+    """
+
+    messages: Messages
     token_ids: IntArray
     state: bytes | None
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +64,21 @@ class Stepped:
     """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
 
     `answer`: what the environment got, and named numbers for metrics. `fault`: what was wrong with
-    its end, which changes nothing.
+    its end, which changes nothing. `parent`: the turn that the next one follows. `left`: turns that
+    are not to be trained. `counts`, `notices`: for metrics, for a person.
     """
 
     answer: Mapping[str, Any]
     reward: float
-    messages: tuple[Message, ...] = ()
+    messages: Messages = ()
     token_ids: IntArray | None = None
     state: bytes | None = None
     ended: str | None = None
     fault: str | None = None
+    parent: int | None = None
+    left: tuple[int, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class EnvironmentWorker:
     async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
         async with self._new(key) as player:
-            messages = await player.reset(_row(payload), _prompt(payload))
+            messages = await player.reset(row_of(payload), _prompt(payload))
             token_ids = await player.read(lambda: self.conversation.opening(messages))
             return Opened(messages, token_ids, await player.state())
 
@@ -164,10 +175,11 @@ class EnvironmentWorker:
         seen = self._seen(answer)
         if ended is None:
             state = await player.state()
-            given = _with_parts(seen, reply.parts)
-            return Stepped(given, reply.reward, reply.messages, token_ids, state)
+            given = with_parts(seen, reply.parts)
+            new = (reply.messages, token_ids, state)
+            return Stepped(given, reply.reward, *new, parent=answer.turn)
         final, parts = await player.final_reward()
-        return Stepped(_with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
+        return Stepped(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
 
     def _seen(self, answer: Answer) -> dict[str, Any]:
         """The answer for who reads the store: the text as the policy wrote it, calls in it."""
@@ -184,14 +196,14 @@ class EnvironmentWorker:
         state = turns[-1].state
         async with self._new(key) as player:
             if state is not None:
-                await player.restore(state, _row(payload))
+                await player.restore(state, row_of(payload))
             else:
                 await self._replay(player, payload, turns)
 
     async def _replay(
         self, player: Player, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        messages = await player.reset(_row(payload), _prompt(payload))
+        messages = await player.reset(row_of(payload), _prompt(payload))
         for number, turn in enumerate(turns):
             if list(messages) != list(turn.messages):
                 raise ReplayDiffers(
@@ -209,7 +221,7 @@ class EnvironmentWorker:
         openings, observed = [], 0
         for _ in range(2):
             player = self._player()
-            openings.append(await player.reset(_row(payload), _prompt(payload)))
+            openings.append(await player.reset(row_of(payload), _prompt(payload)))
             if player.tools and self.reader is None:
                 raise UserError(
                     f"environment.name is {self._settings.name!r}, a class of tools, and "
@@ -266,25 +278,27 @@ class EnvironmentProcess(EnvironmentWorker):
         super().__init__(settings, task, model_path)
         self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
         self._watch: asyncio.Task[None] | None = None
-        _limit_memory(self._settings.memory_mib)
+        limit_memory(self._settings.memory_mib)
 
     def _player(self) -> Player:
         if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._watched())
+            watch = watch_loop(self._settings.step_seconds, self._log)
+            self._watch = asyncio.get_running_loop().create_task(watch)
         return super()._player()
-
-    async def _watched(self) -> None:
-        """End the process, with what every thread does in its log, when the loop stands still."""
-        limit = max(_STILL_SECONDS, self._settings.step_seconds)
-        while True:
-            faulthandler.dump_traceback_later(limit, exit=True, file=self._log)
-            await asyncio.sleep(limit / 8)
 
     def _end(self) -> None:
         os._exit(1)
 
 
-def _row(payload: Mapping[str, Any]) -> dict[str, Any]:
+async def watch_loop(seconds: float, log: IO[str]) -> None:
+    """End the process, with what every thread does in its log, when the loop stands still."""
+    limit = max(_STILL_SECONDS, seconds)
+    while True:
+        faulthandler.dump_traceback_later(limit, exit=True, file=log)
+        await asyncio.sleep(limit / 8)
+
+
+def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of the row."""
     named = {"prompt": payload.get("question"), "answer": payload.get("answer")}
     return {**{name: text for name, text in named.items() if text}, **payload["metadata"]}
@@ -295,12 +309,13 @@ def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:
     return messages
 
 
-def _with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+def with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+    """An answer with the named numbers that came of it."""
     together = {name: value for some in parts for name, value in some.items()}
     return {**seen, "parts": together} if together else seen
 
 
-def _limit_memory(memory_mib: int) -> None:
+def limit_memory(memory_mib: int) -> None:
     """Let the address space grow by so much: libraries have reserved far more than they use."""
     now, most = psutil.Process().memory_info().vms, resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = now + (memory_mib << 20)

@@ -78,17 +78,21 @@ class EnvironmentWorkers:
 
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
-        self._settings = config.environment
-        arguments = (
-            config.environment.model_dump_json(),
+        self._settings = config.episodes
+        arguments: tuple[Any, ...] = (
+            config.episodes.model_dump_json(),
             config.task.model_dump_json(),
             model_path or config.model.path,
         )
+        what: type = EnvironmentProcess
+        if config.agent.used:
+            from megatron_async.environments.agents import AgentProcess
+
+            what = AgentProcess
+            arguments += (config.sampling.model_dump_json(), config.scores)
         self._workers = [
-            place.start(
-                EnvironmentProcess, *arguments, name=f"environments{index}", restarts=UNLIMITED
-            )
-            for index in range(config.environment.workers)
+            place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
+            for index in range(config.episodes.workers)
         ]
         self._doors = [_Door() for _ in self._workers]
 
@@ -107,10 +111,18 @@ class EnvironmentWorkers:
         return await self._call(0, 2, "rehearse", payload)  # type: ignore[no-any-return]
 
     async def step(
-        self, number: int, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
+        self,
+        number: int,
+        key: str,
+        answer_ids: Sequence[int],
+        turn: int,
+        room: int,
+        last: bool,
+        logprobs: Sequence[float] = (),
     ) -> Stepped:
-        """See `EnvironmentWorker.step`."""
-        asked = ("step", key, answer_ids, turn, room, last)
+        """See `EnvironmentWorker.step`; `logprobs` of the answer are for agents alone."""
+        of_agents = (logprobs,) if logprobs else ()
+        asked = ("step", key, answer_ids, turn, room, last, *of_agents)
         return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
 
     async def restore(
@@ -161,6 +173,7 @@ class HeldEpisodes:
         *,
         room: int,
         last: bool,
+        logprobs: Sequence[float] = (),
         asked_before: bool = False,
     ) -> Stepped:
         """Hand the answer of the last of `turns` to the environment, which is restored if need be.
@@ -179,11 +192,12 @@ class HeldEpisodes:
             asked = True
             try:
                 reply = await self._workers.step(
-                    number, self._keys[number], answer_ids, turn, room, last
+                    number, self._keys[number], answer_ids, turn, room, last, logprobs
                 )
             except EpisodeUnknown:
                 asked = False
                 raise
+            self.counts.update(reply.counts)
             if reply.ended is not None:
                 del self._keys[number]
             return reply

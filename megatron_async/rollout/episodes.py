@@ -31,6 +31,7 @@ from megatron_async.trajectory.types import FinishReason, RequestKey, Trajectory
 PLAYED: Final = "played_seconds"
 """In a stored answer: for how long its episode had been played when the environment replied."""
 FAILURES: Final = 64
+_MOST_NOTICES: Final = 16
 UNLIMITED_ROOM: Final = 1 << 31
 
 
@@ -56,7 +57,8 @@ class Episodes:
 
         Without `workers` there are no episodes.
         """
-        self._settings = config.environment
+        self._settings = config.episodes
+        self._logprobs = config.agent.used
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
         self._episodes = None if workers is None else HeldEpisodes(workers)
@@ -68,6 +70,7 @@ class Episodes:
         self._began: dict[int, float] = {}
         self._asked_before: set[int] = set()
         self._failures = 0
+        self._noticed: set[str] = set()
 
     @property
     def _held(self) -> HeldEpisodes:
@@ -143,6 +146,7 @@ class Episodes:
     async def _begin(self, trajectory_id: int, call: RequestKey) -> ev.Event:
         prompt = self._store.load_trajectory(trajectory_id).prompt
         opened = await self._held.begin(trajectory_id, prompt.payload)
+        self._notice(opened.notices)
         added, taken = len(opened.token_ids), len(prompt.token_ids)
         if added > room_after(self._longest(), taken, self._max_new_tokens):
             raise EnvironmentFault(
@@ -159,22 +163,26 @@ class Episodes:
         turns, payload = trajectory.turns, trajectory.prompt.payload
         prompt, answer = trajectory.input_parts()
         taken = sum(map(len, (*prompt, *answer)))
+        made = [s for s in trajectory.segments_of(turns[-1]) if not s.from_environment]
         stepped = await self._held.step(
             trajectory_id,
             payload,
             turns,
             [int(token) for piece in answer for token in piece],
+            logprobs=[float(n) for s in made for n in s.logprobs] if self._logprobs else (),
             room=room_after(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
             asked_before=trajectory_id in self._asked_before,
         )
         self._asked_before.discard(trajectory_id)
+        self._notice(stepped.notices)
         if stepped.fault is not None:
             self._warn(trajectory_id, stepped.fault)
         played = round(time.monotonic() - self._began[trajectory_id], 2)
         outcome = TurnOutcome({**stepped.answer, PLAYED: played}, stepped.reward)
         if stepped.ended is not None:
-            self._store.episodes.end_episode(call, FinishReason(stepped.ended), outcome)
+            ended = FinishReason(stepped.ended)
+            self._store.episodes.end_episode(call, ended, outcome, stepped.left)
             self._statistics.episode_ended(len(turns))
             return ev.EpisodeEnded(trajectory_id)
         assert stepped.token_ids is not None
@@ -182,12 +190,21 @@ class Episodes:
             call,
             stepped.token_ids,
             stepped.messages,
-            parent=turns[-1].number,
+            parent=stepped.parent,
             state=stepped.state,
             outcome=outcome,
         )
-        held = taken + len(stepped.token_ids) - len(trajectory.prompt.token_ids)
+        before = None if stepped.parent is None else turns[stepped.parent]
+        held = trajectory.branch_length(before) + len(stepped.token_ids)
+        held -= len(trajectory.prompt.token_ids)
         return ev.EnvironmentReady(trajectory_id, held)
+
+    def _notice(self, notices: Sequence[str]) -> None:
+        """Warn of what a person should read, once."""
+        for notice in notices:
+            if notice not in self._noticed and len(self._noticed) < _MOST_NOTICES:
+                self._noticed.add(notice)
+                self._statistics.warned("agent", notice)
 
     def _is_last(self, trajectory_id: int, turn: Turn) -> bool:
         played = time.monotonic() - self._began[trajectory_id]
@@ -212,7 +229,7 @@ class Episodes:
         if self._failures >= FAILURES:
             self._background.fail(
                 ComponentFailure(
-                    f"{self._failures} calls of environment.name {self._settings.name!r} failed "
+                    f"{self._failures} calls of {self._settings.shown} failed "
                     f"in a row and none succeeded; the last: {error}"
                 )
             )

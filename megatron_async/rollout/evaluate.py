@@ -236,7 +236,7 @@ class Evaluator:
                 wanted,
                 name,
                 engines,
-                self._config.environment,
+                self._config.episodes,
                 self._longest,
             )
 

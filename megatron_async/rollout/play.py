@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.config.environment import EnvironmentConfig
+from megatron_async.config.environment import AgentConfig, EpisodeConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.workers import HeldEpisodes
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.episodes import room_after
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
+from megatron_async.trajectory.types import FinishReason, IntArray, PolicyVersion, Turn
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ async def play(
     wanted: Wanted,
     name: str,
     engines: SharedEngines,
-    settings: EnvironmentConfig,
+    settings: EpisodeConfig,
     longest: int | None,
 ) -> PlayedEpisode | None:
     """Play an episode; None where its environment fails or engines refuse it.
@@ -53,6 +53,7 @@ async def play(
     `number` and `name` are unique among those under way. Raises EngineError.
     """
     began, played = time.monotonic(), PlayedEpisode()
+    branches: list[IntArray] = []  # up to the end of each turn
     try:
         opened = await held.begin(number, payload)
         ids = opened.token_ids
@@ -64,12 +65,14 @@ async def play(
                 return None
             played.add(response)
             ids = np.concatenate([ids, np.asarray(response.token_ids, np.int32)])
+            branches.append(ids)
             late = time.monotonic() - began > settings.episode_seconds
             stepped = await held.step(
                 number,
                 payload,
                 played.turns,
                 response.token_ids,
+                logprobs=response.logprobs if isinstance(settings, AgentConfig) else (),
                 room=room_after(longest, len(ids), wanted.limit),
                 last=late or turn.number + 1 >= settings.max_turns,
             )
@@ -80,8 +83,10 @@ async def play(
                 played.end = FinishReason(stepped.ended)
                 return played
             assert stepped.token_ids is not None
-            ids = np.concatenate([ids, stepped.token_ids])
-            following = Turn(turn.number + 1, turn.number, 0, stepped.messages, state=stepped.state)
+            parent = stepped.parent
+            before = branches[parent] if parent is not None else ids[:0]
+            ids = np.concatenate([before, stepped.token_ids])
+            following = Turn(turn.number + 1, parent, 0, stepped.messages, state=stepped.state)
             played.turns.append(following)
     except (EnvironmentFault, ComponentFailure) as error:
         _logger.warning("episode %s failed: %s", name, error)

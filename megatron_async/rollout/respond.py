@@ -97,6 +97,7 @@ class ResponseTokens:
     """Tokens of a response so far, how many of them each version made, and its end."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     versions: Counter[PolicyVersion] = field(default_factory=Counter)
     end: FinishReason | None = None
 
@@ -104,6 +105,7 @@ class ResponseTokens:
         """Add a chunk."""
         if len(chunk.token_ids):
             self.token_ids += chunk.token_ids.tolist()
+            self.logprobs += chunk.logprobs.tolist()
             self.versions[chunk.version] += len(chunk.token_ids)
         if chunk.end is not None and chunk.end != "abort":
             self.end = FinishReason(chunk.end)

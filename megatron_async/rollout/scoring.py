@@ -21,7 +21,14 @@ from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS, Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.learning import FailingScores
-from megatron_async.trajectory.types import Group, Prompt, Trajectory, TrajectoryState, Turn
+from megatron_async.trajectory.types import (
+    Group,
+    Prompt,
+    Trajectory,
+    TrajectoryState,
+    Turn,
+    last_of,
+)
 
 _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
@@ -124,14 +131,18 @@ def _response(trajectory: Trajectory) -> list[int]:
     """The tokens to score: of an episode the last answer's."""
     pieces = [segment.token_ids for segment in trajectory.segments]
     if trajectory.turns:
-        pieces = trajectory.input_parts()[1]
+        last = trajectory.segments_of(last_of(trajectory.turns))
+        pieces = [segment.token_ids for segment in last if not segment.from_environment]
     return np.concatenate(pieces or [np.zeros(0, np.int32)]).tolist()
 
 
 def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The messages of an episode, with the answers of the policy."""
+    """The messages of an episode's last branch, with the answers of the policy."""
     messages: list[dict[str, Any]] = []
-    for turn in turns:
+    path = [last_of(turns)] if turns else []
+    while path and path[-1].parent is not None:
+        path.append(turns[path[-1].parent])
+    for turn in reversed(path):
         messages += [dict(message) for message in turn.messages]
         if turn.answer is not None:
             messages.append({"role": "assistant", "content": turn.answer["text"]})

@@ -33,6 +33,10 @@ none, and what arrived meanwhile counts for the next."""
 
 
 _OF_HELD = ("restored", "steps_repeated", "workers_lost", "replay_differs")
+_OF_AGENTS = (
+    *("turns_replayed", "turns_left", "forks", "forks_repeated", "forks_shortened"),
+    *("forks_thread", "forks_tools", "forks_answer", "forks_message"),
+)
 
 
 @dataclass
@@ -157,7 +161,7 @@ class RolloutStatistics:
         self.counts.environment_seconds += seconds
         self._longest_call = max(self._longest_call, seconds)
         self.counts.episodes["environment_calls"] += 1
-        for name in _OF_HELD:
+        for name in (*_OF_HELD, *_OF_AGENTS):
             self.counts.episodes[name] = counts[name]
 
     def episode_ended(self, turns: int) -> None:
@@ -264,7 +268,8 @@ def statistics_of(
 def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
     """Metrics of environments since the batch before."""
     calls = news.episodes["environment_calls"]
-    names = ("environment_calls", "environment_failures", *_OF_HELD)
+    agents = _OF_AGENTS if any(news.episodes[name] for name in _OF_AGENTS) else ()
+    names = ("environment_calls", "environment_failures", *_OF_HELD, *agents)
     return {
         **{f"rollout/{name}": float(news.episodes[name]) for name in names},
         "rollout/environment_seconds": news.environment_seconds / max(1, calls),

@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS
 from megatron_async.trajectory.types import (
+    LEFT,
     FinishReason,
     PolicyVersion,
     RequestKey,
@@ -119,16 +120,23 @@ class EpisodeWriter:
             self._writer.put(record.turn_row())
 
     def end_episode(
-        self, call: RequestKey, reason: FinishReason, outcome: TurnOutcome | None = None
+        self,
+        call: RequestKey,
+        reason: FinishReason,
+        outcome: TurnOutcome | None = None,
+        left: Sequence[int] = (),
     ) -> None:
-        """Finish it. Raises SupersededRequest."""
+        """Finish it; the turns of the numbers `left` are not trained. Raises SupersededRequest."""
         record = running(self._state.records, call)
         self._note(record, outcome)
+        for number in left:
+            answer = {**(record.turns[number].answer or {}), LEFT: True}
+            record.change_turn(number, answer=answer)
         with self._writer.together():
             self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
             self._flush(record)
-            if record.turns:
-                self._writer.put(record.turn_row())
+            for number in {*left, len(record.turns) - 1} if record.turns else ():
+                self._writer.put(record.turn_row(number))
 
     @staticmethod
     def _note(record: TrajectoryRecord, outcome: TurnOutcome | None) -> None:

@@ -202,15 +202,15 @@ class TrajectoryRecord:
         self._turn_keys.append(key)
         self.turns.append(Turn(len(self.turns), parent, len(self._segments), messages, state=state))
 
-    def change_turn(self, **changes: Any) -> None:
-        """Change the newest turn."""
-        self.turns[-1] = replace(self.turns[-1], **changes)
+    def change_turn(self, number: int = -1, **changes: Any) -> None:
+        """Change a turn, by default the newest."""
+        self.turns[number] = replace(self.turns[number], **changes)
 
-    def turn_row(self) -> TurnRow:
-        """The newest turn as it is stored."""
-        turn = self.turns[-1]
+    def turn_row(self, number: int = -1) -> TurnRow:
+        """A turn as it is stored, by default the newest."""
+        turn = self.turns[number]
         return TurnRow(
-            self._turn_keys[-1],
+            self._turn_keys[number],
             self.row.trajectory_id,
             self.row.attempt,
             turn.number,

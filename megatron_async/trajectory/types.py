@@ -28,6 +28,8 @@ from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, fault
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+LEFT: Final = "left"
+"""In a stored answer: `Turn.left`."""
 
 
 class PolicyVersion(NamedTuple):
@@ -169,6 +171,16 @@ class Turn:
     answer: Mapping[str, Any] | None = None
     state: bytes | None = None
 
+    @property
+    def left(self) -> bool:
+        """Return whether its answer reached no agent that ended: it is not trained."""
+        return bool((self.answer or {}).get(LEFT))
+
+
+def last_of(turns: Sequence[Turn]) -> Turn:
+    """The last turn whose answer counts."""
+    return next((turn for turn in reversed(turns) if not turn.left), turns[-1])
+
 
 class BranchRun(NamedTuple):
     """A segment as it stands in a branch; `turn`: the number of its turn, None outside turns."""
@@ -236,6 +248,12 @@ class Trajectory:
             found.append(self.turns[found[-1].parent])
         return found[::-1]
 
+    def branch_length(self, turn: Turn | None) -> int:
+        """Tokens of the prompt, and up to the end of this turn's answer in its branch."""
+        path = [] if turn is None else self.path(turn)
+        turns = sum(len(s) for one in path for s in self.segments_of(one))
+        return len(self.prompt.token_ids) + turns
+
     def input_parts(self) -> tuple[list[IntArray], list[IntArray]]:
         """Token ids that the answer under way follows, and those of it that are there."""
         prompt, answer = [self.prompt.token_ids], list(self.segments)
@@ -250,7 +268,7 @@ class Trajectory:
     def runs(self) -> list[tuple[BranchRun, ...]]:
         """The branches in the order in which they were written, one if there are no turns.
 
-        A turn without a token of the policy is in none, unless there is no other.
+        A turn that is left, or without a token of the policy, is in none, unless there is no other.
         """
         ids = np.asarray(self.prompt.token_ids, TOKEN_IDS)
         nobody = PolicyVersion(0, 0)
@@ -261,7 +279,8 @@ class Trajectory:
         answered = [
             turn
             for turn in self.turns
-            if not all(segment.from_environment for segment in self.segments_of(turn))
+            if not turn.left
+            and not all(segment.from_environment for segment in self.segments_of(turn))
         ]
         inner = {turn.parent for turn in answered}
         seen: set[int] = set()
@@ -269,7 +288,11 @@ class Trajectory:
         for leaf in [turn for turn in answered if turn.number not in inner] or self.turns[-1:]:
             path = self.path(leaf)
             runs = (
-                BranchRun(s, not s.from_environment and turn.number not in seen, turn.number)
+                BranchRun(
+                    s,
+                    not (s.from_environment or turn.left or turn.number in seen),
+                    turn.number,
+                )
                 for turn in path
                 for s in self.segments_of(turn)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_async.environments.agents import AgentProcess, AgentWorker
 from megatron_async.environments.worker import EnvironmentProcess, EnvironmentWorker
 from megatron_async.places.place import PlacedLost
 
@@ -52,7 +53,7 @@ class InsidePlace:
         self.started: list[InsidePlaced] = []
 
     def start(self, what: type, *arguments: Any, **options: Any) -> InsidePlaced:
-        if what is EnvironmentProcess:
-            what = EnvironmentWorker  # the process is the test's
+        within = {EnvironmentProcess: EnvironmentWorker, AgentProcess: AgentWorker}
+        what = within.get(what, what)  # the process is the test's
         self.started.append(InsidePlaced(what, arguments, *self._dies))
         return self.started[-1]

@@ -1,0 +1,328 @@
+"""Agents as a worker plays them: programs, their calls, and the tokens of their turns.
+
+The rollout side calls it as it calls environments (`worker.py`): `begin` returns with the first
+call of a program, `step` gives that call its answer and returns with the next one.
+
+Invariants
+- A key is one attempt's, made when its program starts, taken back when that ends or is forgotten.
+- A call that cannot be a turn (too long for an engine, one too many, a template that fails) is
+  refused to the program, which may go on; only what it returns or raises ends its episode.
+- After a restoring a program runs from its beginning: what it asks again gets the stored answers.
+  Turns that the program which ended did not get are `left`, and are not trained.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_async.config.environment import AgentConfig
+from megatron_async.config.rollout import SamplingConfig, TaskConfig
+from megatron_async.environments.calls import AgentCalls, Call, tools_at
+from megatron_async.environments.chat import CallRefused, ChatAnswer
+from megatron_async.environments.gateway import Gateway
+from megatron_async.environments.interface import EnvironmentFault, number_of
+from megatron_async.environments.matching import Match
+from megatron_async.environments.programs import program_of
+from megatron_async.environments.texts import Texts
+from megatron_async.environments.worker import (
+    EpisodeUnknown,
+    Opened,
+    Rehearsed,
+    Stepped,
+    limit_memory,
+    row_of,
+    watch_loop,
+    with_parts,
+)
+from megatron_async.trajectory.types import IntArray, Turn
+
+_MADE_UP = "Yes."
+_ASKED_ALWAYS = 3
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A program that runs, and its calls. `taken`: tokens up to the end of each turn."""
+
+    number: str
+    calls: AgentCalls
+    key: str
+    program: "asyncio.Task[Any]"
+    taken: list[int] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+    refused: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AgentWorker:
+    """Episodes of one agent, by the keys that callers give them."""
+
+    def __init__(
+        self, settings: str, task: str, model_path: str, sampling: str, scored: bool
+    ) -> None:
+        """Take settings as JSON; `scored`: rewards come from scorers too. Raises UserError."""
+        from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
+
+        self._settings = AgentConfig.model_validate_json(settings)
+        self._scored = scored
+        tokenizer = load_tokenizer(model_path)
+        stops = stop_tokens(model_path, tokenizer)
+        self._texts = Texts(
+            TaskConfig.model_validate_json(task), tokenizer, stops, self._settings.tool_parser
+        )
+        self._stops = frozenset(stops)
+        threads = ThreadPoolExecutor(self._settings.threads, "agent")
+        self._program = program_of(self._settings, threads)
+        self._gateway = Gateway(SamplingConfig.model_validate_json(sampling))
+        self._attempts: dict[str, _Attempt] = {}
+
+    async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
+        """Start a program; its first call is the first turn. Raises EnvironmentFault."""
+        attempt = await self._start(key, payload, ())
+        async with attempt.lock:
+            found = await self._next(attempt, None, last=False)
+            if found is None:
+                self._returned(attempt)
+                raise EnvironmentFault(f"{self._settings.shown} ended without a call of the policy")
+            match, token_ids, state = found
+            return Opened(match.new, token_ids, state, attempt.calls.take_notices())
+
+    async def step(
+        self,
+        key: str,
+        answer_ids: Sequence[int],
+        turn: int,
+        room: int,
+        last: bool,
+        logprobs: Sequence[float] = (),
+    ) -> Stepped:
+        """Answer the call of a turn; the next call is the next turn. Raises EpisodeUnknown,
+        EnvironmentFault.
+
+        `room`: tokens that a call which continues this turn may add.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            raise EpisodeUnknown(f"episode {key} is not held here")
+        async with attempt.lock:
+            stored = self._answer(attempt, turn, answer_ids, logprobs)
+            found = await self._next(attempt, attempt.taken[turn] + room, last=last)
+            counts, notices = attempt.calls.take_counts(), attempt.calls.take_notices()
+            if found is not None:
+                match, token_ids, state = found
+                news = (match.new, token_ids, state)
+                about = {"parent": match.parent, "counts": counts, "notices": notices}
+                return Stepped(stored, 0.0, *news, **about)
+            reward, parts = self._returned(attempt)
+            left = attempt.calls.left()
+            notices = (*notices, *self._needless_forks(attempt))
+        await self.forget(key)
+        return Stepped(
+            with_parts(stored, parts),
+            reward,
+            ended="length" if attempt.refused else "stop",
+            counts={**counts, "turns_left": len(left)},
+            notices=notices,
+            left=left,
+        )
+
+    async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
+        """Run the program of these turns again; all but the last are answered. EnvironmentFault."""
+        attempt = await self._start(key, payload, turns)
+        async with attempt.lock:
+            with self._limit():
+                await attempt.calls.until_asked(turns[-1].number, self._settings.step_seconds)
+
+    async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
+        """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
+        conversation = self._texts.of("").conversation
+        answer = conversation.answer_ids(_MADE_UP)
+        opened = await self.begin("0", payload)
+        longest, turn = 0, 0
+        try:
+            while True:
+                last = turn + 1 >= self._settings.max_turns
+                stepped = await self.step("0", answer, turn, 1 << 31, last)
+                if stepped.token_ids is None:
+                    break
+                longest, turn = max(longest, len(stepped.token_ids)), turn + 1
+        finally:
+            await self.forget("0")
+        text = conversation.shown(opened.token_ids)
+        return Rehearsed(len(opened.token_ids), text, longest, differs=False)
+
+    async def forget(self, key: str) -> str | None:
+        """End a program, if it is held."""
+        attempt = self._attempts.pop(key, None)
+        if attempt is not None:
+            self._gateway.end(attempt.key)
+            attempt.program.cancel()
+            await asyncio.wait([attempt.program], timeout=self._settings.step_seconds)
+        return None
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
+        url = await self._gateway.start()
+        calls = AgentCalls(lambda: attempt.program.done())
+        secret = self._gateway.open(calls)
+        row = {**row_of(payload), "messages": list(payload.get("messages", ()))}
+        program = asyncio.ensure_future(self._program(url, secret, row))
+        number = key.split(".")[1] if "." in key else key
+        attempt = self._attempts[key] = _Attempt(number, calls, secret, program)
+
+        def ended(done: asyncio.Task[Any]) -> None:
+            if not done.cancelled():
+                done.exception()  # whoever forgets it does not ask for that
+            calls.news()
+
+        program.add_done_callback(ended)
+        for turn in turns:
+            self._store(attempt, turns, turn)
+        return attempt
+
+    def _store(self, attempt: _Attempt, turns: Sequence[Turn], turn: Turn) -> None:
+        """Know a stored turn, and its answer if it is not the newest."""
+        newest = turn is turns[-1]
+        about = json.loads(turn.state or b"{}") if newest else {}
+        call = Call(
+            tools_at(turns, turn), about.get("calls_tools", True), about.get("logprobs", False)
+        )
+        attempt.calls.store(turn, call)
+        if newest:
+            attempt.taken.append(about.get("tokens", 0))
+            attempt.ended.append(False)
+            return
+        assert turn.answer is not None
+        answer = self._read(attempt, turn.number, turn.answer)
+        attempt.taken.append(sum(answer.tokens))
+        attempt.ended.append(not answer.truncated)
+        attempt.calls.reply(turn.number, answer)
+
+    def _answer(
+        self, attempt: _Attempt, turn: int, answer_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, Any]:
+        """Give a turn's answer to its call; returns it as it is stored."""
+        call = attempt.calls.turns[turn]
+        attempt.ended[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
+        stored = self._texts.of(call.tools).stored(
+            call, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
+        )
+        attempt.taken[turn] += len(answer_ids)
+        attempt.calls.reply(turn, self._read(attempt, turn, stored))
+        return stored
+
+    def _read(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
+        """A stored answer as the program gets it."""
+        texts = self._texts.of(attempt.calls.turns[turn].tools)
+        return texts.answer(f"{attempt.number}-{turn}", stored)
+
+    async def _next(
+        self, attempt: _Attempt, most: int | None, *, last: bool
+    ) -> tuple[Match, IntArray, bytes] | None:
+        """The next call as a turn: what it continues, its tokens, and what is kept of it.
+
+        `most`: tokens that its input may have. None: the program has ended.
+        """
+        calls = attempt.calls
+        while True:
+            with self._limit():
+                call = await calls.next(self._settings.step_seconds)
+            if call is None:
+                return None
+            match = calls.match(call)
+            try:
+                if last:
+                    raise _refusal(
+                        f"this episode has had its {self._settings.max_turns} answers "
+                        "(agent.max_turns) or its time (agent.episode_seconds)"
+                    )
+                token_ids = self._render(attempt, call, match)
+                before = 0 if match.parent is None else attempt.taken[match.parent]
+                if most is not None and before + len(token_ids) > most:
+                    raise _refusal(
+                        f"the conversation has {before + len(token_ids)} tokens; with room for an "
+                        f"answer an engine takes {most}"
+                    )
+            except CallRefused as refused:
+                attempt.refused = attempt.refused or refused.code is not None
+                calls.refuse(call, refused)
+                continue
+            calls.begin(call, match)
+            attempt.taken.append(before + len(token_ids))
+            attempt.ended.append(False)
+            kept = {"tokens": attempt.taken[-1], "logprobs": call.logprobs}
+            kept["calls_tools"] = call.calls_tools
+            return match, token_ids, json.dumps(kept).encode()
+
+    def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:
+        texts = self._texts.of(call.tools)
+        if match.parent is None:
+            return texts.opening(match.new)
+        return texts.next(match.new, ended=attempt.ended[match.parent])
+
+    def _returned(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
+        """The reward of a program that has ended. Raises EnvironmentFault."""
+        shown = self._settings.shown
+        try:
+            returned = attempt.program.result()
+        except EnvironmentFault:
+            if attempt.refused:  # most programs have no other way to end at a full context
+                return 0.0, {}
+            raise
+        if returned is None and not self._scored:
+            raise EnvironmentFault(
+                f"{shown} returned None, and there is no `reward` to score the conversation"
+            )
+        return number_of(0.0 if returned is None else returned, shown)
+
+    def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
+        """A sentence about a program of which every call forks at a message that it has changed."""
+        forks = attempt.calls.forks
+        changed = [fork for fork in forks if fork.why in ("answer", "message", "tools")]
+        asked = len(attempt.calls.turns)
+        if asked < _ASKED_ALWAYS or len(changed) < asked - 1:
+            return ()
+        first = changed[0]
+        return (
+            f"each of the {asked} calls of an agent begins a branch of its own; the first that "
+            f"differs is message {first.at}: {first.now:.200}, and it was {first.was:.200}",
+        )
+
+    @contextmanager
+    def _limit(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise EnvironmentFault(
+                f"{self._settings.shown} made no call and did not end for "
+                f"{self._settings.step_seconds:g} s (agent.step_seconds)"
+            ) from error
+
+
+def _refusal(sentence: str) -> CallRefused:
+    refused = CallRefused(sentence, "messages")
+    refused.code = "context_length_exceeded"
+    return refused
+
+
+class AgentProcess(AgentWorker):
+    """A worker of agents that has its process for itself."""
+
+    def __init__(
+        self, settings: str, task: str, model_path: str, sampling: str, scored: bool
+    ) -> None:
+        super().__init__(settings, task, model_path, sampling, scored)
+        self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
+        self._watch: asyncio.Task[None] | None = None
+        limit_memory(self._settings.memory_mib)
+
+    async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
+        if self._watch is None:
+            self._watch = asyncio.create_task(watch_loop(self._settings.step_seconds, self._log))
+        return await super()._start(key, payload, turns)

@@ -1,0 +1,260 @@
+"""The OpenAI chat API over HTTP, for agents on this machine: keys, limits, replies.
+
+Invariants
+- It listens on the loopback address and nowhere else. Nothing is written to a log.
+- Every call needs a key, which belongs to one attempt of one agent; with none, a foreign or an
+  ended one it gets 401, and of what else it holds nothing is read.
+- Connections that have not shown a key are few, and end soon; so slow or idle ones, and thousands
+  of them, cost agents nothing.
+- A call goes on when its client leaves; who takes it up again is the owner's decision.
+"""
+
+import asyncio
+import json
+import resource
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.chat import (
+    CallRefused,
+    ChatAnswer,
+    ChatCall,
+    checked_call,
+    models,
+)
+
+LOOPBACK: Final = "127.0.0.1"
+LARGEST_BODY: Final = 16 << 20
+MODEL: Final = "policy"
+_STRANGERS: Final = 1024
+_SHOW_KEY_SECONDS: Final = 10.0
+_BODY_SECONDS: Final = 60.0
+_KEEP_SECONDS: Final = 75.0
+_SPARE_FILES: Final = 128
+_RETRY: Final = "x-stainless-retry-count"
+
+
+class PendingCall(Protocol):
+    """A call on its way to an answer. `clients`: those that wait; `given`: one has its answer."""
+
+    clients: int
+    given: bool
+    answer: asyncio.Future[ChatAnswer]
+
+
+class Owner(Protocol):
+    """Whoever a key belongs to."""
+
+    def call(self, asked: ChatCall, *, retry: bool) -> PendingCall:
+        """Take a call, or find it again: `retry` if the client states that it asks again."""
+
+
+class Gateway:
+    """Listens from `start` on, until `close`."""
+
+    def __init__(self, sampling: SamplingConfig) -> None:
+        self._sampling = sampling
+        self._owners: dict[str, Owner] = {}
+        self._connections: dict[_Connection, None] = {}
+        self._strangers: dict[_Connection, None] = {}
+        self._listening: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+        self._began = int(time.time())
+        self._most = 0
+        self.url = ""
+
+    async def start(self, port: int = 0) -> str:
+        """The base URL; begins to listen if it does not. Raises OSError."""
+        async with self._starting:
+            if self._listening is None:
+                self._most = _most_files() - _SPARE_FILES
+                server = _Server(self)
+                loop = asyncio.get_running_loop()
+                self._listening = await loop.create_server(server, LOOPBACK, port, backlog=4096)
+                port = self._listening.sockets[0].getsockname()[1]
+                self.url = f"http://{LOOPBACK}:{port}/v1"
+        return self.url
+
+    def open(self, owner: Owner) -> str:
+        """A key for this owner's calls."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._owners[key] = owner
+        return key
+
+    def end(self, key: str) -> None:
+        """Take a key back: calls with it get 401 from now on."""
+        self._owners.pop(key, None)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._listening is not None:
+            self._listening.close()
+            for connection in list(self._connections):
+                connection.drop()
+
+    # ------------------------------------------------------------ connections
+
+    def connected(self, connection: "_Connection") -> None:
+        """A connection is there; it is a stranger's until it shows a key."""
+        self._connections[connection] = self._strangers[connection] = None
+        if len(self._strangers) > _STRANGERS:
+            next(iter(self._strangers)).drop()
+        if len(self._connections) > self._most:
+            connection.drop()
+        asyncio.get_running_loop().call_later(_SHOW_KEY_SECONDS, self._drop_stranger, connection)
+
+    def _drop_stranger(self, connection: "_Connection") -> None:
+        if connection in self._strangers:
+            connection.drop()
+
+    def disconnected(self, connection: "_Connection") -> None:
+        """A connection has ended."""
+        self._connections.pop(connection, None)
+        self._strangers.pop(connection, None)
+
+    # ------------------------------------------------------------ calls
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Reply to one request."""
+        try:
+            owner = self._owner(request)
+            match request.method, request.path:
+                case "GET", "/v1/models":
+                    return _json(models(self._began, MODEL))
+                case "POST", "/v1/chat/completions":
+                    return await self._chat(request, owner)
+            raise CallRefused(
+                f"there is no {request.method} {request.path!r:.100}; there are POST "
+                "/v1/chat/completions and GET /v1/models",
+                status=404,
+            )
+        except CallRefused as refused:
+            return _json(refused.body(), refused.status)
+
+    def _owner(self, request: web.BaseRequest) -> Owner:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        owner = self._owners.get(key.strip())
+        if owner is None:
+            raise CallRefused("the key belongs to no agent that runs now", status=401)
+        self._strangers.pop(request.protocol, None)  # type: ignore[call-overload]
+        return owner
+
+    async def _chat(self, request: web.BaseRequest, owner: Owner) -> web.StreamResponse:
+        asked = checked_call(await _body(request), self._sampling)
+        call = owner.call(asked, retry=request.headers.get(_RETRY, "0") != "0")
+        call.clients += 1
+        try:
+            answer = await asyncio.shield(call.answer)
+            if asked.stream:
+                return await self._stream(request, asked, call, answer)
+            call.given = True  # before it is sent: the client may be quicker than this
+            try:
+                reply = _json(answer.completion(asked.model, self._began))
+                await reply.prepare(request)
+                await reply.write_eof()
+            except (OSError, asyncio.CancelledError):
+                call.given = False
+                raise
+            return reply
+        finally:
+            call.clients -= 1
+
+    async def _stream(
+        self, request: web.BaseRequest, asked: ChatCall, call: PendingCall, answer: ChatAnswer
+    ) -> web.StreamResponse:
+        """Send the answer, which is complete, as events; one event is enough to have it."""
+        reply = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        call.given = True
+        await reply.prepare(request)
+        for chunk in answer.chunks(asked.model, self._began, with_usage=asked.with_usage):
+            await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await reply.write(b"data: [DONE]\n\n")
+        await reply.write_eof()
+        return reply
+
+
+class _Connection(web.RequestHandler):
+    """A connection; aiohttp limits neither their number nor the time of headers."""
+
+    def __init__(self, gateway: Gateway, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=_KEEP_SECONDS,
+            access_log=None,  # type: ignore[arg-type]
+            auto_decompress=False,
+            lingering_time=0.0,
+        )
+        self._gateway = gateway
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._gateway.connected(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._gateway.disconnected(self)
+
+    def drop(self) -> None:
+        """End it at once."""
+        if isinstance(self.transport, asyncio.Transport):
+            self.transport.abort()
+
+
+class _Server(web.Server):
+    """Makes connections of a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        loop = asyncio.get_running_loop()
+
+        def request_of(
+            message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+        ) -> web.BaseRequest:
+            parts = (message, payload, protocol, writer, task)
+            return web.BaseRequest(*parts, loop, client_max_size=LARGEST_BODY)
+
+        super().__init__(gateway.handle, request_factory=request_of, handler_cancellation=True)
+        self._gateway = gateway
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self._gateway, self)
+
+
+async def _body(request: web.BaseRequest) -> Any:
+    """The JSON that a request holds. Raises CallRefused."""
+    if (request.content_length or 0) > LARGEST_BODY:
+        raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413) from error
+    except TimeoutError as error:
+        raise CallRefused(
+            f"the body did not come within {_BODY_SECONDS:g} s", status=408
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the body is no JSON: {error}") from error
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=json.dumps(body).encode(), status=status, content_type="application/json"
+    )
+
+
+def _most_files() -> int:
+    """Files that this process may open, as many as it is allowed to."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

@@ -1,0 +1,153 @@
+"""Programs that are agents: a function, or a command in a process of its own.
+
+A program gets the base URL, a key and the row. It returns a number, a number with named parts, or
+None; of a command that is the last line of its output, as JSON.
+
+Invariants
+- A program that is cancelled makes no further call, since its key has ended; a command's process
+  group is killed.
+- What it raises is an `EnvironmentFault` in one sentence, without its key.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, Final
+
+from megatron_async.config.environment import AgentConfig
+from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.errors import UserError, how_ended, shown
+from megatron_async.runtime.import_path import described, load_object
+from megatron_async.scoring.sandbox.launcher import PDEATHSIG, prctl
+
+Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
+"""From a base URL, a key and a row to what it returns."""
+
+_LARGEST_OUTPUT: Final = 1 << 20
+_SHOWN_ERROR: Final = 300
+
+
+def program_of(settings: AgentConfig, threads: Executor) -> Program:
+    """The program that the settings name; `threads` run a function that is not `async def`.
+
+    Raises UserError.
+    """
+    if settings.command:
+        return _command(settings.command)
+    function = load_object(settings.name, "agent.name")
+    if not callable(function):
+        raise UserError(f"{settings.shown}, which is no function")
+    parameters = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in ("base_url", "api_key"):
+        if name not in parameters and not every:
+            raise UserError(f"{settings.shown} takes no argument {name!r}; it needs one")
+    for name in settings.arguments:
+        if name not in parameters and not every:
+            raise UserError(f"agent.arguments has {name!r}, which {settings.name!r} does not take")
+
+    async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
+        given = {**row, **settings.arguments, "base_url": url, "api_key": key}
+        fitting = given if every else {n: value for n, value in given.items() if n in parameters}
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(**fitting)
+            loop = asyncio.get_running_loop()
+            returned = await loop.run_in_executor(threads, lambda: function(**fitting))
+            return await returned if inspect.isawaitable(returned) else returned
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            raise EnvironmentFault(
+                f"{settings.shown} raised {described(error).replace(key, '(key)')}"
+            ) from None
+
+    return run
+
+
+def is_blocking(settings: AgentConfig) -> bool:
+    """Return whether each episode keeps a thread."""
+    return not settings.command and not inspect.iscoroutinefunction(
+        load_object(settings.name, "agent.name")
+    )
+
+
+def _command(command: list[str]) -> Program:
+    where = f"agent.command {command[0]!r}"
+
+    async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
+        environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=environment,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+                preexec_fn=_die_with_worker,
+                limit=_LARGEST_OUTPUT,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{where} cannot be started: {error}") from error
+        try:
+            output, errors = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode:
+            last = errors.decode(errors="replace").strip()[-_SHOWN_ERROR:].replace(key, "(key)")
+            raise EnvironmentFault(f"{where} {how_ended(process.returncode)}: {last}")
+        return _last_line(output, where)
+
+    return run
+
+
+async def _run_to_its_end(
+    process: asyncio.subprocess.Process, row: bytes, where: str
+) -> tuple[bytes, bytes]:
+    """Give the row; read both outputs to their ends."""
+    given, out, err = process.stdin, process.stdout, process.stderr
+    assert given is not None and out is not None and err is not None
+
+    async def give() -> None:
+        with suppress(ConnectionError):  # it need not read the row
+            given.write(row + b"\n")
+            await given.drain()
+            given.close()
+
+    async def read(stream: asyncio.StreamReader) -> bytes:
+        found = b""
+        while part := await stream.read(1 << 16):
+            found = (found + part)[-_LARGEST_OUTPUT:]
+        return found
+
+    async def end() -> None:
+        await process.wait()
+        with suppress(ProcessLookupError):  # what it has started may hold the outputs open
+            os.killpg(process.pid, signal.SIGKILL)
+
+    _, output, errors, _ = await asyncio.gather(give(), read(out), read(err), end())
+    return output, errors
+
+
+def _last_line(output: bytes, where: str) -> Any:
+    lines = output.decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "null")
+    try:
+        returned = json.loads(last)
+    except ValueError as error:
+        raise EnvironmentFault(
+            f"{where} printed {shown(last)} at last; that must be its reward: a number, [number, "
+            "{name: number}] or null"
+        ) from error
+    return tuple(returned) if isinstance(returned, list) else returned
+
+
+def _die_with_worker() -> None:
+    prctl(PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,253 @@
+"""Agents for tests: programs that know nothing of this project, by what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def solve(base_url: str, api_key: str, prompt: str, answer: str, **row: Any) -> float:
+    """The program of the documents."""
+    policy = client(base_url, api_key)
+    messages: list[Any] = [user(prompt)]
+    for _ in range(3):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        text = reply.choices[0].message.content or ""
+        if text.strip() == answer:
+            return 1.0
+        messages += [{"role": "assistant", "content": text}, user("No. Try again.")]
+    return 0.0
+
+
+def solve_in_a_thread(base_url: str, api_key: str, prompt: str, turns: int = 2) -> Any:
+    policy = OpenAI(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [user(prompt)]
+    for _ in range(turns):
+        reply = policy.chat.completions.create(model="policy", messages=messages)
+        messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user("?")]
+    return 0.5, {"turns": turns}
+
+
+async def streams(base_url: str, api_key: str, prompt: str, **row: Any) -> None:
+    async with client(base_url, api_key) as policy:
+        text = ""
+        async for chunk in await policy.chat.completions.create(
+            model="policy", messages=[user(prompt)], stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+        whole = await policy.chat.completions.create(
+            model="policy",
+            messages=[user(prompt), {"role": "assistant", "content": text}, user("and")],
+            logprobs=True,
+        )
+        logprobs = whole.choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None
+        assert "".join(t.token for t in logprobs.content) == whole.choices[0].message.content
+
+
+async def parallel(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    policy = client(base_url, api_key)
+    calls = [
+        policy.chat.completions.create(model="policy", messages=[user(f"{prompt}{i // 2}")])
+        for i in range(6)
+    ]
+    replies = await asyncio.gather(*calls)
+    return float(len({reply.id for reply in replies}))
+
+
+async def impatient(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Its client gives up twice before the policy has answered, and asks again."""
+    policy = client(base_url, api_key, timeout=0.3, max_retries=2)
+    reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
+    again = await policy.chat.completions.create(
+        model="policy",
+        messages=[user(prompt), {"role": "assistant", "content": reply.choices[0].message.content}],
+    )
+    return float(reply.id != again.id)
+
+
+async def breaks_off(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Reads one piece of a stream, and goes on with that."""
+    policy = client(base_url, api_key)
+    stream = await policy.chat.completions.create(
+        model="policy", messages=[user(prompt)], stream=True
+    )
+    text = ""
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if text:
+            break
+    await stream.close()
+    messages: list[Any] = [user(prompt), {"role": "assistant", "content": text[:1]}, user("on")]
+    await policy.chat.completions.create(model="policy", messages=messages)
+    return 1.0
+
+
+async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    policy = client(base_url, api_key)
+    messages: list[Any] = [user(prompt)]
+    made = 0
+    while True:
+        reply = await policy.chat.completions.create(
+            model="policy",
+            messages=messages,
+            tools=[ADD],  # type: ignore[list-item]
+        )
+        message = reply.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return float(made)
+        for call in message.tool_calls:
+            found = json.loads(call.function.arguments)  # type: ignore[union-attr]
+            made += 1
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": str(found["a"] + 1)}
+            )
+
+
+async def talks_on(
+    base_url: str, api_key: str, prompt: str, log: str = "", calls: int = 4, **row: Any
+) -> float:
+    """Extends one conversation, and logs every answer."""
+    policy = client(base_url, api_key)
+    messages: list[Any] = [user(prompt)]
+    for _ in range(calls):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        text = reply.choices[0].message.content or ""
+        if log:
+            with Path(log).open("a") as file:
+                file.write(json.dumps([prompt, len(messages), text]) + "\n")
+        messages += [{"role": "assistant", "content": text}, user("on")]
+    return 1.0
+
+
+async def rewrites(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Changes every answer before it sends it back."""
+    policy = client(base_url, api_key)
+    messages: list[Any] = [user(prompt)]
+    for _ in range(4):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        text = (reply.choices[0].message.content or "").upper()
+        messages += [{"role": "assistant", "content": text}, user("on")]
+    return 1.0
+
+
+async def drifts(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Asks something else each time that it runs, from its second call on."""
+    policy = client(base_url, api_key)
+    reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
+    text = reply.choices[0].message.content or ""
+    for _ in range(2):
+        messages: list[Any] = [
+            user(prompt),
+            {"role": "assistant", "content": text},
+            user(str(time.monotonic_ns())),
+        ]
+        await policy.chat.completions.create(model="policy", messages=messages)
+    return 1.0
+
+
+async def wanders(base_url: str, api_key: str, prompt: str, log: str = "", **row: Any) -> float:
+    """Random conversations: edits, compaction, threads, retries, streams that are broken off."""
+    chance, policy = random.Random(prompt), client(base_url, api_key, timeout=5, max_retries=4)
+    threads: list[list[Any]] = [[user(prompt)]]
+    asked = 0
+
+    async def ask(messages: list[Any]) -> None:
+        nonlocal asked
+        asked += 1
+        broken = chance.random() < 0.2
+        if log:
+            with Path(log).open("a") as file:
+                file.write(json.dumps([prompt, messages]) + "\n")
+        if chance.random() < 0.5:
+            reply = await policy.chat.completions.create(model="policy", messages=messages)
+            text = reply.choices[0].message.content or ""
+        else:
+            stream = await policy.chat.completions.create(
+                model="policy", messages=messages, stream=True
+            )
+            text = ""
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if broken and text:
+                    break
+            await stream.close()
+        messages.append({"role": "assistant", "content": text})
+
+    while asked < 8:
+        thread = chance.choice(threads)
+        match chance.randrange(6):
+            case 0:  # a sub-agent
+                threads.append([{"role": "system", "content": "sub"}, user(f"{prompt}{asked}")])
+                thread = threads[-1]
+            case 1:  # compaction
+                thread[1:-1] = []
+            case 2:  # an edit
+                place = chance.randrange(len(thread))
+                thread[place] = {**thread[place], "content": "edited"}
+            case 3:  # both at once
+                other = [*thread[:1], user("in parallel")]
+                threads.append(other)
+                await asyncio.gather(ask(other), ask([*thread, user("beside it")]))
+                continue
+        thread.append(user(f"on {asked}"))
+        await ask(thread)
+    return 1.0
+
+
+async def cool(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    policy = client(base_url, api_key)
+    await policy.chat.completions.create(model="m", messages=[user(prompt)], temperature=0.1)
+    return 1.0
+
+
+async def calls_nobody(base_url: str, api_key: str, **row: Any) -> float:
+    return 1.0
+
+
+async def raises(base_url: str, api_key: str, **row: Any) -> float:
+    raise ValueError(f"no good with {api_key}")
+
+
+async def sleeps(base_url: str, api_key: str, **row: Any) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def returns_nothing(base_url: str, api_key: str, prompt: str, **row: Any) -> None:
+    policy = client(base_url, api_key)
+    await policy.chat.completions.create(model="policy", messages=[user(prompt)])
+
+
+if __name__ == "__main__":  # a command: the address and the key are in its environment
+    row = json.loads(sys.stdin.readline())
+    policy = OpenAI()
+    for _ in range(2):
+        policy.chat.completions.create(model="policy", messages=[user(row["prompt"])])
+    print("done")
+    print(json.dumps([0.25, {"asked": 2}]))

@@ -1,0 +1,173 @@
+"""Calls as the OpenAI SDK sends them, and answers as its types demand them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.chat import CallRefused, ChatAnswer, checked_call, models
+
+SAMPLING = SamplingConfig(max_new_tokens=16)
+ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ANSWERS = {
+    "text": ChatAnswer("3-0", "x" * 70, tokens=(5, 7)),
+    "nothing": ChatAnswer("3-0", ""),
+    "cut off": ChatAnswer("3-0", "and", truncated=True),
+    "calls": ChatAnswer("3-1", "", (("add", {"a": 1}), ("add", {}))),
+    "log-probs": ChatAnswer("3-2", "ab", logprobs=(("a", -0.5), ("\ufffd", -1.0))),
+}
+
+
+@pytest.mark.parametrize("which", ANSWERS)
+def test_answers_are_what_the_types_of_the_sdk_demand(which: str) -> None:
+    answer = ANSWERS[which]
+    body = json.loads(json.dumps(answer.completion("policy", 7)))
+    completion = ChatCompletion.model_validate(body, strict=True)
+    (choice,) = completion.choices
+    assert choice.message.content == answer.content
+    assert choice.finish_reason == answer.finish
+    found = choice.message.tool_calls or []
+    made = [(c.function.name, json.loads(c.function.arguments)) for c in found]  # type: ignore[union-attr]
+    assert made == list(answer.calls)
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == sum(answer.tokens)
+    assert (choice.logprobs is None) == (answer.logprobs is None)
+    if answer.logprobs is not None:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [(t.token, t.logprob) for t in choice.logprobs.content] == list(answer.logprobs)
+
+
+@pytest.mark.parametrize("which", ANSWERS)
+def test_a_stream_adds_up_to_the_answer(which: str) -> None:
+    answer = ANSWERS[which]
+    bodies = json.loads(json.dumps(list(answer.chunks("policy", 7, with_usage=True))))
+    chunks = [ChatCompletionChunk.model_validate(body, strict=True) for body in bodies]
+    *pieces, usage = chunks
+    assert usage.usage is not None and usage.usage.completion_tokens == answer.tokens[1]
+    assert "".join(c.choices[0].delta.content or "" for c in pieces) == answer.content
+    assert [c.choices[0].finish_reason for c in pieces][-1] == answer.finish
+    calls = [call for c in pieces for call in c.choices[0].delta.tool_calls or []]
+    made = [(c.function.name, json.loads(c.function.arguments or "")) for c in calls if c.function]
+    assert made == list(answer.calls)
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert {c.id for c in chunks} == {f"chatcmpl-{answer.name}"}
+
+
+def test_an_answer_that_comes_back_is_the_same_message() -> None:
+    for answer in ANSWERS.values():
+        message = answer.completion("policy", 7)["choices"][0]["message"]
+        body = {"messages": [*ASKED["messages"], {**message, "annotations": None}]}
+        assert checked_call(body, SAMPLING).messages[1] == answer.message
+
+
+def test_the_list_of_models_has_the_policy() -> None:
+    (body,) = models(7, "policy")["data"]
+    assert Model.model_validate(body, strict=True).id == "policy"
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no object": ([], "it must be a JSON object"),
+    "no messages": ({}, "messages is None; it must be a list of at least one message"),
+    "empty": ({"messages": []}, "at least one message"),
+    "role": (
+        {"messages": [{"role": "owner", "content": ""}]},
+        r"messages\[0\] is .*; it must have",
+    ),
+    "function role": ({"messages": [{"role": "function", "content": ""}]}, "a role of system"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "cannot be shown to the policy",
+    ),
+    "n": ({**ASKED, "n": 2}, "n is 2, which cannot be honoured while training: .* or at 1"),
+    "stop": ({**ASKED, "stop": ["\n"]}, "stop is "),
+    "bias": ({**ASKED, "logit_bias": {"5": 1}}, "logit_bias is"),
+    "format": ({**ASKED, "response_format": {"type": "json_object"}}, "response_format is"),
+    "penalty": ({**ASKED, "presence_penalty": 0.5}, "presence_penalty is 0.5"),
+    "top_logprobs": ({**ASKED, "logprobs": True, "top_logprobs": 3}, "top_logprobs is 3"),
+    "unknown": ({**ASKED, "guided_json": {}}, "guided_json is {}, and is not known here"),
+    "required": (
+        {**ASKED, "tools": [TOOL], "tool_choice": "required"},
+        "tool_choice is 'required'",
+    ),
+    "tools": ({**ASKED, "tools": [{"type": "web_search"}]}, "each must be a function with a name"),
+    "calls": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "[1"}}],
+                }
+            ]
+        },
+        r"messages\[0\] has the tool_calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_honoured_is_refused_in_a_sentence(what: str) -> None:
+    body, sentence = REFUSED[what]
+    with pytest.raises(CallRefused, match=sentence) as refused:
+        checked_call(body, SAMPLING)
+    assert refused.value.status == 400
+    assert refused.value.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_values_that_ask_for_nothing_more_are_taken() -> None:
+    body = {
+        **ASKED,
+        "n": 1,
+        "stop": None,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "response_format": {"type": "text"},
+        "temperature": 1,
+        "max_tokens": 16,
+        "user": "me",
+        "tools": None,
+    }
+    assert checked_call(body, SAMPLING) == checked_call(ASKED, SAMPLING)
+    assert checked_call(ASKED, SAMPLING).notices == ()
+
+
+def test_other_sampling_than_the_runs_is_noted() -> None:
+    call = checked_call({**ASKED, "temperature": 0.2, "max_tokens": 5, "seed": 1}, SAMPLING)
+    assert call.notices == (
+        "an agent asks for temperature 0.2; the run's sampling.temperature 1 is used",
+        "an agent asks for max_tokens 5; the run's sampling.max_new_tokens 16 is used",
+        "an agent asks for seed 1, which has no effect here",
+    )
+
+
+def test_a_call_is_read_as_a_chat_template_takes_it() -> None:
+    asked = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    body = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [asked], "refusal": None},
+            {"role": "tool", "content": "2", "tool_call_id": "c"},
+        ],
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    call = checked_call(body, SAMPLING)
+    assert call.messages == (
+        {"role": "tools", "content": json.dumps([TOOL])},
+        {"role": "system", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**asked, "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    )
+    assert json.loads(call.tools) == [TOOL]
+    assert (call.calls_tools, call.stream, call.with_usage) == (False, True, True)

@@ -1,0 +1,192 @@
+"""The gateway's door: keys, limits, and clients that mean harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments import gateway as gateway_module
+from megatron_async.environments.calls import Call
+from megatron_async.environments.chat import ChatAnswer, ChatCall
+from megatron_async.environments.gateway import LARGEST_BODY, Gateway
+
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+class Answers:
+    """An owner that answers at once; `waits`: never."""
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.waits = waits
+        self.calls: list[Call] = []
+
+    def call(self, asked: ChatCall, *, retry: bool) -> Call:
+        call = Call(asked.tools, asked=asked)
+        self.calls.append(call)
+        if not self.waits:
+            call.answer.set_result(ChatAnswer("1-0", "hi"))
+        return call
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 60))
+
+
+async def ask(url: str, key: str | None, path: str = "/chat/completions", **more: Any) -> Any:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as session:
+        given = {"json": BODY, "headers": headers, **more}
+        async with session.post(url + path, **given) as reply:
+            return reply.status, await reply.json()
+
+
+async def assert_serves(url: str, key: str) -> None:
+    assert (await ask(url, key))[0] == 200
+
+
+def test_none_a_foreign_and_an_ended_key_get_401() -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url, key = await gateway.start(), gateway.open(owner)
+        other = Gateway(SamplingConfig()).open(Answers())
+        await assert_serves(url, key)
+        assert (await ask(url, None, headers={"x-api-key": key}))[0] == 200
+        for wrong in (None, "", "sk-", other, key[:-1], key + "x"):
+            status, reply = await ask(url, wrong)
+            assert (status, reply["error"]["type"]) == (401, "authentication_error")
+            assert key not in json.dumps(reply)
+        gateway.end(key)
+        assert (await ask(url, key))[0] == 401
+        assert len(owner.calls) == 2
+        await gateway.close()
+
+    run(body())
+
+
+def test_it_listens_on_the_loopback_address_alone() -> None:
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        await gateway.start()
+        assert gateway._listening is not None
+        (listening,) = gateway._listening.sockets
+        assert listening.getsockname()[0] == "127.0.0.1"
+        await gateway.close()
+
+    run(body())
+
+
+def test_other_paths_and_bodies_are_refused_in_a_sentence() -> None:
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answers())
+        status, reply = await ask(url, key, "/embeddings")
+        assert status == 404 and "there are POST /v1/chat/completions" in reply["error"]["message"]
+        for data in (b"{", b"[" * 100_000, b"\xff", b""):
+            status, reply = await ask(url, key, json=None, data=data)
+            assert status == 400 and reply["error"]["message"].startswith("the body is")
+        await gateway.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_100_mb_is_refused_and_not_kept(announced: bool) -> None:
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answers())
+
+        async def parts() -> Any:
+            for _ in range(100):
+                yield bytes(1 << 20)
+
+        with suppress(aiohttp.ClientConnectionError):
+            data = bytes(100 << 20) if announced else parts()
+            status, reply = await ask(url, key, json=None, data=data)
+            assert status == 413 and f"{LARGEST_BODY:,}" in reply["error"]["message"]
+        await assert_serves(url, key)
+        await gateway.close()
+
+    run(body())
+
+
+def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_module, "_SHOW_KEY_SECONDS", 0.5)
+    monkeypatch.setattr(gateway_module, "_STRANGERS", 50)
+
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answers())
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        async with aiohttp.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {key}"}
+
+            async def known() -> int:
+                async with session.post(f"{url}/chat/completions", json=BODY, headers=headers) as r:
+                    return r.status
+
+            assert await known() == 200
+            held = []
+            for _ in range(400):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nA: b\r\n")
+                held.append((reader, writer))
+            assert await known() == 200
+            assert len(gateway._strangers) <= 50
+            assert len(gateway._connections) <= 52
+            await asyncio.sleep(1.0)
+            assert not gateway._strangers
+            assert await known() == 200, "who has shown a key stays"
+            for reader, writer in held:
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+                writer.close()
+        await gateway.close()
+
+    run(body())
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_do_no_harm() -> None:
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answers())
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        for _ in range(10_000):
+            one = socket.socket()
+            one.setblocking(False)
+            with suppress(BlockingIOError):
+                one.connect(("127.0.0.1", port))
+            await asyncio.sleep(0)
+            one.close()
+        await assert_serves(url, key)
+        await gateway.close()
+
+    run(body())
+
+
+def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers(waits=True)
+        url, key = await gateway.start(), gateway.open(owner)
+        asked = asyncio.create_task(ask(url, key))
+        while not owner.calls:
+            await asyncio.sleep(0.01)
+        (call,) = owner.calls
+        assert call.clients == 1
+        asked.cancel()
+        while call.clients:
+            await asyncio.sleep(0.01)
+        assert not call.given and not call.answer.done()
+        await gateway.close()
+
+    run(body())
