@@ -17,12 +17,12 @@ OTHERS = {
     "verl/trainer/ppo/rollout_corr_helper.py",
     # of a user, in examples
     *("file.py", "path/to/file.py", "program.py", "tests.py"),
-    *("runner.py", "ask.py"),
+    *("runner.py", "ask.py", "till.py", "agent.py"),
     # below a variable of a shell
     *("ROOT/launch/cluster_env.sh", "REPOSITORY/examples/smollm2/unpack.py"),
     # written by programs
     *("job.sbatch", "reference/commands.md", "reference/settings.md"),
-    "benchmarks/results/engine.md",
+    *("benchmarks/results/engine.md", "benchmarks/results/slots.md"),
 }
 
 

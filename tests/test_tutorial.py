@@ -14,7 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import yaml
 from megatron_async.config.load import build_config, load_config
 from megatron_async.environments import Answer
 from megatron_async.environments.interface import Reply
-from megatron_async.environments.player import Player, environment_builder
+from megatron_async.environments.player import Player, Threads, environment_builder
 from megatron_async.scoring.rewards import Sample
 from megatron_async.telemetry.metrics import read_metrics
 from tests.test_docs import ROOT
@@ -88,7 +88,7 @@ def test_its_environment_gives_a_second_try(
 
     async def replies(*texts: str) -> list[Reply]:
         build = environment_builder(config.environment.name, {})
-        with ThreadPoolExecutor(1) as threads:
+        with closing(Threads(1)) as threads:
             player = Player(build, config.environment.name, threads, 5.0)
             prompt = ({"role": "user", "content": "Her debt?"},)
             assert await player.reset({"answer": "19", "prompt": "Her debt?"}, prompt) == prompt

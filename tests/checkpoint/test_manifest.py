@@ -33,6 +33,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.checkpoint.placement import tensor_shapes
 from megatron_async.errors import UserError
+from megatron_async.files import disk
 from megatron_async.models.families import read_architecture
 
 
@@ -267,7 +268,7 @@ def test_a_writer_that_was_killed_has_made_no_checkpoint_or_a_whole_one(
         return step
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifests, "replace_durably", dies_first(manifests.replace_durably))
+        patch.setattr(disk, "replace_durably", dies_first(disk.replace_durably))
         patch.setattr(Path, "rename", dies_first(Path.rename))
         with pytest.raises(Killed) if steps < 3 else nullcontext():
             write(tmp_path, 2)
