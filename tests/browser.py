@@ -13,12 +13,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+from tests.wanted import needs
 
+_SWITCH = "MEGATRON_ASYNC_BROWSER"
 _BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-needs_browser = pytest.mark.skipif(
-    _BROWSER is None, reason="no Chromium (Debian: chromium-headless-shell)"
-)
+needs_browser = needs(_BROWSER, "Chromium (Debian: chromium-headless-shell)", _SWITCH)
 _HARNESS = """<!doctype html><meta charset=utf-8><body><pre id=flaws></pre><script>{flaws}
 async function draw(page, width) {{
   const frame = document.createElement('iframe');
@@ -43,9 +42,10 @@ async function draw(page, width) {{
 
 def drawn(page: Path, *options: str) -> tuple[str, str]:
     """Document and console of a page that sets `data-ready`, after its scripts; no network."""
+    assert _BROWSER, f"no Chromium; {_SWITCH}=0 leaves its tests out"
     done = subprocess.run(
         [
-            *(str(_BROWSER), "--headless", "--no-sandbox", "--disable-gpu"),
+            *(_BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
             *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=60000"),
             *("--window-size=1280,2000", *options, "--dump-dom", page.as_uri()),
         ],

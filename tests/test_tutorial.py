@@ -8,11 +8,13 @@ same model run once (tests/end_to_end/test_pretrained.py):
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,9 @@ import pytest
 import yaml
 
 from megatron_async.config.load import build_config, load_config
+from megatron_async.environments import Answer
+from megatron_async.environments.interface import Reply
+from megatron_async.environments.player import Player, environment_builder
 from megatron_async.scoring.rewards import Sample
 from megatron_async.telemetry.metrics import read_metrics
 from tests.test_docs import ROOT
@@ -48,7 +53,7 @@ def steps() -> list[Step]:
 
 def test_the_page_has_files_and_commands() -> None:
     files = [step.file for step in steps() if step.file]
-    assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py"]
+    assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py", "till.py"]
     assert sum("megatron-async" in step.text for step in steps() if not step.file) >= 4
 
 
@@ -71,6 +76,32 @@ def test_its_reward_takes_its_demonstrations_for_right(
     assert [scored(text, rows[0]) for text in ("#-1", "# none", "-1", "")] == [0.1, 0.0, 0.0, 0.0]
 
 
+def test_its_environment_gives_a_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in steps():
+        if step.file:
+            Path(step.file).write_text(step.text)
+    config = load_config("shop.yaml", ["environment.name=till.py:Till"])
+    assert config.plays and config.scores
+
+    async def replies(*texts: str) -> list[Reply]:
+        build = environment_builder(config.environment.name, {})
+        with ThreadPoolExecutor(1) as threads:
+            player = Player(build, config.environment.name, threads, 5.0)
+            prompt = ({"role": "user", "content": "Her debt?"},)
+            assert await player.reset({"answer": "19", "prompt": "Her debt?"}, prompt) == prompt
+            return [await player.step(Answer(text)) for text in texts]
+
+    first, second = asyncio.run(replies("2*5=10;7+10=17#17", "#19"))
+    assert first.messages[0]["content"] == "Too little. Again."
+    assert (first.done, first.reward, second.done, second.reward) == (False, 0.0, True, 1.0)
+    first, second = asyncio.run(replies("nineteen", "# 20"))
+    assert first.messages[0]["content"] == 'Write the result after "#".'
+    assert (second.done, second.reward) == (True, 0.0)
+
+
 def test_the_longer_example_is_of_the_same_model_and_layout() -> None:
     shop = build_config(yaml.safe_load(next(s.text for s in steps() if s.file == "shop.yaml")))
     longer = load_config(ROOT / "configs" / "smollm2.yaml")
@@ -91,7 +122,7 @@ def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "REPOSITORY": str(ROOT),
     }
-    printed, last = "", ""
+    printed, asked = "", ""
     for step in steps():
         if step.file:
             (tmp_path / step.file).write_text(step.text)
@@ -104,8 +135,8 @@ def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
             text=True,
             timeout=1800,
         )
-        last = done.stdout
-        printed += last + done.stderr
+        printed += done.stdout + done.stderr
+        asked = done.stdout if "ask.py" in step.text else asked
         assert done.returncode == 0, printed[-6000:]
     assert "Traceback" not in printed
     run = tmp_path / "runs" / "shop"
@@ -113,6 +144,8 @@ def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines), "engine and trainer"
     assert "weights/transfer_broadcast_seconds" in lines[0]
-    answer = last.partition("<|im_start|>assistant")[2]
+    answer = asked.partition("<|im_start|>assistant")[2]
     assert answer.strip(), "the exported model answers a program that has nothing of this one"
     assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 16
+    assert "turn 0 ended by" in printed
+    assert "rollout/turns_mean" in read_metrics(tmp_path / "runs" / "till" / "metrics.jsonl")[-1]

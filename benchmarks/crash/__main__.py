@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--preset async] [--out F]`
+"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--out F]`
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
 at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
@@ -20,15 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.crash.checks import CHECKS, audit, tokens_lost
-from benchmarks.crash.evidence import gather
+from benchmarks.crash.episodes import repeats, went_on
 from benchmarks.crash.run import (
     PARTS,
+    PARTS_OF_EPISODES,
     TARGETS,
     Kill,
     RunFailed,
     RunUnderFire,
     Target,
     configuration,
+    of_episodes,
     prepare,
     rules_of,
 )
@@ -49,6 +51,9 @@ class Account:
     trajectories: int = 0
     batches: int = 0
     largest_lag: int = 0
+    repeats: int = 0
+    went_on: int = 0
+    open_at_kills: int = 0
 
 
 def plan_of_kills(rng: random.Random, kills: int, parts: Iterator[Target]) -> list[Target]:
@@ -76,13 +81,16 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
         run.close()
         for kill in run.kills:
             account.kills[kill.target].append(kill)
-    evidence = gather(run.directory, run.looks)
+    evidence = run.evidence()
     rules = rules_of(run.config)
     for name, found in audit(evidence, rules).items():
         account.broken += [f"{run.config['name']}: {name}: {sentence}" for sentence in found]
     account.trajectories += evidence.trajectories
     account.batches += len(evidence.batches)
     account.largest_lag = max([account.largest_lag, *(b.lag for b in evidence.batches)])
+    account.repeats += repeats(evidence.calls)
+    some, every = went_on(evidence.open_at, evidence.episodes)
+    account.went_on, account.open_at_kills = account.went_on + some, account.open_at_kills + every
     for _, place, lost, _ in tokens_lost(evidence):
         before = [kill for kill in run.kills if kill.arrivals <= place]
         if not before:
@@ -102,6 +110,8 @@ def table(accounts: dict[str, Account]) -> str:
     for preset, account in accounts.items():
         for target in TARGETS:
             kills = account.kills.get(target, [])
+            if not kills:
+                continue
             times = sorted(k.recovered_seconds for k in kills if k.recovered_seconds)
             spread = f"{times[len(times) // 2]:.1f} ({times[-1]:.1f})" if times else "-"
             lost = account.largest_loss.get(target, 0)
@@ -114,6 +124,12 @@ def table(accounts: dict[str, Account]) -> str:
         stopped = sum("did not go on" in line for line in account.broken)
         cells = [preset, account.trajectories, account.batches, account.largest_lag]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
+    if any(account.open_at_kills for account in accounts.values()):
+        lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
+        lines.append("|---" * 4 + "|")
+        for preset, account in accounts.items():
+            cells = [preset, account.open_at_kills, account.went_on, account.repeats]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
@@ -125,6 +141,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
+    parser.add_argument("--episodes", action="store_true", help="of an environment")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
@@ -138,11 +155,15 @@ def main(arguments: list[str]) -> int:
         root = parsed.keep or Path(scratch)
         prepare(root)
         left, number = parsed.kills, 0
-        parts = itertools.cycle(PARTS)  # over all runs: a run may be too short for each of them
+        parts = itertools.cycle(
+            PARTS_OF_EPISODES if parsed.episodes else PARTS
+        )  # over all runs: a run may be too short for each of them
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
-            config = configuration(preset, parsed.engine, root, f"{preset}{number}", {})
+            name = f"{preset}{number}"
+            changes = of_episodes(root, name) if parsed.episodes else {}
+            config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
             one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
             left, number = left - count, number + 1
@@ -163,6 +184,8 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
     command = f"python -m benchmarks.crash --engine {parsed.engine} --kills {parsed.kills}"
     if parsed.kills_of_a_run != _KILLS_OF_A_RUN:
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"
+    if parsed.episodes:
+        command += " --episodes"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
     broken = [line for account in accounts.values() for line in account.broken]

@@ -12,8 +12,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 
+from benchmarks.crash import episodes as episodes
 from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
 from benchmarks.crash.faults import KINDS, excused
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
@@ -132,8 +133,8 @@ def _changed(copies: list[Kept], tokens: int, reward: float | None) -> str:
     now = copies[0]
     if now.state not in DONE:
         return f"is {now.state} now"
-    if len(now.tokens) != tokens:
-        return f"had {tokens} tokens, now {len(now.tokens)}"
+    if now.opening + len(now.tokens) != tokens:
+        return f"had {tokens} tokens, now {now.opening + len(now.tokens)}"
     if reward is not None and now.reward != reward:
         return f"had reward {reward}, now {now.reward}"
     return ""
@@ -221,7 +222,9 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
             for place, token in enumerate(request.ids, request.start):
                 arrived.setdefault(place, set()).add(token)
         first = len(one.prompt)
-        bad = [p for p, t in enumerate(one.tokens, first) if t not in arrived.get(p, ())]
+        places = enumerate(one.tokens, first)
+        own = [(p, t) for p, t in places if one.is_own(p - first)]
+        bad = [p for p, t in own if t not in arrived.get(p, ())]
         if bad:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
         elif (whole := _in_whole_streams(one, requests)) < len(one.tokens):
@@ -250,13 +253,22 @@ def _in_whole_streams(one: Kept, requests: list[Request]) -> int:
     A request asks for what follows the tokens that the store has: its own begin there, and those of
     an earlier one come no more. A request of which everything was lost counts nothing.
     """
-    first = len(one.prompt)
+    first, last = len(one.prompt), len(one.prompt) + len(one.tokens)
     ends = {first}
+
+    def over_observations() -> None:
+        for place in sorted(ends):
+            while place < last and not one.is_own(place - first):
+                place += 1
+                ends.add(place)
+
     for request in requests:
+        over_observations()
         if request.start in ends:
             places = zip(one.tokens[request.start - first :], request.ids, strict=False)
             same = takewhile(lambda pair: pair[0] == pair[1], places)
             ends.update(place + 1 for place, _ in enumerate(same, request.start))
+    over_observations()
     return max(ends) - first
 
 
@@ -264,10 +276,14 @@ def _is_continuation(one: Kept, rules: Rules) -> bool:
     """Return whether the simulated engine generates these tokens after those before them."""
     base = rules.simulated
     assert base is not None
-    models = {v: weights_of(base, v) if rules.by_version else base for v in set(one.versions)}
-    previous, stop, ended = one.prompt[-1], rules.stop_token_id, False
+    models = {v: weights_of(base, v) if rules.by_version else base for v in one.own_versions}
+    stop, ended, first = rules.stop_token_id, False, len(one.prompt)
+    previous = one.prompt[-1] if one.prompt else 0
     places = zip(one.tokens, one.versions, strict=True)
-    for place, (token, version) in enumerate(places, len(one.prompt)):
+    for place, (token, version) in enumerate(places, first):
+        if not one.is_own(place - first):
+            previous, ended = token, False
+            continue
         model = models[version]
         stops = model.stops(previous, place)
         expected = stop if stops else model.next_token(previous, place, (stop,))
@@ -284,18 +300,24 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     then the next request begins before that end. One that begins at it asks for what follows.
     """
     wrong = []
+    episodic = {one.trajectory_id for one in _every(evidence) if one.opening}
     for one in _every(evidence):
-        after = _after_stop(one.tokens, rules)
+        answers = _answers(one)
+        after = sum(_after_stop(answer, rules) for answer in answers)
         if after:
             wrong.append(f"trajectory {one.trajectory_id} has {after} tokens after a stop token")
         scored = one.state in DONE and one.state != "dropped"
-        if scored and not after and not _is_whole(one.tokens, rules):
+        # All answers but the last have had a reply.
+        asked = answers if scored else answers[:-1]
+        if not after and not all(_is_whole(answer, rules) for answer in asked):
             wrong.append(
                 f"trajectory {one.trajectory_id} is {one.state} after {len(one.tokens)} tokens "
                 "without a stop token"
             )
     for batch in evidence.batches:
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
+            if any(one.opening for one in evidence.kept.get(trajectory_id, ())):
+                continue  # of an episode: what is trained is what is kept (`wrong_tokens`)
             after = _after_stop(response, rules)
             if after:
                 wrong.append(
@@ -304,12 +326,23 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
                 )
     for trajectory_id, requests in evidence.requests.items():
         for request, following in pairwise(requests):
-            if request.noted_end in ("stop", "length") and following.start >= request.end:
+            again = following.start >= request.end
+            if trajectory_id in episodic:
+                again = following.start == request.end  # else an observation is between
+            if request.noted_end in ("stop", "length") and again:
                 wrong.append(
                     f"trajectory {trajectory_id} was sent to an engine again after its end "
                     f"({request.noted_end})"
                 )
     return wrong
+
+
+def _answers(one: Kept) -> list[tuple[int, ...]]:
+    """Each unbroken run of the policy's own tokens."""
+    if not one.own:
+        return [one.tokens]
+    together = groupby(zip(one.tokens, one.own, strict=True), key=lambda pair: pair[1])
+    return [tuple(token for token, _ in run) for own, run in together if own]
 
 
 def _after_stop(tokens: tuple[int, ...], rules: Rules) -> int:
@@ -333,7 +366,7 @@ def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
             wrong.append(f"batch {batch.step} of lineage {batch.lineage} came with lag {batch.lag}")
         for trajectory_id in batch.ids:
             for one in evidence.kept.get(trajectory_id, [])[:1]:
-                lag = max((lag_of(evidence, batch, v) for v in set(one.versions)), default=0)
+                lag = max((lag_of(evidence, batch, v) for v in one.own_versions), default=0)
                 if lag > bound:
                     wrong.append(
                         f"trajectory {trajectory_id} was trained at {batch.lineage}.{batch.step} "
@@ -364,6 +397,22 @@ def healthy_engines_given_up(evidence: Evidence, rules: Rules) -> list[str]:
     ]
 
 
+def unstored_actions(evidence: Evidence, rules: Rules) -> list[str]:
+    """Every answer that an environment saw is stored under its turn."""
+    anew = sum(KINDS[one.kind].anew for one in evidence.injected)
+    return episodes.actions_not_stored(evidence.calls, evidence.episodes, anew)
+
+
+def repeated_steps(evidence: Evidence, rules: Rules) -> list[str]:
+    """No answer reaches an environment more often than there were lives."""
+    return episodes.repeated_too_often(evidence.calls, evidence.lives)
+
+
+def begun_again(evidence: Evidence, rules: Rules) -> list[str]:
+    """Most episodes that were open at a kill went on."""
+    return episodes.begun_again(evidence.open_at, evidence.episodes)
+
+
 def _every(evidence: Evidence) -> Iterator[Kept]:
     for copies in evidence.kept.values():
         yield from copies
@@ -379,6 +428,9 @@ CHECKS: dict[str, Check] = {
     "wrong end": wrong_end,
     "lag bound broken": lag_broken,
     "healthy engines given up": healthy_engines_given_up,
+    "actions not stored": unstored_actions,
+    "repeated too often": repeated_steps,
+    "episodes begun again": begun_again,
 }
 
 

@@ -3,6 +3,7 @@
 - the arrivals: every token that reached a rollout manager (`ledger.py`);
 - the trainer: every lineage it began and every batch it took (`ledger.py`);
 - the store with its export, and the checkpoint manifests;
+- of episodes, every call that an environment got (`noted_environment.py`);
 - every engine that was started, and every fault that was injected (`ledger.py`).
 
 Reading only; `checks.py` compares them.
@@ -12,14 +13,21 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.crash.episodes import Call, Episode, calls_of, name_of
 from benchmarks.crash.faults import Injected
-from benchmarks.crash.ledger import arrivals_file, engines_file, faults_file, trained_file
+from benchmarks.crash.ledger import (
+    arrivals_file,
+    calls_file,
+    engines_file,
+    faults_file,
+    trained_file,
+)
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.lineage import Consumption
@@ -88,7 +96,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Kept:
-    """One trajectory as the store or its export holds it; `versions` is of each token."""
+    """One trajectory as the store or its export holds it; `versions` is of each token.
+
+    Of an episode `prompt` ends where the first answer begins: `opening` of its tokens are stored as
+    the environment's. `own`: which of `tokens` the policy made; empty: all.
+    """
 
     trajectory_id: int
     state: str
@@ -98,6 +110,17 @@ class Kept:
     reward: float | None = None
     drop_reason: str | None = None
     consumed: tuple[int, int] | None = None
+    opening: int = 0
+    own: tuple[bool, ...] = ()
+
+    def is_own(self, place: int) -> bool:
+        """Return whether the policy made the token at this place of `tokens`."""
+        return not self.own or self.own[place]
+
+    @property
+    def own_versions(self) -> set[PolicyVersion]:
+        """Those of the policy's tokens."""
+        return {v for place, v in enumerate(self.versions) if self.is_own(place)}
 
 
 @dataclass(frozen=True)
@@ -123,20 +146,38 @@ class Evidence:
     looks: list[dict[int, Seen]] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     injected: list[Injected] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    open_at: list[frozenset[str]] = field(default_factory=list)
+    lives: int = 1
 
 
-def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
-    """The evidence of a run that has ended. `looks` were made while it went on."""
+def gather(
+    directory: RunDirectory,
+    looks: list[dict[int, Seen]],
+    *,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    open_at: Sequence[frozenset[str]] = (),
+    lives: int = 1,
+) -> Evidence:
+    """The evidence of a run that has ended. `looks` were made while it went on.
+
+    Of episodes: `decode` gives the text of an answer, `open_at` the names of those that were open
+    at each kill, and `lives` is how often their environments may have been made anew.
+    """
     attaches, batches, dropped = read_trained(trained_file(directory.path))
     kept: dict[int, list[Kept]] = defaultdict(list)
     manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
     newest = max(((m.lineage, m.step) for m in manifests), default=None)
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
-    for one in _stored(directory.store_file, content, newest):
-        kept[one.trajectory_id].append(one)
-    for one in read_export(directory.path / "export" / "trajectories.jsonl"):
-        kept[one.trajectory_id].append(one)
+    found = [
+        *_stored(directory.store_file, content, newest),
+        *read_export(directory.path / "export" / "trajectories.jsonl"),
+    ]
+    for one in found:
+        kept[one.trajectory_id].append(one.kept)
+    played = [one.episode(decode) for one in found if decode is not None and one.turns]
     return Evidence(
         requests=read_arrivals(arrivals_file(directory.path)),
         attaches=attaches,
@@ -151,6 +192,10 @@ def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
             for _, line in json_lines(engines_file(directory.path))
         ],
         injected=[Injected(**line) for _, line in json_lines(faults_file(directory.path))],
+        calls=calls_of(line for _, line in json_lines(calls_file(directory.path))),
+        episodes={one.name: one for one in played},
+        open_at=list(open_at),
+        lives=lives,
     )
 
 
@@ -219,21 +264,84 @@ def read_trained(path: Path) -> tuple[list[Attach], list[Batch], set[tuple[int, 
     return attaches, batches, dropped
 
 
-def read_export(path: Path) -> Iterator[Kept]:
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one author."""
+
+    token_ids: tuple[int, ...]
+    version: PolicyVersion
+    from_environment: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """A trajectory as it was read. `turns`: the first piece and the messages of each."""
+
+    trajectory_id: int
+    state: str
+    prompt: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    turns: tuple[tuple[int, Sequence[Any]], ...]
+    payload: dict[str, Any]
+    reward: float | None
+    drop_reason: str | None
+    consumed: tuple[int, int] | None
+
+    @property
+    def kept(self) -> Kept:
+        """As most checks see it."""
+        own = [not piece.from_environment for piece in self.pieces]
+        begins = next((i for i, mine in enumerate(own) if mine), len(own)) if self.turns else 0
+        opening = tuple(token for piece in self.pieces[:begins] for token in piece.token_ids)
+        rest = [(t, p) for p in self.pieces[begins:] for t in p.token_ids]
+        return Kept(
+            self.trajectory_id,
+            self.state,
+            (*self.prompt, *opening),
+            tuple(token for token, _ in rest),
+            tuple(piece.version for _, piece in rest),
+            self.reward,
+            self.drop_reason,
+            self.consumed,
+            len(opening),
+            tuple(not piece.from_environment for _, piece in rest),
+        )
+
+    def episode(self, decode: Callable[[Sequence[int]], str]) -> Episode:
+        """As its environment should know it."""
+        ends = [*(first for first, _ in self.turns[1:]), len(self.pieces)]
+        answers = []
+        for (first, _), end in zip(self.turns, ends, strict=True):
+            of_turn = [p for p in self.pieces[first:end] if not p.from_environment]
+            answers.append(decode([token for piece in of_turn for token in piece.token_ids]))
+        return Episode(
+            self.trajectory_id,
+            name_of(self.turns[0][1]),
+            int(self.payload["metadata"]["seed"]),
+            tuple(answers),
+            self.state,
+            self.drop_reason,
+        )
+
+
+def read_export(path: Path) -> Iterator[Found]:
     """What compaction has taken out of the store."""
     for _, line in json_lines(path):
         batch = line["batch"]
-        segments = line["segments"]
-        yield Kept(
+        yield Found(
             line["trajectory_id"],
             TrajectoryState.DROPPED.value if batch is None else CONSUMED,
             tuple(line["prompt"]["token_ids"]),
-            tuple(token for segment in segments for token in segment["token_ids"]),
             tuple(
-                PolicyVersion.parse(segment["version"])
-                for segment in segments
-                for _ in segment["token_ids"]
+                Piece(
+                    tuple(segment["token_ids"]),
+                    PolicyVersion.parse(segment["version"]),
+                    segment["from_environment"],
+                )
+                for segment in line["segments"]
             ),
+            tuple((turn["segment"], turn["messages"]) for turn in line.get("turns", ())),
+            line["prompt"]["payload"],
             line["reward"],
             line["drop_reason"],
             None if batch is None else (batch["lineage"], batch["step"]),
@@ -242,7 +350,7 @@ def read_export(path: Path) -> Iterator[Kept]:
 
 def _stored(
     store_file: Path, content: StoreContent, checkpoint: tuple[int, int] | None
-) -> Iterator[Kept]:
+) -> Iterator[Found]:
     """As a resume from `checkpoint` would find it: what was batched later is not consumed."""
     consumption = None
     if checkpoint is not None and content.tree:
@@ -258,14 +366,31 @@ def _stored(
     with closing(connect(store_file, read_only=True)) as connection:
         parts = read_parts(connection, list(content.trajectories))
     for trajectory_id, row in content.trajectories.items():
-        segments = assemble(row, parts).segments
-        yield Kept(
+        tokens, prompt = assemble(row, parts), prompt_of(content.groups[row.group_id])
+        yield Found(
             trajectory_id,
             CONSUMED if trajectory_id in consumed else row.state,
-            tuple(prompt_of(content.groups[row.group_id]).token_ids.tolist()),
-            tuple(int(t) for segment in segments for t in segment.token_ids),
-            tuple(segment.version for segment in segments for _ in segment.token_ids),
+            tuple(prompt.token_ids.tolist()),
+            tuple(
+                Piece(tuple(s.token_ids.tolist()), s.version, s.from_environment)
+                for s in tokens.segments
+            ),
+            tuple((turn.segment, turn.messages) for turn in tokens.turns),
+            dict(prompt.payload),
             row.reward,
             row.drop_reason,
             consumed.get(trajectory_id),
         )
+
+
+def open_names(directory: RunDirectory) -> frozenset[str]:
+    """Names of the episodes that are open in the store now: begun, and neither ended nor left."""
+    if not directory.store_file.exists():
+        return frozenset()
+    names = set()
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
+        for summary in reader.summaries():
+            if summary.state.value in ("running", "partial", "waiting"):
+                turns = reader.trajectory(summary.trajectory_id).turns
+                names.add(name_of(turns[0].messages) if turns else "")
+    return frozenset(names - {""})

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crash.fault_programme --faults 500 --seed 1 [--preset P] [--only N]`
+"""`python -m benchmarks.crash.fault_programme --faults 500 --seed 1 [--episodes] [--only N]`
 
 Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
 left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
@@ -24,15 +24,20 @@ from pathlib import Path
 
 from benchmarks.crash.checks import CHECKS
 from benchmarks.crash.disk import Edges, build_library
-from benchmarks.crash.faults import KINDS, Fault, sequence
+from benchmarks.crash.faults import KINDS, Fault, kinds_at, sequence
 from benchmarks.crash.processes import PROCESS_KINDS, suffer_in_processes
-from benchmarks.crash.world import Result, settings, suffer
+from benchmarks.crash.world import Result, episode_settings, settings, suffer
 
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 ON_SCORER_FAILURE = ("zero", "drop")
 _FAULTS_OF_A_RUN = 13
 # A made-up trainer cannot be stopped in the middle of a transfer, for which that kind is.
-_IN_ONE_PROCESS = tuple(name for name in KINDS if name != "trainer pauses for long")
+_NOT_THERE = ("trainer pauses for long", *kinds_at("environment"))
+_IN_ONE_PROCESS = tuple(name for name in KINDS if name not in _NOT_THERE)
+_OF_EPISODES = (
+    *(name for name in _IN_ONE_PROCESS if name not in kinds_at("scorer")),
+    *kinds_at("environment"),
+)
 _HEALTHY = "healthy engines given up"
 
 
@@ -77,12 +82,13 @@ def is_due_to_a_slow_machine(result: Result) -> bool:
     )
 
 
-def in_one_process(plan: Plan, folder: Path, edges: Edges | None) -> Result:
-    """A run whose engines are threads' and whose trainer is made up."""
-    config = settings(
-        plan.preset,
-        task={"on_scorer_timeout": ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]},
-    )
+def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, plays: bool) -> Result:
+    """A run whose engines are threads' and whose trainer is made up; `plays`: of episodes."""
+    if plays:
+        config = episode_settings(plan.preset, folder)
+    else:
+        failure = ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]
+        config = settings(plan.preset, task={"on_scorer_timeout": failure})
     return asyncio.run(
         suffer(
             folder,
@@ -186,6 +192,7 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="whole runs in processes of their own, with these engines; default: in one process",
     )
+    parser.add_argument("--episodes", action="store_true", help="of an environment, which fails")
     parser.add_argument("--faults-of-a-run", type=int, default=_FAULTS_OF_A_RUN)
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--only", type=int, default=None, help="this sequence alone")
@@ -202,12 +209,14 @@ def main(arguments: list[str]) -> int:
     command = f"python -m benchmarks.crash.fault_programme --faults {parsed.faults}"
     if parsed.engine:
         command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
+    command += " --episodes" if parsed.episodes else ""
     command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
     each = parsed.faults_of_a_run
     numbers = range(-(-parsed.faults // each))
     if parsed.only is not None:
         numbers = range(parsed.only, parsed.only + 1)
-    kinds = _IN_ONE_PROCESS if parsed.engine is None else PROCESS_KINDS
+    kinds = _OF_EPISODES if parsed.episodes else _IN_ONE_PROCESS
+    kinds = kinds if parsed.engine is None else PROCESS_KINDS
     plans = [
         Plan.of(parsed.seed, number, parsed.preset, min(each, parsed.faults - each * number), kinds)
         for number in numbers
@@ -215,7 +224,7 @@ def main(arguments: list[str]) -> int:
 
     def carry_out(plan: Plan, folder: Path) -> Result:
         if parsed.engine is None:
-            return in_one_process(plan, folder, edges)
+            return in_one_process(plan, folder, edges, plays=parsed.episodes)
         return suffer_in_processes(
             plan.preset, parsed.engine, root, folder.name, plan.seed, plan.faults
         )

@@ -8,6 +8,7 @@ response shows.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -22,17 +23,24 @@ def reward_of(text: str) -> float:
     return (1 + zlib.crc32(text.encode()) % 8) / 8
 
 
-def score(sample: Any) -> float:
-    """The reward of a response, unless there is a command."""
-    command = Path(os.environ[COMMAND_VARIABLE])
-    taken = command.with_suffix(f".{os.getpid()}")
+def take() -> str:
+    """The command that there is, for whoever takes it; "" without one."""
+    command = Path(os.environ.get(COMMAND_VARIABLE, os.devnull + ".none"))
+    taken = command.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         command.rename(taken)
     except FileNotFoundError:
-        return reward_of(sample.response)
+        return ""
     kind = taken.read_text()
     taken.unlink()
-    _misbehave(kind)
+    return kind
+
+
+def score(sample: Any) -> float:
+    """The reward of a response, unless there is a command."""
+    kind = take()
+    if kind:
+        _misbehave(kind)
     return reward_of(sample.response)
 
 

@@ -16,6 +16,8 @@ trained.jsonl, every attach, batch and drop as the trainer saw it:
     {"batch": 12, "lineage": 3, "ids": [96, 97, ...], "responses": [[5, 6], ...], "lag": 1}
     {"dropped": 12, "lineage": 3}
 
+calls.jsonl, every call that an environment got, by itself (`noted_environment.py`).
+
 engines.jsonl, every engine that a manager has started (`life`: which manager; a second one of the
 same `index` in a life takes the place of an engine that was given up):
 
@@ -57,6 +59,10 @@ def arrivals_file(run: Path) -> Path:
 
 def trained_file(run: Path) -> Path:
     return run / "ledger" / "trained.jsonl"
+
+
+def calls_file(run: Path) -> Path:
+    return run / "ledger" / "calls.jsonl"
 
 
 def engines_file(run: Path) -> Path:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,23 +26,27 @@ import psutil
 import yaml
 
 from benchmarks.crash.checks import Rules
-from benchmarks.crash.evidence import Seen, look
-from benchmarks.crash.ledger import Account, arrivals_file, faults_file
+from benchmarks.crash.evidence import Evidence, Seen, gather, look, open_names
+from benchmarks.crash.ledger import Account, arrivals_file, calls_file, faults_file
 from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.server import engine_model
+from megatron_async.environments.conversation import Conversation
 from megatron_async.files.disk import json_lines
 from megatron_async.models.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.telemetry.metrics import read_metrics
 
-Target = Literal["trainer", "manager", "engine", "scorer", "tree"]
+Target = Literal["trainer", "manager", "engine", "scorer", "worker", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
-TARGETS: tuple[Target, ...] = (*PARTS, "tree")
+PARTS_OF_EPISODES: tuple[Target, ...] = ("worker", "manager", "engine", "trainer")
+TARGETS: tuple[Target, ...] = (*PARTS, "worker", "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.train_loop.rank",),
     "manager": ("places.host rollout-manager", "ray::ManagerHost"),
     "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
     "scorer": ("megatron_async.scoring.process_main", "ray::PlacedWorker"),
+    "worker": ("places.host environments",),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 _LAUNCHER = "torch.distributed.run"
@@ -125,8 +129,24 @@ def configuration(
         config["weights"] |= {"transport": "tensor", "verify": "never"}
     for section, values in changes.items():
         own = isinstance(values, dict)
-        config[section] = {**config[section], **values} if own else values
+        config[section] = {**config.get(section, {}), **values} if own else values
+    if simulated and "environment" in config:
+        config["engines"]["simulated"]["mean_length"] = 16  # of an answer
     return config
+
+
+def of_episodes(root: Path, name: str) -> dict[str, Any]:
+    """Changes of a configuration by which its trajectories are episodes that are written down."""
+    environment = Path(__file__).with_name("noted_environment.py").resolve()
+    return {
+        "task": {"kind": "seeds", "name": "", "path": ""},
+        "environment": {
+            "name": f"{environment}:Noted",
+            "arguments": {"ledger": str(calls_file(root / name))},
+            "step_seconds": 20.0,
+        },
+        "sampling": {"max_new_tokens": 40},
+    }
 
 
 def rules_of(config: dict[str, object]) -> Rules:
@@ -153,6 +173,7 @@ class RunUnderFire:
     limit_seconds: float = 300.0
     kills: list[Kill] = field(default_factory=list)
     looks: list[dict[int, Seen]] = field(default_factory=list)
+    open_at: list[frozenset[str]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -181,6 +202,19 @@ class RunUnderFire:
         """Kill all of it and resume for the last `steps` steps. Raises RunFailed."""
         end = self.step() + steps
         self.kill("tree", f"steps={end}", *overrides)
+
+    def evidence(self) -> Evidence:
+        """What is known of it once it has ended."""
+        decode = answer_decoder(self.config["model"]["path"]) if self.plays else None
+        remade = sum(kill.target in ("worker", "manager", "tree", "trainer") for kill in self.kills)
+        return gather(
+            self.directory, self.looks, decode=decode, open_at=self.open_at, lives=1 + remade
+        )
+
+    @property
+    def plays(self) -> bool:
+        """Return whether its trajectories are episodes."""
+        return "environment" in self.config
 
     def wait_for_end(self) -> None:
         """Raises RunFailed unless the run completes."""
@@ -256,6 +290,8 @@ class RunUnderFire:
         `overrides` are settings to resume with. Raises RunFailed when the run does not go on.
         """
         self.looks.append(look(self.directory))
+        if self.plays and target in ("worker", "manager", "tree"):
+            self.open_at.append(open_names(self.directory))
         step = self.step()
         began = time.time()
         if target == "tree":
@@ -314,9 +350,18 @@ class RunUnderFire:
                 line = " ".join(process.cmdline())
             except psutil.Error:
                 continue
-            if any(mark in line for mark in _MARKS[target]) and _LAUNCHER not in line:
+            marked = any(mark in line for mark in _MARKS[target]) and _LAUNCHER not in line
+            if marked and (target != "worker" or self._of_manager(process)):
                 found.append(process)
         return found
+
+    @staticmethod
+    def _of_manager(process: psutil.Process) -> bool:
+        """Return whether a manager started it; others play before a start."""
+        with contextlib.suppress(psutil.Error):
+            lines = [" ".join(parent.cmdline()) for parent in process.parents()]
+            return any(mark in line for line in lines for mark in _MARKS["manager"])
+        return False
 
     def _kill_one(self, target: Target) -> None:
         """A process of that kind; waits for one if all are just being restarted."""
@@ -361,6 +406,13 @@ class RunUnderFire:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def answer_decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """The text of an answer's tokens, as environments get it."""
+    tokenizer = load_tokenizer(model)
+    stops = stop_tokens(model, tokenizer)
+    return Conversation(RunConfig().task, tokenizer, stops).answer_text
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -61,7 +61,7 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture
 from megatron_async.models.layout import check_layout
-from megatron_async.models.model_files import SafetensorsDirectory, check_tensors
+from megatron_async.models.model_files import SafetensorsDirectory, check_weights
 from megatron_async.models.save import (
     DEFAULT_SHARD_BYTES,
     checkpoint_dtype,
@@ -108,31 +108,33 @@ def hf_to_megatron(
     architecture = read_architecture(source, family)
     _check_sizes(architecture, tensor, pipeline)
     _refuse_existing(destination)
-    with SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory:
-        check_tensors(directory, architecture)
-        with _partial(destination) as folder:
-            total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            with _progress("hf-to-megatron", total, show_progress) as advance:
-                tensors = _write_pieces(
-                    architecture, directory, folder, tensor, pipeline, cast, advance
-                )
-            (folder / HF_FOLDER).mkdir()
-            copy_hf_files(source, folder / HF_FOLDER)
-            manifest = Manifest(
-                lineage=0,
-                step=0,
-                layout=SavedLayout(tensor, pipeline, 1),
-                files={
-                    str(path.relative_to(folder)): hash_file(path)
-                    for path in sorted(folder.rglob("*"))
-                    if path.is_file()
-                },
-                tensors=tensors,
-                trainer={CONVERTED: True},
-                extra={"converted_from": str(source)},
-                written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    check_weights(source, architecture)
+    with (
+        SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory,
+        _partial(destination) as folder,
+    ):
+        total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        with _progress("hf-to-megatron", total, show_progress) as advance:
+            tensors = _write_pieces(
+                architecture, directory, folder, tensor, pipeline, cast, advance
             )
-            return finalise(folder, destination, manifest)
+        (folder / HF_FOLDER).mkdir()
+        copy_hf_files(source, folder / HF_FOLDER)
+        manifest = Manifest(
+            lineage=0,
+            step=0,
+            layout=SavedLayout(tensor, pipeline, 1),
+            files={
+                str(path.relative_to(folder)): hash_file(path)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            },
+            tensors=tensors,
+            trainer={CONVERTED: True},
+            extra={"converted_from": str(source)},
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        return finalise(folder, destination, manifest)
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:

@@ -331,11 +331,15 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
+def quickly_read(checkpoint: Checkpoint) -> bool:
+    """Return whether its files are read in a few seconds."""
+    whole = sum(record.size for record in checkpoint.manifest.files.values())
+    return whole <= _QUICKLY_READ_BYTES
+
+
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
-    files = checkpoint.manifest.files
-    whole = sum(record.size for record in files.values())
-    return faults(checkpoint.path, files, read=whole <= _QUICKLY_READ_BYTES)
+    """All faults of files that are `quickly_read`; of larger ones those of their sizes."""
+    return faults(checkpoint.path, checkpoint.manifest.files, read=quickly_read(checkpoint))
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

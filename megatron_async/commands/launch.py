@@ -13,13 +13,14 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from megatron_async.commands.rollback import rollback_to
+from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.load import differences
@@ -27,7 +28,7 @@ from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
-from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import check_ranks, check_ray
 from megatron_async.launcher.figures import (
@@ -155,7 +156,7 @@ def launch_run(
         if from_step is None and (sentence := complete(directory, before, config)):
             return sentence
         preflight.check_resume(directory, config, from_step)
-        preflight.check_same_model(directory, before, config)
+        preflight.check_same_run(directory, before, config)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)
@@ -179,27 +180,65 @@ def launch_run(
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
-        if resume is None and not directory.never_began():
-            directory.check_free()
+        (check_new if resume is None else check_unclaimed)(directory)
         overview = "".join(f"# {line}\n" for line in shown)
         return f"{(on_one_node if shared else commands).rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
-    job_file = directory.path / "job.sbatch"
-    what, places = "megatron-async launch", []
-    # Not for longer than this: the job that is submitted takes the run at its start.
-    with new_run(config, what) if resume is None else claimed(directory, what):
-        back = None if from_step is None else rollback_to(directory, from_step)
-        if resume is not None:
-            directory.prepare_resume(config)
-        if back is not None:
-            places = back.carry_out()
-        if slurm:
-            write_atomically(job_file, commands)
+    places, submitted = _start(config, directory, commands, resume, from_step, slurm=slurm)
     header = notices + "".join(f"# set aside: {place}\n" for place in places)
-    if not slurm:
-        return header + commands
-    return f"{header}{_submit(job_file, places, from_step)}; logs in {directory.logs}"
+    return f"{header}{submitted}; logs in {directory.logs}" if slurm else header + commands
+
+
+def _start(
+    config: RunConfig,
+    directory: RunDirectory,
+    commands: str,
+    resume: Path | None,
+    from_step: int | None,
+    *,
+    slurm: bool,
+) -> tuple[Sequence[Path], str]:
+    """Make the run, or prepare its resume, and submit its job.
+
+    Returns what was set aside and sbatch's answer. A resume that Slurm refuses leaves the run as it
+    was. Raises UserError, or ComponentFailure when sbatch fails.
+    """
+    what, job_file = "megatron-async launch", directory.path / "job.sbatch"
+    places: Sequence[Path] = ()
+    with ExitStack() as withdraw:
+        # Not for longer than this: the job that is submitted takes the run at its start.
+        with new_run(config, what) if resume is None else claimed(directory, what):
+            back = None if from_step is None else rollback_to(directory, from_step)
+            if resume is not None:
+                files = _content(job_file, directory.resume_file)
+                withdraw.callback(_withdraw, directory, files, back)
+                directory.prepare_resume(config)
+            if back is not None:
+                places = back.carry_out()
+            if slurm:
+                write_atomically(job_file, commands)
+        submitted = _submit(job_file, withdraw) if slurm else ""
+        withdraw.pop_all()
+    return places, submitted
+
+
+def _content(*files: Path) -> dict[Path, str | None]:
+    return {file: file.read_text() if file.exists() else None for file in files}
+
+
+def _withdraw(
+    directory: RunDirectory, files: Mapping[Path, str | None], back: Rollback | None
+) -> None:
+    """Leave the run as it was: checkpoints, and what `files` held; None: there was no such file."""
+    with claimed(directory, "megatron-async launch"):
+        if back is not None:
+            back.undo()
+        for file, text in files.items():
+            if text is None:
+                file.unlink(missing_ok=True)
+            else:
+                write_atomically(file, text, private=file == directory.resume_file)
 
 
 def _commands(
@@ -235,29 +274,19 @@ def _check(
     return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
 
 
-def _submit(job_file: Path, set_aside: Sequence[Path], from_step: int | None) -> str:
-    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs,
-    which names the checkpoints that were `set_aside` to go on from `from_step`."""
-    try:
-        return _sbatch(job_file)
-    except ComponentFailure as error:
-        if not set_aside:
-            raise
-        moved = ", ".join(map(str, set_aside))
-        raise ComponentFailure(
-            f"{error}; the run goes on from step {from_step} all the same, as newer checkpoints "
-            f"were set aside before: {moved}"
-        ) from error
+def _submit(job_file: Path, withdraw: ExitStack) -> str:
+    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs.
 
-
-def _sbatch(job_file: Path) -> str:
+    `withdraw` is done where the job was refused, and not where it may have been taken.
+    """
     command = ["sbatch", str(job_file)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS)
     except subprocess.TimeoutExpired as error:
+        withdraw.pop_all()
         raise ComponentFailure(
             f"sbatch {job_file} did not answer for {_SUBMIT_SECONDS:g} s; squeue shows whether "
-            "the job was taken"
+            "the job was taken; what this launch has set and set aside stays for it"
         ) from error
     if done.returncode != 0:
         raise ComponentFailure(f"sbatch {job_file} failed: {done.stderr.strip()}")

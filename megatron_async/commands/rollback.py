@@ -2,7 +2,7 @@
 
 Every process of a run goes on from the newest checkpoint that it finds. So going back is to take
 the newer ones out of its sight, once, before anything starts: they get another name and stay there,
-unless a resume on one machine fails before it has begun.
+unless a resume on one machine fails before it has begun, or Slurm refuses the job of one.
 
 Invariants
 - Everything that can be refused is refused before the first name changes.

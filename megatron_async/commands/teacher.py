@@ -24,6 +24,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import append_json_lines
+from megatron_async.launcher.preflight import check_served
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.rewards.sample import Unavailable
@@ -49,7 +50,9 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
                 "there"
             )
         JsonPoster(config.sft.teacher.api_key_env, 0)
-    elif not (Path(teacher) / "config.json").is_file():
+    elif (Path(teacher) / "config.json").is_file():
+        check_served(teacher)
+    else:
         raise UserError(
             f"--from-teacher {teacher} is neither an address (http://...) nor a Hugging Face model"
         )

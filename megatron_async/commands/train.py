@@ -11,13 +11,18 @@ from typing import Final
 
 import typer
 
-from megatron_async.checkpoint.manifest import first_intact, list_checkpoints, quick_faults
+from megatron_async.checkpoint.manifest import (
+    first_intact,
+    list_checkpoints,
+    quick_faults,
+    quickly_read,
+)
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
-from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.figures import checkpoints_with_room, figures
@@ -27,7 +32,7 @@ from megatron_async.launcher.preflight import (
     check_probe_tolerance,
     check_resume,
     check_run,
-    check_same_model,
+    check_same_run,
     check_store,
 )
 from megatron_async.launcher.supervisor import supervise
@@ -55,8 +60,7 @@ def dry_run(config: RunConfig) -> None:
     show_layout(config)
     directory = RunDirectory.of(config)
     show_notices(_checked(config, directory)[0])
-    if not directory.never_began():
-        directory.check_free()
+    check_new(directory)
     typer.echo(_PASSED)
 
 
@@ -74,10 +78,11 @@ def resume_command(
             typer.echo(sentence)
             return
         if dry:
+            check_unclaimed(directory)
             show_layout(settings)
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
-        check_same_model(directory, before, settings)
+        check_same_run(directory, before, settings)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):
@@ -180,6 +185,8 @@ def resume_lines(
     what = "its beginning (there is no checkpoint yet)"
     if newest is not None:
         what = f"checkpoint {newest.path.name}, made after step {start - 1}"
+        if back is None and not quickly_read(newest):
+            what += " (its files are verified as they are read)"
     lines = [f"{directory.path.name} goes on from {what}"]
     if done > start:
         again = f"steps {start} to {done - 1} are" if done > start + 1 else f"step {start} is"

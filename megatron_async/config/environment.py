@@ -21,15 +21,17 @@ class EnvironmentConfig(Settings):
     max_turns: int = Field(32, ge=1)
     """Answers of the policy in one episode at most."""
     step_seconds: float = Field(60.0, gt=0)
-    """Limit of one call of the environment."""
+    """Limit of one call of the environment, or of all calls of tools in an answer."""
     episode_seconds: float = Field(3600.0, gt=0)
-    """Limit of one episode, by the clock; it then ends as `length`, with its rewards so far."""
+    """Limit of one episode, by the clock; it then ends as `length`, with its rewards so far. After
+    a kill it goes on from the last reply of the environment."""
     workers: int = Field(1, ge=1)
     """Processes, each of which holds many episodes."""
     threads: int = Field(32, ge=1)
     """Of each worker: calls at once of methods that are not `async def`."""
     memory_mib: int = Field(4096, ge=64)
-    """Address space of one worker."""
+    """How far the memory of one worker may grow after its start; what asks for more raises
+    MemoryError."""
     on_failure: Literal["regenerate", "zero", "drop"] = "regenerate"
     """An episode whose environment fails: again alone (at most schedule.max_regenerations times,
     then its group is dropped), kept with the rewards so far, or its group is dropped at once."""

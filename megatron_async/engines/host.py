@@ -155,9 +155,19 @@ class HostedEngines:
         self._hosts: dict[int, Placed] = {}
         self._clients: dict[int, RelayedEngine] = {}
         self._launches: dict[int, int] = {}
+        self._begun: dict[int, asyncio.Task[RelayedEngine]] = {}
+
+    def begin(self) -> None:
+        """Start all engines, for whoever launches them later."""
+        for index in range(self._settings.count):
+            self._begun[index] = asyncio.create_task(self._launch(index))
 
     async def launch(self, index: int) -> RelayedEngine:
-        """A client of engine `index`, started anew. Raises ComponentFailure."""
+        """A client of engine `index`, started anew or as begun. Raises ComponentFailure."""
+        begun = self._begun.pop(index, None)
+        return await (begun or self._launch(index))  # bounded: by the limits of its calls
+
+    async def _launch(self, index: int) -> RelayedEngine:
         await self.stop(index)
         launches = self._launches.get(index, 0)
         self._launches[index] = launches + 1

@@ -32,7 +32,7 @@ class EnvironmentFault(RuntimeError):
 
 
 class EnvironmentHung(EnvironmentFault):
-    """A call has passed its limit in a thread, which stays busy with it."""
+    """A call has passed its limit and cannot be ended: its thread stays busy with it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def opening_of(returned: Any, prompt: Sequence[Message], where: str) -> tuple[Me
         raise EnvironmentFault(
             f"{where} returned None, and the task's rows have no prompt: return the opening"
         )
-    return tuple(prompt) if returned is None else _messages(returned, where)
+    return tuple(prompt) if returned is None else messages_of(returned, where)
 
 
 def reply_of(returned: Any, where: str) -> Reply:
@@ -96,8 +96,9 @@ def reply_of(returned: Any, where: str) -> Reply:
     if not isinstance(returned.done, bool):
         raise EnvironmentFault(f"{where}: Step.done is {shown(returned.done)}, not a bool")
     reward, parts = number_of((returned.reward, returned.parts), f"{where}: Step.reward")
-    over = returned.done and returned.observation in ("", (), [])
-    messages = () if over else _messages(returned.observation, where)
+    observation = returned.observation
+    over = returned.done and isinstance(observation, str | tuple | list) and not observation
+    messages = () if over else messages_of(observation, where)
     return Reply(messages, reward, returned.done, parts)
 
 
@@ -110,7 +111,8 @@ def number_of(returned: Any, where: str) -> tuple[float, Mapping[str, float]]:
     return score.value, score.parts
 
 
-def _messages(observation: Any, where: str) -> tuple[Message, ...]:
+def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
+    """Check what the policy is to read. Raises EnvironmentFault."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence) or not observation:
@@ -123,7 +125,8 @@ def _messages(observation: Any, where: str) -> tuple[Message, ...]:
         raise EnvironmentFault(
             f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
         )
-    return tuple(dict(message) for message in observation)
+    # Exact strings: a class of the user's would be unknown where they arrive.
+    return tuple({str.__str__(k): str.__str__(v) for k, v in m.items()} for m in observation)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -131,10 +134,15 @@ def _check_message(message: Any, where: str) -> None:
         isinstance(message, Mapping)
         and message.get("role") in _ROLES
         and isinstance(message.get("content"), str)
-        and all(isinstance(part, str) for item in message.items() for part in item)
+        and all(_is_text(part) for item in message.items() for part in item)
     )
     if not good:
         raise EnvironmentFault(
             f"{where} returned the message {shown(message)}; one has a text `content` and a `role` "
             f"of {', '.join(_ROLES)}"
         )
+
+
+def _is_text(part: Any) -> bool:
+    """Return whether it can be written as UTF-8: half of a surrogate pair cannot."""
+    return isinstance(part, str) and part.encode(errors="replace").decode() == part

@@ -2,16 +2,20 @@
 
 Invariants
 - Calls of one object never overlap. `async def` runs in the loop, `def` in a thread.
-- Every call has a limit of time. What the user's code raises, or does not end, is an
-  `EnvironmentFault` in one sentence with file and line; an exception of a tool is its answer.
-- An object is used for one episode and closed once.
+- Every call has a limit of time, which begins when it has its thread. What the user's code raises
+  (SystemExit too), or does not end, is an `EnvironmentFault` in one sentence with file and line; an
+  exception of a tool is its answer.
+- An object is used for one episode and closed once, but for one in which a call hangs.
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Any
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
 
 from megatron_async.environments.interface import (
     LARGEST_STATE,
@@ -19,6 +23,7 @@ from megatron_async.environments.interface import (
     EnvironmentFault,
     EnvironmentHung,
     Reply,
+    messages_of,
     number_of,
     opening_of,
     reply_of,
@@ -29,7 +34,9 @@ from megatron_async.runtime.import_path import described as described_error
 from megatron_async.runtime.import_path import load_object
 from megatron_async.tasks.base import Message
 
+_ENDING_SECONDS: Final = 1.0  # for what is cancelled
 Build = Callable[[], Any]
+Outcome = tuple[Any, BaseException | None]
 
 
 def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
@@ -42,6 +49,61 @@ def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
     except TypeError as error:
         raise UserError(f"environment.arguments do not fit {name!r}: {error}") from error
     return lambda: found(**arguments)
+
+
+class Threads:
+    """Runs `def`, so many calls at once; all threads are there from the beginning.
+
+    `hung`: calls that were given up and still have their thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.hung = 0
+        self._pool = ThreadPoolExecutor(count, "environment")
+        self._free = asyncio.Semaphore(count)
+        together = threading.Barrier(count)
+        for _ in range(count):
+            self._pool.submit(together.wait)
+
+    async def begin(self, action: Build) -> "asyncio.Future[Outcome]":
+        """A call that runs, once there is a thread for it; cancelled, it counts as hung."""
+        loop = asyncio.get_running_loop()
+        await self._free.acquire()
+        call = self._pool.submit(_outcome, action)
+        waiting = asyncio.wrap_future(call)
+
+        def ended() -> None:
+            self._free.release()
+            self.hung -= waiting.cancelled()
+
+        def end(_: Any) -> None:
+            with suppress(RuntimeError):  # the loop has ended before the call
+                loop.call_soon_threadsafe(ended)
+
+        call.add_done_callback(end)
+        return waiting
+
+    def close(self) -> None:
+        """Wait for no call."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _task(work: Awaitable[Any]) -> "asyncio.Future[Outcome]":
+    return asyncio.ensure_future(_outcome_of(work))
+
+
+def _outcome(action: Build) -> Outcome:
+    try:
+        return action(), None
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+        return None, error
+
+
+async def _outcome_of(work: Awaitable[Any]) -> Outcome:
+    try:
+        return await work, None
+    except BaseException as error:  # noqa: BLE001 - as above
+        return None, error
 
 
 def built(build: Build, name: str) -> Any:
@@ -57,7 +119,7 @@ def built(build: Build, name: str) -> Any:
 class Player:
     """Plays one environment object. `seconds`: limit of a call; `threads`: where `def` runs."""
 
-    def __init__(self, build: Build, name: str, threads: Executor, seconds: float) -> None:
+    def __init__(self, build: Build, name: str, threads: Threads, seconds: float) -> None:
         self._name = name
         self._threads = threads
         self._seconds = seconds
@@ -95,21 +157,23 @@ class Player:
             answer = Answer(text, calls, answer.truncated, answer.turn)
         if hasattr(self._object, "step"):
             return reply_of(await self._call("step", answer), self._where("step"))
-        replies = [await self._tool(call) for call in answer.tool_calls]
+        end = time.monotonic() + self._seconds  # of all calls of the answer
+        replies = [await self._tool(call, end - time.monotonic()) for call in answer.tool_calls]
         replies += [tool_message("error", complaint)] if complaint else []
-        return Reply(tuple(replies), 0.0, not replies, {})
+        messages = messages_of(replies, self._name) if replies else ()
+        return Reply(messages, 0.0, not replies, {})
 
-    async def _tool(self, call: Any) -> Message:
+    async def _tool(self, call: Any, seconds: float) -> Message:
         action = bound(self.tools, call)
         if isinstance(action, str):
             return tool_message(call.name, action)
         try:
-            returned = await self._run(call.name, action, raises=True)
+            returned = await self._run(call.name, action, raises=True, seconds=seconds)
+            return tool_message(call.name, returned)
         except EnvironmentFault:
             raise
         except Exception as error:  # noqa: BLE001 - the policy reads what its call has raised
             return tool_message(call.name, f"Error: {type(error).__name__}: {error}")
-        return tool_message(call.name, returned)
 
     async def final_reward(self) -> tuple[float, Mapping[str, float]]:
         """`get_reward()`, or a number `reward` of a class of tools (as TRL's have); else 0.
@@ -159,24 +223,45 @@ class Player:
             raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")
         return await self._run(method, lambda: found(*arguments, **named))
 
-    async def _run(self, method: str, action: Build, *, raises: bool = False) -> Any:
-        where = self._where(method)
-        loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(self._seconds)
-        try:
-            async with limit:
-                if self._is_async(method):
-                    return await action()
-                returned = await loop.run_in_executor(self._threads, action)
-                return await returned if inspect.isawaitable(returned) else returned
-        except Exception as error:  # the user's code may raise anything
-            if limit.expired():
-                raise (EnvironmentFault if self._is_async(method) else EnvironmentHung)(
-                    f"{where} took longer than {self._seconds:g} s (environment.step_seconds)"
-                ) from error
-            if raises:
-                raise
-            raise EnvironmentFault(f"{where} raised {described_error(error)}") from error
+    async def read(self, action: Build) -> Any:
+        """Run `action` on what the object returned, whose size is the user's choice.
+
+        Raises EnvironmentFault.
+        """
+        return await self._run("observation", action)
+
+    async def _run(
+        self, method: str, action: Build, *, raises: bool = False, seconds: float | None = None
+    ) -> Any:
+        left = self._seconds if seconds is None else seconds
+        if self._is_async(method):
+            returned, error = await self._within(_task(action()), method, left)
+        else:
+            returned, error = await self._within(await self._threads.begin(action), method, left)
+            if error is None and inspect.isawaitable(returned):
+                returned, error = await self._within(_task(returned), method, left)
+        if error is None:
+            return returned
+        if raises and isinstance(error, Exception):
+            raise error
+        what = described_error(error)
+        raise EnvironmentFault(f"{self._where(method)} raised {what}") from error
+
+    async def _within(
+        self, call: "asyncio.Future[Outcome]", method: str, seconds: float
+    ) -> Outcome:
+        """The outcome of a call that is under way. Raises EnvironmentFault after `seconds`."""
+        await asyncio.wait([call], timeout=max(0.0, seconds))
+        if call.done():
+            return call.result()
+        late = f"{self._where(method)} took longer than {self._seconds:g} s"
+        call.cancel()
+        await asyncio.wait([call], timeout=_ENDING_SECONDS)
+        if isinstance(call, asyncio.Task) and call.done():
+            raise EnvironmentFault(f"{late} (environment.step_seconds)")
+        self._object = None  # it is in use, for ever perhaps
+        self._threads.hung += 1
+        raise EnvironmentHung(f"{late} (environment.step_seconds) and goes on")
 
     def _is_async(self, method: str) -> bool:
         return inspect.iscoroutinefunction(getattr(self._object, method, None))

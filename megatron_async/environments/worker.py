@@ -2,19 +2,21 @@
 
 Invariants
 - Calls of one episode run one after the other; whoever asks a second time before the first reply
-  waits. An episode is here from its beginning until it has ended, is forgotten, or the worker dies.
+  waits. An episode is here from its beginning until it has ended, is forgotten, or the worker dies;
+  one that fails, in its beginning too, until it is forgotten.
 - A step is made once for each call that reaches it. What was asked of a worker that has died, or
   whose reply was lost, is asked of a restored environment, never of the same one again.
-- A worker in which calls hang in half of its threads ends itself: a thread cannot be ended alone.
+- A process in which calls hang in half of its threads, or nothing at all goes on, ends itself: a
+  thread cannot be ended alone.
 """
 
 import asyncio
+import faulthandler
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import psutil
@@ -22,14 +24,15 @@ import psutil
 from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.environments.conversation import Conversation
-from megatron_async.environments.interface import Answer, EnvironmentHung, Reply
-from megatron_async.environments.player import Player, built, environment_builder
+from megatron_async.environments.interface import Answer, EnvironmentFault, EnvironmentHung, Reply
+from megatron_async.environments.player import Player, Threads, built, environment_builder
 from megatron_async.environments.tools import CallReader, described, tools_of
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.tasks.base import Message
 from megatron_async.trajectory.types import IntArray, Turn
 
 _EXIT_SECONDS: Final = 0.2
+_STILL_SECONDS: Final = 5.0  # for which nothing goes on at least, before a process ends itself
 _MADE_UP: Final = "Yes."
 
 
@@ -54,7 +57,8 @@ class Opened:
 class Stepped:
     """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
 
-    `answer`: what the environment got, and named numbers for metrics.
+    `answer`: what the environment got, and named numbers for metrics. `fault`: what was wrong with
+    its end, which changes nothing.
     """
 
     answer: Mapping[str, Any]
@@ -63,6 +67,7 @@ class Stepped:
     token_ids: IntArray | None = None
     state: bytes | None = None
     ended: str | None = None
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,19 +111,23 @@ class EnvironmentWorker:
             self.reader = CallReader(self._settings.tool_parser, schemas)
             self.reader.check()  # which imports what reads calls, before memory is limited
         self._stops = frozenset(stops)
-        self._threads = ThreadPoolExecutor(self._settings.threads, "environment")
-        self._hung = 0
+        self._threads = Threads(self._settings.threads)
         self._episodes: dict[str, _Episode] = {}
-        _limit_memory(self._settings.memory_mib)
 
     async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
-        player = self._player()
-        with self._noticing_hangs():
+        async with self._new(key) as player:
             messages = await player.reset(_row(payload), _prompt(payload))
-            state = await player.state()
-        self._episodes[key] = _Episode(player)
-        return Opened(messages, self.conversation.opening(messages), state)
+            token_ids = await player.read(lambda: self.conversation.opening(messages))
+            return Opened(messages, token_ids, await player.state())
+
+    @asynccontextmanager
+    async def _new(self, key: str) -> AsyncIterator[Player]:
+        """An episode that is begun inside; whoever forgets it meanwhile waits for that."""
+        episode = self._episodes[key] = _Episode(self._player())
+        async with episode.calls:
+            with self._noticing_hangs():
+                yield episode.player
 
     async def step(
         self, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
@@ -138,9 +147,9 @@ class EnvironmentWorker:
             with self._noticing_hangs():
                 reply = await episode.player.step(answer, self.reader)
                 stepped = await self._stepped(episode.player, answer, reply, room, last)
-        if stepped.ended is not None:
-            await self.forget(key)
-        return stepped
+        if stepped.ended is None:
+            return stepped
+        return replace(stepped, fault=await self.forget(key))
 
     async def _stepped(
         self, player: Player, answer: Answer, reply: Reply, room: int, last: bool
@@ -148,7 +157,9 @@ class EnvironmentWorker:
         ended = "stop" if reply.done else "length" if last else None
         token_ids = None
         if ended is None:
-            token_ids = self.conversation.next(reply.messages, ended=not answer.truncated)
+            token_ids = await player.read(
+                lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
+            )
             ended = "length" if len(token_ids) > room else None
         seen = self._seen(answer)
         if ended is None:
@@ -170,14 +181,12 @@ class EnvironmentWorker:
         From its newest snapshot, or by giving it the answers again. Raises ReplayDiffers,
         EnvironmentFault.
         """
-        player = self._player()
         state = turns[-1].state
-        with self._noticing_hangs():
+        async with self._new(key) as player:
             if state is not None:
                 await player.restore(state, _row(payload))
             else:
                 await self._replay(player, payload, turns)
-        self._episodes[key] = _Episode(player)
 
     async def _replay(
         self, player: Player, payload: Mapping[str, Any], turns: Sequence[Turn]
@@ -219,13 +228,17 @@ class EnvironmentWorker:
         text = self.conversation.shown(opening)
         return Rehearsed(len(opening), text, observed, differs=openings[0] != openings[1])
 
-    async def forget(self, key: str) -> None:
-        """Close an episode, after the call that runs."""
+    async def forget(self, key: str) -> str | None:
+        """Close an episode, if it is held, after the call that runs; what was wrong with that."""
         episode = self._episodes.pop(key, None)
         if episode is not None:
             async with episode.calls:
-                with self._noticing_hangs():
-                    await episode.player.close()
+                try:
+                    with self._noticing_hangs():
+                        await episode.player.close()
+                except EnvironmentFault as fault:
+                    return str(fault)
+        return None
 
     def _player(self) -> Player:
         settings = self._settings
@@ -233,15 +246,42 @@ class EnvironmentWorker:
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
-        """Count threads that do not come back."""
+        """End with too many threads that do not come back."""
         try:
             yield
         except EnvironmentHung:
-            self._hung += 1
-            if self._hung >= max(1, self._settings.threads // 2):
+            if self._threads.hung >= max(1, self._settings.threads // 2):
                 # The reply goes out first.
-                asyncio.get_running_loop().call_later(_EXIT_SECONDS, os._exit, 1)
+                asyncio.get_running_loop().call_later(_EXIT_SECONDS, self._end)
             raise
+
+    def _end(self) -> None:
+        """End, since nothing here can go on."""
+
+
+class EnvironmentProcess(EnvironmentWorker):
+    """A worker that has its process for itself: its memory is limited, and it may end it."""
+
+    def __init__(self, settings: str, task: str, model_path: str) -> None:
+        super().__init__(settings, task, model_path)
+        self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
+        self._watch: asyncio.Task[None] | None = None
+        _limit_memory(self._settings.memory_mib)
+
+    def _player(self) -> Player:
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._watched())
+        return super()._player()
+
+    async def _watched(self) -> None:
+        """End the process, with what every thread does in its log, when the loop stands still."""
+        limit = max(_STILL_SECONDS, self._settings.step_seconds)
+        while True:
+            faulthandler.dump_traceback_later(limit, exit=True, file=self._log)
+            await asyncio.sleep(limit / 8)
+
+    def _end(self) -> None:
+        os._exit(1)
 
 
 def _row(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +301,7 @@ def _with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, 
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Let the address space grow by so much."""
+    """Let the address space grow by so much: libraries have reserved far more than they use."""
     now, most = psutil.Process().memory_info().vms, resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = now + (memory_mib << 20)
     if most != resource.RLIM_INFINITY:

@@ -3,23 +3,25 @@
 Invariants
 - An episode belongs to one worker, by its number; a worker that dies is started again, and holds
   nothing then.
-- A call ends within a limit that covers what the worker's own limits allow.
+- A call ends within a limit that covers what the worker's own limits allow, and its queue.
 - When a worker dies, what was asked of it is asked again, of a restored environment; the last time
-  one after the other: the episode that ends its worker must not cost others theirs.
+  with nothing else under way there: the episode that ends its worker must not cost others theirs.
+- An episode's key is known before a worker is asked to begin it: what is under way there when its
+  caller is cancelled, or fails, is closed when it is forgotten.
 """
 
 import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import (
-    EnvironmentWorker,
+    EnvironmentProcess,
     EpisodeUnknown,
     Opened,
     Rehearsed,
@@ -31,10 +33,44 @@ from megatron_async.places.place import UNLIMITED, Place, PlacedLost
 from megatron_async.trajectory.types import Turn
 
 _START_SECONDS: Final = 180.0
-_CALLS_OF_A_STEP: Final = 4  # of the user's methods: step, state, get_reward, close
+_CALLS_OF_A_STEP: Final = 5  # step, its tokens, state, get_reward, close
 _TRIES: Final = 3
 _MOST_RESTORED: Final = 16  # for one call
 T = TypeVar("T")
+
+
+class _Door:
+    """The way to one worker: whoever wants it alone waits for those inside, and others for him."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._wanting = 0  # it alone
+        self._alone = False
+        self._changed = asyncio.Event()
+
+    def _opens(self, alone: bool) -> bool:
+        return not self._alone and not (self.inside if alone else self._wanting)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def through(self, *, alone: bool) -> AsyncIterator[None]:
+        """Be inside for the time of the block; those inside have limits."""
+        self._wanting += alone
+        try:
+            while not self._opens(alone):
+                await self._changed.wait()
+            self.inside, self._alone = self.inside + 1, alone
+        finally:
+            self._wanting -= alone
+            self._wake()
+        try:
+            yield
+        finally:
+            self.inside, self._alone = self.inside - 1, False
+            self._wake()
 
 
 class EnvironmentWorkers:
@@ -50,10 +86,17 @@ class EnvironmentWorkers:
         )
         self._workers = [
             place.start(
-                EnvironmentWorker, *arguments, name=f"environments{index}", restarts=UNLIMITED
+                EnvironmentProcess, *arguments, name=f"environments{index}", restarts=UNLIMITED
             )
             for index in range(config.environment.workers)
         ]
+        self._doors = [_Door() for _ in self._workers]
+
+    @asynccontextmanager
+    async def through(self, number: int, *, alone: bool) -> AsyncIterator[None]:
+        """Ask inside, for the episode `number`; `alone`: nothing else is asked meanwhile."""
+        async with self._doors[number % len(self._doors)].through(alone=alone):
+            yield
 
     async def begin(self, number: int, key: str, payload: Mapping[str, Any]) -> Opened:
         """See `EnvironmentWorker.begin`; `number` is the episode's."""
@@ -76,20 +119,22 @@ class EnvironmentWorkers:
         """See `EnvironmentWorker.restore`."""
         await self._call(number, len(turns), "restore", key, payload, turns)
 
-    async def forget(self, number: int, key: str) -> None:
+    async def forget(self, number: int, key: str) -> str | None:
         """See `EnvironmentWorker.forget`."""
-        await self._call(number, 1, "forget", key)
+        return await self._call(number, 1, "forget", key)  # type: ignore[no-any-return]
 
     async def _call(self, number: int, steps: int, *asked: Any) -> Any:
-        limit = _START_SECONDS + steps * _CALLS_OF_A_STEP * self._settings.step_seconds
-        return await self._workers[number % len(self._workers)].call(*asked, limit=limit)
+        index, settings = number % len(self._workers), self._settings
+        turns = steps + self._doors[index].inside / settings.threads  # of the threads
+        limit = _START_SECONDS + turns * _CALLS_OF_A_STEP * settings.step_seconds
+        return await self._workers[index].call(*asked, limit=limit)
 
 
 class HeldEpisodes:
     """Episodes that one caller plays: their keys, and what follows when a worker has died.
 
     `counts`: restored (environments), workers_lost (calls that a worker's death took),
-    steps_repeated (those that may have had an effect before), replay_differs.
+    steps_repeated (answers that an environment may have got before), replay_differs.
     """
 
     def __init__(self, workers: EnvironmentWorkers) -> None:
@@ -97,17 +142,13 @@ class HeldEpisodes:
         self._caller = secrets.token_hex(4)  # what an earlier one holds is not this one's
         self._serials = itertools.count()
         self._keys: dict[int, str] = {}
-        self._alone = asyncio.Lock()
         self.counts: Counter[str] = Counter()
 
     async def begin(self, number: int, payload: Mapping[str, Any]) -> Opened:
         """Begin an episode. Raises EnvironmentFault."""
 
         async def begun() -> Opened:
-            key = self._new_key(number)
-            opened = await self._workers.begin(number, key, payload)
-            self._keys[number] = key
-            return opened
+            return await self._workers.begin(number, self._new_key(number), payload)
 
         return await self._tried(number, begun)
 
@@ -120,49 +161,63 @@ class HeldEpisodes:
         *,
         room: int,
         last: bool,
+        asked_before: bool = False,
     ) -> Stepped:
         """Hand the answer of the last of `turns` to the environment, which is restored if need be.
 
-        Raises EnvironmentFault, and ReplayDiffers where it cannot be restored.
+        `asked_before`: an earlier caller may have done so. Raises EnvironmentFault, and
+        ReplayDiffers where it cannot be restored.
         """
-        turn = turns[-1].number
+        turn, asked = turns[-1].number, asked_before
 
         async def stepped() -> Stepped:
+            nonlocal asked
             if number not in self._keys:
                 await self._restore(number, payload, turns)
-            key = self._keys[number]
-            reply = await self._workers.step(number, key, answer_ids, turn, room, last)
+            if asked:
+                self.counts["steps_repeated"] += 1
+            asked = True
+            try:
+                reply = await self._workers.step(
+                    number, self._keys[number], answer_ids, turn, room, last
+                )
+            except EpisodeUnknown:
+                asked = False
+                raise
             if reply.ended is not None:
                 del self._keys[number]
             return reply
 
         return await self._tried(number, stepped)
 
-    async def forget(self, number: int) -> None:
-        """Close an episode, if it is held."""
+    async def forget(self, number: int) -> str | None:
+        """Close an episode, if it is held; what was wrong with that."""
         key = self._keys.pop(number, None)
         if key is not None:
-            with suppress(EnvironmentFault, ComponentFailure):
-                await self._workers.forget(number, key)
+            try:
+                return await self._workers.forget(number, key)
+            except PlacedLost:
+                return None  # and with it what it held
+            except ComponentFailure as late:
+                return str(late)
+        return None
 
     async def _restore(
         self, number: int, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        key = self._new_key(number)
         try:
-            await self._workers.restore(number, key, payload, turns)
+            await self._workers.restore(number, self._new_key(number), payload, turns)
         except (ReplayDiffers, EnvironmentFault) as error:
             self.counts["replay_differs"] += 1
             raise ReplayDiffers(f"an environment cannot go on: {error}") from error
         self.counts["restored"] += 1
-        self._keys[number] = key
 
     async def _tried(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
         """The result of a call, which is repeated when its worker dies; the last time alone."""
         lost = unknown = 0
         while True:
             try:
-                async with self._alone if lost == _TRIES - 1 else nullcontext():
+                async with self._workers.through(number, alone=lost == _TRIES - 1):
                     return await call()
             except EpisodeUnknown:  # the worker had died before
                 unknown += 1
@@ -173,11 +228,9 @@ class HeldEpisodes:
                 self.counts["workers_lost"] += 1
                 if lost == _TRIES:
                     raise EnvironmentFault(f"its worker died {_TRIES} times: {error}") from error
-                self.counts["steps_repeated"] += number in self._keys
-            except BaseException:
-                self._keys.pop(number, None)
-                raise
             self._keys.pop(number, None)
 
     def _new_key(self, number: int) -> str:
-        return f"{self._caller}.{number}.{next(self._serials)}"
+        """The key of an episode from now on; what is asked of its worker has it in it."""
+        key = self._keys[number] = f"{self._caller}.{number}.{next(self._serials)}"
+        return key

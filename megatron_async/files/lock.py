@@ -110,6 +110,22 @@ class FileLock:
             os.close(file)
 
 
+def check_lock(path: Path) -> None:
+    """Raise LockHeld while a process holds the lock; nothing is written, and it is not kept."""
+    if not path.exists():
+        return
+    with writing(path):
+        file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = read_holder(path)
+        if error.errno in _HELD or (holder is not None and holder.lives_here()):
+            raise LockHeld(holder) from error
+    finally:
+        os.close(file)
+
+
 def read_holder(path: Path) -> Holder | None:
     """The holder named in a lock's file; None where there is none."""
     try:

@@ -17,7 +17,15 @@ from collections.abc import Iterator
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, Terminated, UserError
 from megatron_async.files.disk import CannotWrite, check_room, writing
-from megatron_async.files.lock import FileLock, Holder, LockHeld, NoLocks, read_holder, write_holder
+from megatron_async.files.lock import (
+    FileLock,
+    Holder,
+    LockHeld,
+    NoLocks,
+    check_lock,
+    read_holder,
+    write_holder,
+)
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -70,6 +78,21 @@ def claimed(
         except CannotWrite as error:
             raise UserError(str(error)) from error
         yield
+
+
+def check_unclaimed(directory: RunDirectory) -> None:
+    """Refuse what `claimed` would, for a dry run: nothing is written. Raises RunInUse."""
+    try:
+        check_lock(directory.lock_file)
+    except LockHeld as held:
+        raise RunInUse(directory, held.holder) from held
+
+
+def check_new(directory: RunDirectory) -> None:
+    """Refuse a place that `new_run` would, for a dry run. Raises UserError."""
+    if not directory.never_began():
+        directory.check_free()
+    check_unclaimed(directory)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from megatron_async.config import RunConfig
 from megatron_async.config.simulate import GpuName
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
+from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
     kv_capacity_tokens,
@@ -55,10 +56,10 @@ class Machine:
         cores = os.cpu_count()
         if resolve_device(config.engines) == "cpu":
             return cls("cpu", cores=cores)
+        if not sees_gpu():  # asked for by engines.device, and refused later
+            return replace(cls.of_nodes(config, 1, 1), cores=cores)
         import torch
 
-        if not torch.cuda.is_available():  # asked for by engines.device, and refused later
-            return replace(cls.of_nodes(config, 1, 1), cores=cores)
         properties = torch.cuda.get_device_properties(0)
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 

@@ -16,6 +16,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.process import resolve_device
 from megatron_async.errors import UserError
 from megatron_async.places.local import visible_gpus
+from megatron_async.runtime.gpus import sees_gpu
 
 RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already
 
@@ -97,9 +98,7 @@ def check_sharing(config: RunConfig) -> None:
 
 def check_trainer_here(config: RunConfig) -> None:
     """The trainer runs on CUDA wherever it is, whatever the engines do. Raises UserError."""
-    import torch
-
-    if torch.cuda.is_available():
+    if sees_gpu():
         check_ranks(len(visible_gpus()), config)
 
 

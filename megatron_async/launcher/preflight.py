@@ -25,6 +25,7 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.import_path import is_import_path
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
@@ -55,8 +56,16 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
             f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
             "of the same model into it"
         )
-    with SafetensorsDirectory(path) as weights:
+    with SafetensorsDirectory(path, framework="np") as weights:
         weights.open_all()
+
+
+def check_served(path: Path | str) -> None:
+    """Check a model that an engine alone will have, of whatever family. Raises UserError."""
+    from megatron_async.models.model_files import check_weights
+
+    check_model(path)
+    check_weights(path, None)
 
 
 def check_engines(engines: EngineConfig) -> None:
@@ -137,8 +146,24 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
-def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
-    """Refuse a model that the run's checkpoints and tokens are not of. Raises UserError."""
+def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
+    """Refuse what a resume cannot change: the run's place, its model, the weights that it has.
+
+    Raises UserError.
+    """
+    if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
+        key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
+        raise UserError(
+            f"{key} is {value!r}, and the run of {directory.path} stays where it is: leave it out, "
+            "or rename the directory and resume that"
+        )
+    own = next(iter(list_checkpoints(directory.checkpoints)), None)
+    if own and config.model.checkpoint not in ("", before.model.checkpoint):
+        raise UserError(
+            f"model.checkpoint is {config.model.checkpoint!r}, and {directory.path} goes on from "
+            f"its own checkpoint {own.path.name}: leave it out, or start a new run under another "
+            "name"
+        )
     for difference in _differences(directory, before, config):
         raise UserError(
             f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
@@ -189,11 +214,13 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     `generates`: engines will be asked for responses to the task's prompts; else worked answers are
     trained on.
     """
-    from megatron_async.algorithms.own_loss import check_own_loss
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    check_own_loss(config.algorithm)
+    if is_import_path(config.algorithm.loss.name):  # only then is torch needed here
+        from megatron_async.algorithms.own_loss import check_own_loss
+
+        check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
     architecture = check_policy(config)
     if config.engines.quantization == "fp8":
@@ -219,7 +246,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
-    check_model(model_path)
+    check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,11 +49,19 @@ class SafetensorsDirectory:
     """Slices of the tensors in a model directory, from one file or from indexed shards.
 
     At most `max_open` files are mapped at a time (None: all that were read): what was read of a
-    mapped file counts as this process's memory.
+    mapped file counts as this process's memory. `framework`: of what is read, as safetensors calls
+    it; only "pt" imports torch.
     """
 
-    def __init__(self, model_dir: Path | str, *, max_open: int | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        max_open: int | None = None,
+        framework: Literal["pt", "np"] = "pt",
+    ) -> None:
         self.path = Path(model_dir)
+        self._framework = framework
         self._max_open = max_open
         self._open: dict[str, Any] = {}
         self.file_of = self._files()
@@ -104,7 +112,7 @@ class SafetensorsDirectory:
             if self._max_open is not None and len(self._open) >= self._max_open:
                 self._close_oldest()
             try:
-                self._open[name] = safe_open(path, framework="pt").__enter__()
+                self._open[name] = safe_open(path, framework=self._framework).__enter__()
             except FileNotFoundError as error:
                 raise UserError(f"model.path {self.path}: {name} is missing") from error
             except (SafetensorError, OSError) as error:
@@ -189,14 +197,16 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
             )
 
 
-def check_weights(model_dir: Path | str, architecture: Architecture) -> None:
+def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
     """Compare every file of the directory with config.json, and look at the weights.
 
+    `architecture` None: engines alone use the model, of whatever family; its numbers are looked at.
     Raises UserError. Of a model of more than 8 GiB it reads the beginning of each tensor.
     """
-    with SafetensorsDirectory(model_dir) as directory:
+    with SafetensorsDirectory(model_dir, framework="np") as directory:
         directory.open_all()
-        check_tensors(directory, architecture)
+        if architecture is not None:
+            check_tensors(directory, architecture)
         files = sorted({directory.path / file for file in directory.file_of.values()})
     whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
     for file in files:
@@ -220,14 +230,14 @@ def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray
 
 
 def _check_numbers(
-    where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture
+    where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture | None
 ) -> None:
     remedy = "download the model again, or take another checkpoint of it"
     if bool(((bits & exponent) == exponent).any()):
         raise UserError(f"{where} holds NaN or infinity; {remedy}")
     if "norm" in name:
-        may_be_zero = architecture.zero_centered_norm
+        may_be_zero = architecture is None or architecture.zero_centered_norm
     else:
-        may_be_zero = name.endswith("bias") or any(part in name for part in _MAY_BE_ZERO)
+        may_be_zero = not name.endswith("weight") or any(part in name for part in _MAY_BE_ZERO)
     if not may_be_zero and bits.size and not bool((bits << 1).any()):  # -0.0 is zero too
         raise UserError(f"{where} is all zero; {remedy}")

@@ -3,6 +3,7 @@
 Invariants
 - `merge(layout, [split(..., rank) for rank in ranks])` is the identity, bit for bit.
 - A split reads only the rows or columns that its rank holds.
+- The rules alone need no torch: the command line reads them before anything starts.
 - Megatron's layouts: fused QKV holds, for each key/value head, its query heads, the key head and
   the value head, so that a tensor rank's share is a run of whole groups; fused gate/up holds, on
   each tensor rank, that rank's gate rows and then its up rows; the vocabulary is padded with
@@ -12,11 +13,12 @@ Invariants
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-ReadSlice = Callable[[str, int, int, int], Tensor]
+ReadSlice = Callable[[str, int, int, int], "Tensor"]
 """`read(name, dim, start, stop)`: that slice of a Hugging Face tensor."""
 
 
@@ -67,7 +69,7 @@ class Rule:
         return tuple(name.format(layer=layer, expert=expert) for name in self.tensors)
 
 
-def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: int) -> Tensor:
+def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: int) -> "Tensor":
     """Tensor rank `rank`'s shard of the parameter, read slice by slice."""
     if rule.layout is ShardLayout.REPLICATED:
         return read(names[0], 0, 0, rule.shapes[0][0])
@@ -83,11 +85,11 @@ def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: in
     if rule.layout is ShardLayout.QKV:
         groups = rule.groups // size
         parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(parts, dim=1).flatten(0, 1)
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return _concatenate(parts, 1).flatten(0, 1)
+    return _concatenate(parts, 0)
 
 
-def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -> Tensor:
+def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -> "Tensor":
     vocab = rule.shapes[0][0]
     rows = -(-vocab // size)
     start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
@@ -95,10 +97,10 @@ def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -
     missing = rows - (stop - start)
     if not missing:
         return shard
-    return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])])
+    return _concatenate([shard, shard.new_zeros(missing, *shard.shape[1:])], 0)
 
 
-def merge(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def merge(rule: Rule, shards: Sequence["Tensor"]) -> "tuple[Tensor, ...]":
     """The Hugging Face tensors from the shards of all tensor ranks, in rank order."""
     if rule.layout is ShardLayout.REPLICATED:
         return (shards[0],)
@@ -117,5 +119,9 @@ def merge(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (whole,)
 
 
-def _concatenate(shards: Sequence[Tensor], dim: int) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
+def _concatenate(shards: Sequence["Tensor"], dim: int) -> "Tensor":
+    if len(shards) == 1:
+        return shards[0]
+    import torch
+
+    return torch.cat(list(shards), dim=dim)

@@ -203,7 +203,9 @@ class _Process:
         number = self._listening.fileno()
         self._environment[LIFELINE_VARIABLE] = str(read_end)
         try:
-            with writing(self._log), self._log.open("ab") as log:
+            with writing(self._log):
+                log = self._log.open("ab")
+            with log:
                 self._log_begins = log.tell()
                 self._running = subprocess.Popen(
                     [
@@ -217,13 +219,20 @@ class _Process:
                     start_new_session=True,
                     pass_fds=(read_end, number),
                 )
+        except BaseException as error:
+            os.close(self._lifeline)
+            if isinstance(error, OSError):
+                raise ComponentFailure(
+                    f"{self._path.name} cannot be started: {error.strerror}"
+                ) from error
+            raise
         finally:
             os.close(given)
             os.close(read_end)
 
     def _look_after(self) -> None:
         while True:
-            code = self._running.wait()
+            code = self._reap()
             with self._changed:
                 os.close(self._lifeline)
                 self._why = self._how(code)
@@ -237,6 +246,13 @@ class _Process:
                     self._why += f"; it cannot be started again: {error}"
                     return self._close()
 
+    def _reap(self) -> int:
+        """Wait for its end; what it has started in its group ends with it."""
+        # Unreaped, its number is no other group's.
+        os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
+        os.killpg(self._running.pid, signal.SIGKILL)
+        return self._running.wait()
+
     def _close(self) -> None:
         """Let nobody's call wait any longer: it is dead for good."""
         self._path.unlink(missing_ok=True)
@@ -244,9 +260,10 @@ class _Process:
         self._ended()
 
     def _how(self, code: int) -> str:
-        with self._log.open("rb") as log:
+        cause = ""
+        with suppress(OSError), self._log.open("rb") as log:  # somebody may have removed it
             log.seek(self._log_begins)
-            cause = cause_in_log(log.read().decode(errors="replace"))
+            cause = cause_in_log(log.read().decode(errors="replace")) or ""
         return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death(self) -> str:
@@ -261,7 +278,7 @@ class _Process:
         with self._changed:
             ended_before, self._ending = self._ending, True
             left: list[psutil.Process] = []
-            if not ended_before and self._running.poll() is None:
+            if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):
                     left = psutil.Process(self._running.pid).children(recursive=True)
                 with suppress(ProcessLookupError):

@@ -29,7 +29,10 @@ def result_of(reply: bytes, asked: str, log: str) -> Any:
 
     `asked`: who, and what, for a defect, whose traceback is in `log`.
     """
-    content: Mapping[str, Any] = pickle.loads(reply)
+    try:
+        content: Mapping[str, Any] = pickle.loads(reply)
+    except Exception as error:  # it raises what it meets
+        raise CallFailed(f"{asked}: its reply cannot be read: {one_line(error)}") from error
     if "defect" in content:
         raise CallFailed(f"{asked}: {content['defect']}; its traceback is in {log}")
     if "error" in content:

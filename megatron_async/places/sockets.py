@@ -4,7 +4,7 @@ Invariants
 - A server answers only processes of its own user, whatever the rights of the socket's file are.
 - A handler goes on when its caller is gone.
 - A connection that breaks before the reply, or that cannot be made, is `Broken`: the server has
-  died.
+  died. Where too many wait already it is made later: the server is stopped, or slow.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -60,7 +61,9 @@ async def serve(listening: socket.socket, handle: Handler) -> None:
             writer.write(reply)
             await writer.drain()
 
-    server = await asyncio.start_unix_server(answer, sock=listening, limit=_BUFFER_BYTES)
+    server = await asyncio.start_unix_server(
+        answer, sock=listening, limit=_BUFFER_BYTES, backlog=_WAITING_CALLS
+    )
     await server.serve_forever()
 
 
@@ -72,13 +75,35 @@ def _user_of(connected: socket.socket) -> int:
 async def call(path: Path, request: bytes) -> bytes:
     """The reply to `request`. Raises Broken."""
     with _breaking():
-        reader, writer = await asyncio.open_unix_connection(path, limit=_BUFFER_BYTES)
+        opened = await _connect(path)
+        reader, writer = await asyncio.open_unix_connection(sock=opened, limit=_BUFFER_BYTES)
         try:
             writer.write(_LENGTH.pack(len(request)))
             writer.write(request)
             return await _read(reader)
         finally:
             writer.transport.abort()  # a server that hangs does not take the rest of the request
+
+
+async def _connect(path: Path) -> socket.socket:
+    opened = socket.socket(socket.AF_UNIX)
+    try:
+        opened.setblocking(False)
+        while not _connected(opened, path):
+            await asyncio.sleep(STEP_SECONDS)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _connected(opened: socket.socket, path: Path) -> bool:
+    """Connect if there is room; False where too many calls wait, which cannot be polled for."""
+    try:
+        opened.connect(str(path))
+    except BlockingIOError:
+        return False
+    return True
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
@@ -107,9 +132,16 @@ def ask(path: Path, request: bytes, limit: float, while_waiting: Callable[[], No
         raise TimeoutError
 
     with socket.socket(socket.AF_UNIX) as opened:
-        with _breaking():
-            opened.connect(str(path))
         opened.setblocking(False)
+        while True:
+            with _breaking():
+                if _connected(opened, path):
+                    break
+            if not deadline.left:
+                raise TimeoutError
+            time.sleep(min(deadline.left, STEP_SECONDS))
+            deadline.tick()
+            while_waiting()
         unsent = memoryview(_LENGTH.pack(len(request)) + request)
         reply, wanted = bytearray(), _LENGTH.size
         for _ in steps(select.POLLOUT):

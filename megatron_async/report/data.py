@@ -263,7 +263,8 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
         after = turn.parent is not None and turn.parent != turn.number - 1
         heading = f"turn {turn.number}" + f", after turn {turn.parent}" * after
         heading += f", reward {turn.reward:.3g}" * bool(turn.reward)
-        pieces += [replace(first, heading=heading), *rest]
+        begins = replace(first, heading=heading, text=first.text.lstrip("\n"))
+        pieces += [begins, *rest]
     left = turns - _MOST_TURNS
     facts += f", the first {_MOST_TURNS} are shown" * (left > 0)
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), tuple(pieces))

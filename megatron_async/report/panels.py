@@ -234,17 +234,15 @@ def happenings(run: RunData) -> Figure | None:
 
 def endings(run: RunData) -> Figure | None:
     """Episodes by the turns that they took, and by what ended them."""
-    if not run.endings:
-        return None
     figure = go.Figure()
     hows = sorted({how for how, _ in run.endings})
     for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
-        turns = sorted(turn for other, turn in run.endings if other == how)
-        counts = [run.endings[how, turn] for turn in turns]
+        counts = {turns: n for (by, turns), n in sorted(run.endings.items()) if by == how}
         look = {"width": 0.8, "marker_color": colour, "marker_line_width": 0}
-        figure.add_trace(go.Bar(x=turns, y=counts, name=how, **look))
+        figure.add_trace(go.Bar(x=[*counts], y=[*counts.values()], name=how, **look))
     figure.update_layout(barmode="stack")
-    return styled(figure, "Where episodes ended", "episodes", "after so many turns")
+    title = "Where episodes ended"
+    return styled(figure, title, "episodes", "after so many turns") if figure.data else None
 
 
 _LAG_SHARES: Final = (
@@ -297,10 +295,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
     Panel(
         "Seconds of an environment's reply",
         "s",
-        (
-            ("mean", "rollout/environment_seconds"),
-            ("longest", "rollout/environment_seconds_max"),
-        ),
+        (("mean", "rollout/environment_seconds"), ("longest", "rollout/environment_seconds_max")),
     ).figure,
     Panel(
         "Throughput",

@@ -28,7 +28,7 @@ from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
-from megatron_async.rollout.scoring import Scoring, part_means
+from megatron_async.rollout.scoring import Scoring, reward_means
 from megatron_async.rollout.statistics import statistics_of
 from megatron_async.runtime.time_limits import AwakeClock
 from megatron_async.scheduler import events as ev
@@ -113,6 +113,7 @@ class RolloutDriver:
             self.background.spawn(work)
         recovered = self._admission.recovered(self._generation.end_if_complete)
         if recovered:
+            self._episodes.recovered(recovered)
             self._feed(self._admission.event_of(recovered))
 
     async def close(self, *, leave: bool = False) -> None:
@@ -399,7 +400,7 @@ class RolloutDriver:
         branch_points = self._store.branch_points()
         batch = packed_as(self._config, action, groups, self._version.lineage, branch_points)
         metrics = self.statistics.batch_metrics(batch, self._scheduler.view(), self._scorers.size)
-        metrics |= part_means(groups)
+        metrics |= reward_means(groups)
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
         self._batches.put_nowait(
             replace(batch, extra_metrics={**metrics, **masked}, store_position=position)

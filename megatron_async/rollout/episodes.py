@@ -5,19 +5,19 @@ Invariants
   one transaction, before the scheduler hears of it.
 - A trajectory that is dropped or starts again is forgotten first; a reply that comes later meets a
   superseded call in the store, and is discarded.
-- A failure costs its own episode (`environment.on_failure`). `FAILURES` in a row without a success
-  end the run.
+- A failure costs its own episode (`environment.on_failure`), and one that cannot be restored begins
+  anew. `FAILURES` of others in a row without a success end the run.
+- An episode's time goes on after a death, from the last reply of its environment.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.worker import ReplayDiffers
 from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.background import Background
@@ -26,8 +26,10 @@ from megatron_async.scheduler import events as ev
 from megatron_async.store.episodes import TurnOutcome
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, RequestKey, Turn
+from megatron_async.trajectory.types import FinishReason, RequestKey, TrajectoryState, Turn
 
+PLAYED: Final = "played_seconds"
+"""In a stored answer: for how long its episode had been played when the environment replied."""
 FAILURES: Final = 64
 UNLIMITED_ROOM: Final = 1 << 31
 
@@ -64,12 +66,24 @@ class Episodes:
         self._longest = longest
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._began: dict[int, float] = {}
+        self._asked_before: set[int] = set()
         self._failures = 0
 
     @property
     def _held(self) -> HeldEpisodes:
         assert self._episodes is not None  # else the scheduler begins none
         return self._episodes
+
+    def recovered(self, groups: Sequence[ev.RecoveredGroup]) -> None:
+        """Open episodes of a life before go on, with the time for which they had been played."""
+        members = [known for group in groups for known in group.trajectories]
+        for known in members if self._episodes is not None else ():
+            if known.state in (TrajectoryState.WAITING, TrajectoryState.PARTIAL):
+                turns = self._store.load_trajectory(known.trajectory_id).turns
+                before = (turns[-2].answer or {}).get(PLAYED, 0.0) if len(turns) > 1 else 0.0
+                self._began[known.trajectory_id] = time.monotonic() - before
+            if known.state is TrajectoryState.WAITING:
+                self._asked_before.add(known.trajectory_id)
 
     def begin(self, trajectory_id: int) -> None:
         """Begin an episode's environment."""
@@ -88,7 +102,13 @@ class Episodes:
         if call is not None:
             call.cancel()
         self._began.pop(trajectory_id, None)
-        self._background.spawn(self._held.forget(trajectory_id))
+        self._asked_before.discard(trajectory_id)
+        self._background.spawn(self._forgotten(trajectory_id))
+
+    async def _forgotten(self, trajectory_id: int) -> None:
+        fault = await self._held.forget(trajectory_id)
+        if fault is not None:
+            self._warn(trajectory_id, fault)
 
     def _call(
         self,
@@ -143,11 +163,16 @@ class Episodes:
             trajectory_id,
             payload,
             turns,
-            np.concatenate(answer).tolist(),
+            [int(token) for piece in answer for token in piece],
             room=room_after(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
+            asked_before=trajectory_id in self._asked_before,
         )
-        outcome = TurnOutcome(stepped.answer, stepped.reward)
+        self._asked_before.discard(trajectory_id)
+        if stepped.fault is not None:
+            self._warn(trajectory_id, stepped.fault)
+        played = round(time.monotonic() - self._began[trajectory_id], 2)
+        outcome = TurnOutcome({**stepped.answer, PLAYED: played}, stepped.reward)
         if stepped.ended is not None:
             self._store.episodes.end_episode(call, FinishReason(stepped.ended), outcome)
             self._statistics.episode_ended(len(turns))
@@ -165,19 +190,25 @@ class Episodes:
         return ev.EnvironmentReady(trajectory_id, held)
 
     def _is_last(self, trajectory_id: int, turn: Turn) -> bool:
-        began = self._began.setdefault(trajectory_id, time.monotonic())
-        late = time.monotonic() - began > self._settings.episode_seconds
-        return late or turn.number + 1 >= self._settings.max_turns
+        played = time.monotonic() - self._began[trajectory_id]
+        return (
+            played > self._settings.episode_seconds or turn.number + 1 >= self._settings.max_turns
+        )
 
-    def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
-        """Count a failure of an environment; return what follows from it."""
-        self._failures += 1
+    def _warn(self, trajectory_id: int, fault: str) -> None:
+        """Count what is wrong with an environment, and name it."""
         self._statistics.environment_failed()
         self._statistics.warned(
             "environment_failed",
             f"trajectory {trajectory_id} (megatron-async trajectories RUN --show {trajectory_id}): "
-            f"{error}",
+            f"{fault}",
         )
+
+    def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
+        """Count a failure of an environment; return what follows from it."""
+        lost = isinstance(error, ReplayDiffers)  # with a worker hundreds are, at once
+        self._failures += not lost
+        self._warn(trajectory_id, str(error))
         if self._failures >= FAILURES:
             self._background.fail(
                 ComponentFailure(
@@ -185,8 +216,8 @@ class Episodes:
                     f"in a row and none succeeded; the last: {error}"
                 )
             )
-        self._background.spawn(self._held.forget(trajectory_id))
-        wanted = self._settings.on_failure
+        self._background.spawn(self._forgotten(trajectory_id))
+        wanted = "regenerate" if lost else self._settings.on_failure
         if wanted == "zero" and self._store.load_trajectory(trajectory_id).turns:
             self._store.episodes.end_episode(call, FinishReason.LENGTH)
             return ev.EpisodeEnded(trajectory_id)

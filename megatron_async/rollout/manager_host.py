@@ -11,10 +11,23 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_async.config import RunConfig
 from megatron_async.files.disk import naming_disk_errors
 from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.tasks.base import Task
 
 MANAGER_NAME: Final = "rollout-manager"
+
+
+def _task_of(config: RunConfig) -> Task:
+    from megatron_async.rollout.prompt_lengths import longest_tokens
+    from megatron_async.tasks import build_task
+
+    task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
+    longest = longest_tokens(config)
+    if config.task.filter_overlong and longest is not None:  # as the start has counted
+        task.check_lengths(longest, config.sampling.max_new_tokens)
+    return task
 
 
 class ManagerHost:
@@ -40,22 +53,18 @@ class ManagerHost:
         from megatron_async.places.addresses import place_at
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
-        from megatron_async.rollout.prompt_lengths import longest_tokens
         from megatron_async.run_directory import RunDirectory
         from megatron_async.runtime.import_path import load_object
         from megatron_async.scoring.interface import NoScorers, Scorers
         from megatron_async.scoring.workers import scorer_pool
-        from megatron_async.tasks import build_task
 
         config_yaml, run_directory, place_address = self._arguments
         config = build_config(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
-        task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
-        longest = longest_tokens(config)
-        if config.task.filter_overlong and longest is not None:  # as the start has counted
-            task.check_lengths(longest, config.sampling.max_new_tokens)
         place = place_at(place_address, directory.logs)
-        launcher: EngineLauncher = HostedEngines(config, directory.logs, place)
+        launcher: EngineLauncher = (engines := HostedEngines(config, directory.logs, place))
+        engines.begin()  # beside what is imported for the task
+        task = await asyncio.to_thread(_task_of, config)
         if config.experiment.ledger is not None:
             ledger = load_object(config.experiment.ledger, "experiment.ledger")
             launcher = ledger(directory.path).launcher(launcher)

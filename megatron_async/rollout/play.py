@@ -3,6 +3,7 @@
 It is what `episodes.py` does for trajectories, by the same calls of the same workers.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -14,9 +15,12 @@ import numpy as np
 from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.workers import HeldEpisodes
+from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.episodes import room_after
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -79,7 +83,8 @@ async def play(
             ids = np.concatenate([ids, stepped.token_ids])
             following = Turn(turn.number + 1, turn.number, 0, stepped.messages, state=stepped.state)
             played.turns.append(following)
-    except EnvironmentFault:
+    except (EnvironmentFault, ComponentFailure) as error:
+        _logger.warning("episode %s failed: %s", name, error)
         return None
     finally:
         await held.forget(number)

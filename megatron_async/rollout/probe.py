@@ -43,6 +43,7 @@ from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
 _PROMPT_TOKENS = 256
+_ANY_TOKEN = np.zeros(1, np.int32)
 _TRIES = 3
 
 
@@ -57,8 +58,12 @@ class ProbeSample:
 
 
 def probe_prompts(prompts: Sequence[IntArray]) -> list[IntArray]:
-    """The beginnings of these prompts: long enough to be real, short enough for any context."""
-    return [np.asarray(ids[:_PROMPT_TOKENS], dtype=np.int32) for ids in prompts]
+    """The beginnings of these prompts: long enough to be real, short enough for any context.
+
+    Of an episode, whose prompt has no tokens before its environment has begun, any token.
+    """
+    beginnings = (np.asarray(ids[:_PROMPT_TOKENS], dtype=np.int32) for ids in prompts)
+    return [ids if len(ids) else _ANY_TOKEN for ids in beginnings]
 
 
 async def sample(

@@ -155,12 +155,19 @@ def with_turns(
     return reward + sum(turn.reward for turn in turns), {**parts, **detail}
 
 
-def part_means(groups: Iterable[Group]) -> dict[str, float]:
-    """The mean of every named part of the rewards, over the trajectories that have it."""
+def reward_means(groups: Iterable[Group]) -> dict[str, float]:
+    """The mean of the rewards, discounted by nothing, and of every named part of them.
+
+    Of a part over the trajectories that have it.
+    """
     values: defaultdict[str, list[float]] = defaultdict(list)
+    rewards = []
     for group in groups:
         for trajectory in group.trajectories:
+            if trajectory.state is not TrajectoryState.DROPPED and trajectory.reward is not None:
+                rewards.append(trajectory.reward)
             for name, value in trajectory.reward_detail.items():
                 if name not in SCORER_FAULTS:
                     values[name].append(value)
-    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+    parts = {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+    return {"rollout/reward_mean": float(np.mean(rewards or [0.0])), **parts}

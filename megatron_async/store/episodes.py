@@ -111,7 +111,7 @@ class EpisodeWriter:
         record.author = None
 
     def end_turn(self, record: TrajectoryRecord, reason: FinishReason) -> None:
-        """The policy has outcome: its last tokens have been appended."""
+        """The policy has answered: its last tokens have been appended."""
         record.change_turn(end=reason)
         with self._writer.together():
             self._move(record, TrajectoryState.WAITING)

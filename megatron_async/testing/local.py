@@ -19,6 +19,7 @@ from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
@@ -92,9 +93,15 @@ class LocalLink(RolloutLink):
 
 
 def train_locally(
-    config: RunConfig, directory: RunDirectory, urls: Sequence[str], scorers: Scorers
+    config: RunConfig,
+    directory: RunDirectory,
+    urls: Sequence[str],
+    scorers: Scorers,
+    environments: EnvironmentWorkers | None = None,
 ) -> None:
     """All steps of `config` in this process. The engines at `urls` run `model.path`'s architecture.
+
+    `environments`: what episodes are played against, where `config` names one.
 
     Raises what a large run would raise, with its traceback.
     """
@@ -105,6 +112,7 @@ def train_locally(
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,
         events_directory=directory.events if config.telemetry.record_events else None,
+        environments=environments,
     )
     with ExitStack() as stack:
         stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))

@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -140,9 +141,10 @@ def test_settings_come_by_name_over_a_file_a_mapping_or_a_config(
 ) -> None:
     low = {"steps": 3, "model": {"path": "there", "dtype": "float32"}}
     (tmp_path / "low.yaml").write_text(yaml.safe_dump(low))
-    dotted: dict[str, object] = {"model.path": tmp_path, "schedule.preset": "sync"}
-    for number, config in enumerate(("low.yaml", tmp_path / "low.yaml", low, build_config(low))):
-        train(config, steps=7, name=f"run{number}", **dotted)
+    dotted: dict[str, Any] = {"model.path": tmp_path, "schedule.preset": "sync"}
+    ways: list[Any] = ["low.yaml", tmp_path / "low.yaml", low, build_config(low)]
+    for number, way in enumerate(ways):
+        train(way, steps=7, name=f"run{number}", **dotted)
     expected = build_config(
         {
             "steps": 7,

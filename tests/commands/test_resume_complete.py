@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_async.commands import train
+from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import build_config
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 
+@pytest.mark.parametrize("by", ["train", "launch"])
 @pytest.mark.parametrize("overrides", [[], ["steps=3"], ["optimizer.lr=1e-5"]])
 def test_a_complete_run_is_named_with_the_remedy_and_nothing_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], by: str
 ) -> None:
     config = build_config({"root": str(tmp_path), "name": "run", "steps": 4})
     directory = RunDirectory.of(config)
@@ -21,8 +23,12 @@ def test_a_complete_run_is_named_with_the_remedy_and_nothing_is_started(
     directory.save_config(config)
     directory.report_outcome(RunOutcome.COMPLETE)
     before = {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
-    train.resume_command(directory.path, overrides, None)
-    out = capsys.readouterr().out
+    if by == "train":
+        train.resume_command(directory.path, overrides, None)
+        out = capsys.readouterr().out
+    else:
+        nodes = Cluster(0, None, "1:00:00")
+        out = launch_run(None, directory.path, overrides, nodes, slurm=True, dry_run=False)
     assert "run is complete after 4 steps, nothing is started: set steps to more" in out
     after = {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
     assert {name: after[name] for name in before} == before

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.checkpoint import manifest
 from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
@@ -36,8 +37,8 @@ def save(run: RunDirectory, step: int) -> Path:
     temporary.mkdir(parents=True)
     (temporary / "weights").write_bytes(b"weights")
     files = {"weights": hash_file(temporary / "weights")}
-    manifest = Manifest(lineage=0, step=step, layout=SavedLayout(1, 1, 1), files=files)
-    return finalise(temporary, step_directory(run.checkpoints, step), manifest).path
+    written = Manifest(lineage=0, step=step, layout=SavedLayout(1, 1, 1), files=files)
+    return finalise(temporary, step_directory(run.checkpoints, step), written).path
 
 
 def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) -> None:
@@ -76,6 +77,20 @@ def test_one_whose_manifest_is_lost_is_gone_on_from_by_its_copy(run: RunDirector
         "a goes on from checkpoint step_000020, made after step 19",
         "repeated: steps 20 to 24 are trained again",
     ]
+
+
+def test_of_files_that_take_long_to_read_the_line_does_not_promise_that_they_are_intact(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 20)
+    same = build_config({})
+    for most, promised in ((6, False), (7, True)):
+        monkeypatch.setattr(manifest, "_QUICKLY_READ_BYTES", most)
+        line = command.resume_lines(run, same, same, None)[0]
+        assert line.endswith(
+            "step_000020, made after step 19"
+            + " (its files are verified as they are read)" * (not promised)
+        )
 
 
 def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> None:

@@ -205,6 +205,12 @@ REFUSED = {
     "a name": (["optimiser.lr=1"], "unknown setting optimiser"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
     "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
+    "weights that it would not take": (
+        ["model.checkpoint={run}/checkpoints/step_000002"],
+        r"model\.checkpoint is '.*2', and .*run goes on from its own checkpoint step_000004",
+    ),
+    "another name": (["name=other"], r"name is 'other', and the run of .*runs/run stays where"),
+    "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
     "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
     "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
     "a reward": (["task.name=chain_sum"], "cannot score rows"),
@@ -218,10 +224,32 @@ def test_what_is_refused_changes_no_file_and_a_plain_resume_works(
     overrides, sentence = REFUSED[what]
     before = content(run)
     with pytest.raises(UserError, match=sentence):
+        overrides = [one.format(run=run.path) for one in overrides]
         train.resume_command(run.path, ["optimizer.lr=1e-5", *overrides], None)
     assert (content(run), start.settings) == (before, [])
     train.resume_command(run.path, [], None)
     assert len(start.settings) == 1
+
+
+def test_a_run_that_was_moved_goes_on_and_may_be_given_its_new_place(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    moved = run.path.rename(tmp_path / "moved")
+    train.resume_command(moved, ["steps=9"], None)
+    train.resume_command(moved, ["name=moved", f"root={tmp_path}"], None)
+    assert len(start.settings) == 2
+
+
+def test_weights_to_begin_with_count_while_the_run_has_no_checkpoint_and_may_be_left_out(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    elsewhere = run.checkpoints.rename(tmp_path / "elsewhere")
+    train.resume_command(run.path, [f"model.checkpoint={elsewhere}/step_000002"], None)
+    run.checkpoints.mkdir()
+    (elsewhere / "step_000004").rename(run.checkpoints / "step_000004")
+    shutil.rmtree(elsewhere)
+    train.resume_command(run.path, ['model.checkpoint=""'], None)
+    assert len(start.settings) == 2
 
 
 def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
@@ -230,8 +258,13 @@ def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
     before = content(run)
     with pytest.raises(UserError, match="--from-step is 3"):
         train.resume_command(run.path, ["steps=9"], 3)
-    with claimed(run, "another"), pytest.raises(RunInUse):
-        train.resume_command(run.path, ["steps=9"], None)
+    with claimed(run, "another"):
+        for dry in (False, True):
+            with pytest.raises(RunInUse, match=r"run is in use by process .* \(another, "):
+                train.resume_command(run.path, ["steps=9"], None, dry=dry)
+            nodes = Cluster(0, None, "1:00:00")
+            with pytest.raises(RunInUse):
+                launch_run(None, run.path, ["steps=9"], nodes, slurm=False, dry_run=dry)
     assert (content(run), start.settings) == (before, [])
 
 

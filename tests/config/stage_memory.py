@@ -53,10 +53,11 @@ PROMPT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes on a GPU: between updates, and the most in each part of one."""
+    """Bytes on a GPU: before an update, the most in each part of it, and between the two parts."""
 
     state: float
     gradients: float
+    between: float
     optimizer_step: float
 
     @property
@@ -142,10 +143,10 @@ def stage_peaks(
         count.take_peak()
         # One more than are held at once, so that what is held meets the next one's.
         runner._run([micro] * (at_once + 1), micro.rows, _loss, forward_only=False, entropy=True)
-        gradients = count.take_peak()
+        gradients, between = count.take_peak(), count.bytes
         applied, _ = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
         assert applied
-        return Peaks(state, gradients, count.take_peak())
+        return Peaks(state, gradients, between, count.take_peak())
 
 
 def _loss(output: TokenLogprobs, _micro: Microbatch) -> Tensor:

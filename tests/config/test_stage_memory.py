@@ -54,9 +54,11 @@ def test_the_peak_of_each_stage_is_near_the_stated_one(name: str, tmp_path: Path
     assert mean == pytest.approx(state, rel=0.01)
     largest = max(stage.most for stage in stages) / 1e9
     assert largest == pytest.approx(stated, rel=OFF)
-    steps = [(stage.optimizer_step - stage.state) / 1e9 for stage in stages]
+    # Nothing of a microbatch outlives it but Megatron's buffer for gathered inputs.
+    assert max(stage.between - stage.state for stage in stages) < 1e9
+    steps = [(stage.optimizer_step - stage.between) / 1e9 for stage in stages]
     step = step_gigabytes(config, count(architecture_of(PUBLISHED[name][0])))
-    assert max(steps) == pytest.approx(step, rel=OFF)
+    assert max(steps) == pytest.approx(step, rel=0.1)
 
 
 def depths(folder: Path) -> Any:

@@ -30,6 +30,7 @@ from benchmarks.crash.checks import (
     tokens_lost,
     weights_of,
 )
+from benchmarks.crash.episodes import Call, Episode, repeats, went_on
 from benchmarks.crash.evidence import (
     Attach,
     Batch,
@@ -41,7 +42,7 @@ from benchmarks.crash.evidence import (
     read_arrivals,
 )
 from benchmarks.crash.faults import Injected
-from benchmarks.crash.run import PARTS, TARGETS
+from benchmarks.crash.run import PARTS
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -291,6 +292,117 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
 ]
 
 
+NAMES = ("ab", "cd")
+
+
+def played(*calls: Call, answers: tuple[str, ...] = ("x", "y"), **changes: object) -> Evidence:
+    """Episode `ab` of seed 5 has these answers in the store, `cd` of seed 6 none."""
+    episodes = {
+        "ab": Episode(1, "ab", 5, answers, "batched"),
+        "cd": Episode(2, "cd", 6, (), "waiting"),
+    }
+    evidence = replace(honest(), calls=list(calls), episodes=episodes, lives=2)
+    return replace(evidence, **changes)  # type: ignore[arg-type]
+
+
+def step(turn: int, text: str, name: str = "ab", seed: int = 5) -> Call:
+    return Call("step", name, seed, turn, text)
+
+
+SEEN = (Call("reset", "ab", 5), step(0, "x"), Call("restore", "ab", 5, 1), step(1, "y"))
+REHEARSAL = (Call("reset", "ef", 5), step(0, "Yes.", "ef"))
+EVALUATED = (Call("reset", "gh", 99), step(0, "z", "gh", 99))
+
+DOCTORED += [
+    (
+        "actions not stored",
+        "got 'z' in turn 1, and 'y' is stored",
+        lambda: played(*SEEN, step(1, "z")),
+    ),
+    (
+        "actions not stored",
+        "got an answer in turn 2, and 2 are stored",
+        lambda: played(*SEEN, step(2, "z")),
+    ),
+    (
+        "actions not stored",
+        "environment ef of seed 5 got an answer, and is not stored",
+        lambda: played(*SEEN, step(0, "x", "ef")),
+    ),
+    (
+        "repeated too often",
+        "got the answer of turn 1 3 times in 2 lives",
+        lambda: played(*SEEN, step(1, "y"), step(1, "y")),
+    ),
+    (
+        "episodes begun again",
+        "1 of 2 episodes that were open at a kill went on",
+        lambda: played(*SEEN, open_at=[frozenset({"ab", "gone"})]),
+    ),
+]
+
+
+def test_an_honest_account_of_episodes_passes() -> None:
+    evidence = played(
+        *SEEN, step(1, "y"), *REHEARSAL, *EVALUATED, open_at=[frozenset(NAMES), frozenset({"ab"})]
+    )
+    assert {name: found for name, found in audit(evidence, RULES).items() if found} == {}
+    assert repeats(evidence.calls) == 1
+    assert went_on(evidence.open_at, evidence.episodes) == (3, 3)
+
+
+OPENING, OBSERVED = (7, 9), (20, 21, 22)
+
+
+def of_turns(**changes: object) -> Evidence:
+    """Trajectory 5 as an episode: an answer, an observation, and another answer."""
+    first = (*generated(3, OPENING), STOP)
+    place = len(OPENING) + len(first) + len(OBSERVED)
+    second: list[int] = []
+    for position in range(place, place + LENGTH):
+        second.append(MODEL.next_token(second[-1] if second else OBSERVED[-1], position, (STOP,)))
+    version = PolicyVersion(0, 0)
+    own = [True] * len(first) + [False] * len(OBSERVED) + [True] * len(second)
+    tokens = (*first, *OBSERVED, *second)
+    one = Kept(
+        5,
+        "finished",
+        OPENING,
+        tokens,
+        (version,) * len(tokens),
+        opening=len(OPENING),
+        own=tuple(own),
+    )
+    requests = [
+        Request(5, len(OPENING), 0, first, 2, "stop"),
+        Request(5, place, 9, tuple(second), 2, "length"),
+    ]
+    evidence = with_requests(5, *(changes.pop("requests", None) or requests))  # type: ignore[misc]
+    return replace(evidence, kept={5: [replace(one, **changes)]})  # type: ignore[arg-type]
+
+
+def found_in_turns(evidence: Evidence) -> list[str]:
+    rules = replace(RULES, simulated=None)
+    checks = ("wrong tokens", "wrong end", "more than a chunk lost", "lag bound broken")
+    return [line for name in checks for line in audit(evidence, rules)[name] if "ry 5" in line]
+
+
+def test_an_observation_is_no_token_of_the_policy() -> None:
+    assert found_in_turns(of_turns()) == []
+    kept = of_turns().kept[5][0]
+    changed = (*kept.tokens[:5], 33, *kept.tokens[6:])
+    assert found_in_turns(of_turns(tokens=changed)) == [], "nobody else has an account of it"
+    wrong = (*kept.tokens[:-1], 33)
+    assert "never arrived" in found_in_turns(of_turns(tokens=wrong))[0]
+
+
+def test_an_answer_that_has_ended_is_followed_by_an_observation() -> None:
+    first, second = of_turns().requests[5]
+    again = Request(5, first.end, 5, (3,), 1)
+    found = found_in_turns(of_turns(requests=[first, again, second]))
+    assert any("sent to an engine again after its end" in line for line in found)
+
+
 @pytest.mark.parametrize(("check", "sentence_part", "doctored"), DOCTORED)
 def test_a_doctored_account_is_found_out(
     check: str, sentence_part: str, doctored: Callable[[], Evidence]
@@ -416,7 +528,7 @@ def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:
     plans = [plan_of_kills(random.Random(1), kills, parts) for kills in (4, 4, 2)]
     assert [len(plan) for plan in plans] == [4, 4, 2]
     assert all(plan[-1] == "tree" for plan in plans)
-    assert {target for plan in plans for target in plan} == set(TARGETS)
+    assert {target for plan in plans for target in plan} == {*PARTS, "tree"}
 
 
 def test_long_runs_kill_each_part_equally_often() -> None:

@@ -1,7 +1,9 @@
 """The crash test of `benchmarks/crash`, short and with a fixed seed: real processes, real kills.
 
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
-whole tree at the end of both; the first run then goes back to an older checkpoint. Real engines,
+whole tree at the end of both; the first run then goes back to an older checkpoint. Episodes under
+`copris`: their worker, the manager, an engine and the tree, with the environment's own account of
+what it has seen. Real engines,
 under `copris`: a killed scorer and the failure table of docs/failures.md, one failure after the
 other in one run, with two engines at first and with only one in its last life.
 """
@@ -17,7 +19,14 @@ import pytest
 from benchmarks.crash.__main__ import Account, one_run
 from benchmarks.crash.checks import audit
 from benchmarks.crash.evidence import gather
-from benchmarks.crash.run import RunUnderFire, Target, configuration, prepare, rules_of
+from benchmarks.crash.run import (
+    RunUnderFire,
+    Target,
+    configuration,
+    of_episodes,
+    prepare,
+    rules_of,
+)
 from megatron_async.checkpoint.manifest import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
@@ -64,6 +73,20 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
     assert account.batches >= len(plan)
     if preset == "async":
         goes_back(run)
+
+
+def test_episodes_go_on_after_kills_as_their_environments_saw_them(
+    tmp_path: Path, runs: list[RunUnderFire]
+) -> None:
+    changes = of_episodes(tmp_path, "episodes")
+    config = configuration("copris", "simulated", tmp_path, "episodes", changes)
+    run = RunUnderFire(config, random.Random(3))
+    runs.append(run)
+    account = Account()
+    one_run(run, ["worker", "manager", "engine", "tree"], account)
+    assert account.broken == []
+    assert account.open_at_kills > 0
+    assert account.went_on >= 0.8 * account.open_at_kills
 
 
 @pytest.mark.engine

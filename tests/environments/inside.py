@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_async.environments.worker import EnvironmentProcess, EnvironmentWorker
 from megatron_async.places.place import PlacedLost
 
 
@@ -21,18 +22,19 @@ class InsidePlaced:
         self._object = what(*arguments)
         self.calls: list[str] = []
 
-    def _die(self) -> None:
+    def die(self) -> None:
+        """What it held is gone."""
         self._object = self._what(*self._arguments)
 
     async def call(self, method: str, *arguments: Any, limit: float) -> Any:
         self.calls.append(method)
         number = len(self.calls)
         if self._before and number % self._before == 0:
-            self._die()
+            self.die()
         dies = bool(self._after) and number % self._after == 0
         returned = await getattr(self._object, method)(*arguments)
         if dies:
-            self._die()
+            self.die()
             raise PlacedLost("it died")
         return returned
 
@@ -47,6 +49,10 @@ class InsidePlace:
 
     def __init__(self, before: int = 0, after: int = 0) -> None:
         self._dies = (before, after)
+        self.started: list[InsidePlaced] = []
 
     def start(self, what: type, *arguments: Any, **options: Any) -> InsidePlaced:
-        return InsidePlaced(what, arguments, *self._dies)
+        if what is EnvironmentProcess:
+            what = EnvironmentWorker  # the process is the test's
+        self.started.append(InsidePlaced(what, arguments, *self._dies))
+        return self.started[-1]

@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from megatron_async.environments import Answer, Step
 from megatron_async.environments.interface import EnvironmentFault
-from megatron_async.environments.player import Player, environment_builder
+from megatron_async.environments.player import Player, Threads, environment_builder
 from megatron_async.environments.tools import CallReader
 from megatron_async.errors import UserError
 from megatron_async.runtime.import_path import load_object
@@ -87,13 +86,13 @@ class AsTRLHasIt:
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(2)
+def threads() -> Iterator[Threads]:
+    pool = Threads(2)
     yield pool
-    pool.shutdown(wait=False, cancel_futures=True)
+    pool.close()
 
 
-def player_of(cls: Any, threads: ThreadPoolExecutor, seconds: float = 5.0) -> Player:
+def player_of(cls: Any, threads: Threads, seconds: float = 5.0) -> Player:
     return Player(cls, f"own.py:{cls.__name__}", threads, seconds)
 
 
@@ -101,7 +100,7 @@ def qwen_call(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-def test_a_game_is_played_to_its_end(threads: ThreadPoolExecutor) -> None:
+def test_a_game_is_played_to_its_end(threads: Threads) -> None:
     async def play() -> None:
         player = player_of(Guess, threads)
         [opening] = await player.reset({"seed": 3}, ())
@@ -118,7 +117,7 @@ def test_a_game_is_played_to_its_end(threads: ThreadPoolExecutor) -> None:
     asyncio.run(play())
 
 
-def test_a_restored_game_goes_on_as_it_would_have(threads: ThreadPoolExecutor) -> None:
+def test_a_restored_game_goes_on_as_it_would_have(threads: Threads) -> None:
     async def play() -> None:
         first, second = (player_of(GuessAgain, threads) for _ in range(2))
         await first.reset({"seed": 5}, ())
@@ -132,7 +131,7 @@ def test_a_restored_game_goes_on_as_it_would_have(threads: ThreadPoolExecutor) -
     asyncio.run(play())
 
 
-def calls_of(threads: ThreadPoolExecutor, cls: Any, text: str) -> Any:
+def calls_of(threads: Threads, cls: Any, text: str) -> Any:
     async def play() -> Any:
         player = player_of(cls, threads)
         assert await player.reset({}, PROMPT)
@@ -176,22 +175,20 @@ def calls_of(threads: ThreadPoolExecutor, cls: Any, text: str) -> Any:
         ),
     ],
 )
-def test_tools_answer_every_call(
-    threads: ThreadPoolExecutor, text: str, replies: Sequence[str]
-) -> None:
+def test_tools_answer_every_call(threads: Threads, text: str, replies: Sequence[str]) -> None:
     reply = calls_of(threads, Calculator, text)
     assert [message["content"] for message in reply.messages] == list(replies)
     assert {message["role"] for message in reply.messages} == {"tool"}
     assert not reply.done
 
 
-def test_an_answer_without_a_call_ends_a_class_of_tools(threads: ThreadPoolExecutor) -> None:
+def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> None:
     reply = calls_of(threads, Calculator, "It is 42.")
     assert reply.done
     assert reply.messages == ()
 
 
-def test_a_class_written_for_trl_runs_unchanged(threads: ThreadPoolExecutor) -> None:
+def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
     async def play() -> None:
         player = player_of(AsTRLHasIt, threads)
         assert await player.reset({}, PROMPT)
@@ -244,7 +241,7 @@ def boom() -> None:
         (hostile(get_reward=lambda self: "1"), "Own.get_reward: the reward returned '1'"),
     ],
 )
-def test_hostile_code_is_one_sentence(threads: ThreadPoolExecutor, cls: Any, sentence: str) -> None:
+def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
     async def play() -> None:
         player = player_of(cls, threads, seconds=0.2)
         await player.reset({}, ())
@@ -256,7 +253,7 @@ def test_hostile_code_is_one_sentence(threads: ThreadPoolExecutor, cls: Any, sen
         asyncio.run(play())
 
 
-def test_rows_without_prompt_need_an_opening(threads: ThreadPoolExecutor) -> None:
+def test_rows_without_prompt_need_an_opening(threads: Threads) -> None:
     player = player_of(Calculator, threads)
     with pytest.raises(EnvironmentFault, match="returned None, and the task's rows have no prompt"):
         asyncio.run(player.reset({}, ()))
@@ -279,7 +276,7 @@ def test_what_cannot_be_built_is_refused(
         environment_builder(f"{file}:Own", arguments)
 
 
-def test_a_tool_that_cannot_be_described_is_refused(threads: ThreadPoolExecutor) -> None:
+def test_a_tool_that_cannot_be_described_is_refused(threads: Threads) -> None:
     class Silent:
         def reset(self, **row: Any) -> None:
             pass

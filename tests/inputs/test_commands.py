@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from megatron_async import cli
+from megatron_async.errors import UserError
 from tests.inputs.model_directories import CONFIGS, write_model
 
 Damage = Callable[[Path], None]
@@ -130,6 +132,27 @@ def test_train_refuses_before_anything_starts(
     _is_refusal(end.value.code, capsys.readouterr().err, sentence, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["cut weights", "a NaN", "an infinity", "zeros"])
+@pytest.mark.parametrize("role", ["eval", "a teacher", "a checkpoint to start from"])
+def test_weights_are_looked_at_wherever_they_come_in(
+    name: str, role: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, sentence = DAMAGES[name]
+    good = _damaged(whole, tmp_path / "good", lambda _: None)
+    bad = shutil.copytree(whole, tmp_path / "bad")
+    damage(bad)
+    made = ["--src", str(bad), "--dst", str(tmp_path / "to")]
+    command = {
+        "eval": ["eval", *good, "--model", str(bad)],
+        "a teacher": ["sft", *good, "--from-teacher", str(bad)],
+        "a checkpoint to start from": ["convert", "hf-to-megatron", *made],
+    }[role]
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it starts something"))
+    done = CliRunner().invoke(cli.app, command)
+    assert isinstance(done.exception, UserError) and sentence in str(done.exception)
+    assert not (tmp_path / "to").exists() and not (tmp_path / "good/runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize(
@@ -138,7 +161,7 @@ def test_train_refuses_before_anything_starts(
         (["train"], "wrong hidden size"),
         (["train"], "cut weights"),
         (["sft", "--out", "out"], "line separators and a bad line"),
-        (["eval"], "cut weights"),
+        (["eval"], "a NaN"),
         (["simulate"], "not UTF-8"),
         (["plan"], "layers as text"),
         (["launch", "--dry-run"], "deep run file"),

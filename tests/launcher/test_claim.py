@@ -26,7 +26,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import CannotWrite
 from megatron_async.files.lock import Holder
 from megatron_async.launcher import node as node_module
-from megatron_async.launcher.claim import RunInUse, claimed, new_run
+from megatron_async.launcher.claim import RunInUse, check_unclaimed, claimed, new_run
 from megatron_async.launcher.session import Session
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
@@ -185,7 +185,10 @@ def test_without_locks_a_living_process_of_this_host_counts_and_a_dead_one_does_
     run.lock_file.write_text(json.dumps(asdict(me)))
     with pytest.raises(RunInUse, match="another run"), claimed(run, "a test"):
         pass
+    with pytest.raises(RunInUse, match="another run"):
+        check_unclaimed(run)
     run.lock_file.write_text(json.dumps(asdict(replace(me, started=me.started - 1.0))))
+    check_unclaimed(run)
     with claimed(run, "a test"):
         assert "cannot be locked (Function not implemented)" in caplog.text
     assert not run.lock_file.exists()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+
+from packaging.requirements import Requirement
 
 from megatron_async.files.package_files import ROOT
 
@@ -36,3 +39,12 @@ def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
     lock = pins("requirements-gpu-lock.txt")
     assert image is not None and lock["nvidia-cuda-runtime"].startswith(f"{image[1]}.")
     assert f"core_cu{image[1].split('.')[0]}]" in text
+
+
+def test_the_image_has_a_transformer_engine_that_megatron_takes() -> None:
+    """`pip install` asks for no more than the version that megatron-core's extra `dev` names."""
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    version = re.search(r"^ARG TRANSFORMER_ENGINE=(.+)$", text, re.MULTILINE)
+    wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
+    [engine] = [r for r in wanted if r.name == "transformer-engine"]
+    assert version is not None and engine.specifier.contains(version[1])

@@ -42,6 +42,19 @@ engines: {{count: 3, tensor: 4}}
     return path
 
 
+_BESIDE_THE_STORE = ("trajectories.sqlite-shm", "trajectories.sqlite-wal")
+
+
+def _with_checkpoints(settings: Path, model: Path) -> RunDirectory:
+    """A run with checkpoints of steps 2 and 4."""
+    directory = RunDirectory.create(load_config(settings, []))
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in (2, 4):
+        write(directory.checkpoints, step, model=model)
+    directory.lineage_file.write_text("0")
+    return directory
+
+
 def test_a_dry_run_refuses_a_name_that_is_taken_as_the_launch_would(
     settings: Path, tmp_path: Path
 ) -> None:
@@ -186,39 +199,67 @@ def test_scripts_are_valid_bash(script: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_job_that_is_not_taken_leaves_word_of_what_was_set_aside(
+def _sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """`sbatch` is this shell program."""
+    file = folder / "bin" / "sbatch"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{program}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(file.parent), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize("from_step", [None, 2])
+def test_a_resume_whose_job_is_refused_leaves_the_run_as_it_was(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_step: int | None
+) -> None:
+    """Also what an earlier launch has left whose job is still queued."""
+    directory = _with_checkpoints(settings, tmp_path / "model")
+
+    def launch(steps: int, from_step: int | None) -> str:
+        return launch_run(
+            None,
+            directory.path,
+            [f"steps={steps}"],
+            GPUS,
+            slurm=True,
+            dry_run=False,
+            from_step=from_step,
+        )
+
+    def content() -> dict[str, tuple[int, bytes]]:
+        files = (path for path in directory.path.rglob("*") if path.is_file())
+        kept = (path for path in files if path.name not in ("run.lock", *_BESIDE_THE_STORE))
+        return {str(path): (path.stat().st_mode, path.read_bytes()) for path in kept}
+
+    before = content()
+    _sbatch(tmp_path, monkeypatch, "echo queue is closed >&2; exit 1")
+    with pytest.raises(ComponentFailure, match=r"failed: queue is closed$"):
+        launch(300, from_step)
+    assert content() == before
+    _sbatch(tmp_path, monkeypatch, "echo Submitted 1")
+    assert ("# set aside: " in launch(300, from_step)) == (from_step is not None)
+    queued = content()
+    assert queued.keys() - before.keys() >= {f"{directory.resume_file}"}
+    _sbatch(tmp_path, monkeypatch, "exit 1")
+    with pytest.raises(ComponentFailure, match=r"failed: $"):
+        launch(400, None)
+    assert content() == queued
+
+
+def test_a_job_that_may_have_been_taken_keeps_what_the_resume_has_set(
     settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = RunDirectory.create(load_config(settings, []))
-    asyncio.run(TrajectoryStore.open(directory.store_file).close())
-    for step in (2, 4):
-        write(directory.checkpoints, step, model=tmp_path / "model")
-    directory.lineage_file.write_text("0")
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\necho queue is closed >&2\nexit 1\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-
-    def submit(from_step: int | None) -> str:
-        with pytest.raises(ComponentFailure) as failed:
-            launch_run(
-                None, directory.path, [], GPUS, slurm=True, dry_run=False, from_step=from_step
-            )
-        return str(failed.value)
-
-    assert submit(None).endswith("failed: queue is closed")
-    sentence = submit(2)
-    assert "failed: queue is closed; the run goes on from step 2 all the same" in sentence
-    assert sentence.endswith(f"set aside before: {directory.checkpoints}/abandoned_0.4")
+    directory = _with_checkpoints(settings, tmp_path / "model")
+    _sbatch(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr("megatron_async.commands.launch._SUBMIT_SECONDS", 0.1)
+    with pytest.raises(ComponentFailure, match=r"squeue shows whether .* stays for it"):
+        launch_run(None, directory.path, [], GPUS, slurm=True, dry_run=False, from_step=2)
+    assert directory.resume_file.exists()
+    assert (directory.checkpoints / "abandoned_0.4").is_dir()
 
 
 def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path: Path) -> None:
-    directory = RunDirectory.create(load_config(settings, []))
-    asyncio.run(TrajectoryStore.open(directory.store_file).close())
-    for step in (2, 4):
-        write(directory.checkpoints, step, model=tmp_path / "model")
-    directory.lineage_file.write_text("0")
+    directory = _with_checkpoints(settings, tmp_path / "model")
 
     def back_to(step: int, *, dry_run: bool) -> str:
         return launch_run(

@@ -63,3 +63,12 @@ def test_names_that_are_refused(directory: RunDirectory) -> None:
     used.close()
     with pytest.raises(UserError, match="'a' was used by an earlier launch"):
         used.begin()
+
+
+def test_a_node_does_not_take_up_a_session_that_is_over(directory: RunDirectory) -> None:
+    session = Session.join(directory, "monday")
+    session.begin()
+    assert Session.begun(directory, "monday", 1.0).path == session.path
+    session.close()
+    with pytest.raises(ComponentFailure, match=r"'monday' is over: an earlier launch"):
+        Session.begun(directory, "monday", 60.0)

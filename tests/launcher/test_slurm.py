@@ -32,15 +32,14 @@ from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
 from tests.launcher.cluster import SlurmCluster, missing_programs
+from tests.wanted import needs
 
 MISSING = missing_programs()
-UNWANTED = os.environ.get("MEGATRON_ASYNC_SLURM_TESTS") == "0"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.engine,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(UNWANTED, reason="MEGATRON_ASYNC_SLURM_TESTS is 0"),
-    pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {', '.join(MISSING)}"),
+    needs(not MISSING, f"Slurm ({', '.join(MISSING)})", "MEGATRON_ASYNC_SLURM_TESTS"),
 ]
 
 ENVIRONMENT = {

@@ -6,7 +6,6 @@ that ends after it, or with its session.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +16,13 @@ from megatron_async.config import build_config
 from megatron_async.files.package_files import ROOT
 from megatron_async.run_directory import RunDirectory
 from tests.launcher.cluster import SlurmCluster, missing_programs
+from tests.wanted import needs
 
 MISSING = missing_programs()
-UNWANTED = os.environ.get("MEGATRON_ASYNC_SLURM_TESTS") == "0"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(UNWANTED, reason="MEGATRON_ASYNC_SLURM_TESTS is 0"),
-    pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {', '.join(MISSING)}"),
+    needs(not MISSING, f"Slurm ({', '.join(MISSING)})", "MEGATRON_ASYNC_SLURM_TESTS"),
 ]
 
 SAVE_SECONDS = 6

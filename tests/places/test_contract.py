@@ -293,6 +293,14 @@ def test_the_end_takes_along_what_was_started(suite: Suite) -> None:
     until(lambda: all(map(gone, pids)), 10)
 
 
+def test_a_death_takes_along_what_was_started(suite: Suite) -> None:
+    """Programs of a user's code know of no lifeline."""
+    placed = suite.start()
+    pids = [placed.ask(method, limit=LIMIT) for method in ("pid", "start_process")]
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: all(map(gone, pids)), 20)
+
+
 def test_what_an_object_has_placed_ends_when_it_is_killed(suite: Suite, tmp_path: Path) -> None:
     owner = suite.start()
     pids = owner.ask("place_another", suite.place.address, tmp_path, limit=LIMIT)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -15,7 +18,7 @@ import pytest
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.own_directory import user_directory
 from megatron_async.places.local import LocalPlace, local_place
-from megatron_async.places.place import PlacedDead
+from megatron_async.places.place import CallLate, PlacedDead
 from tests.places.subject import Subject
 from tests.places.test_contract import LIMIT, gone, until
 
@@ -126,3 +129,60 @@ def test_a_socket_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None
     with local_place(tmp_path) as place, socket.socket(socket.AF_UNIX) as left:
         left.bind(str(directory_of(place) / "subject"))
         assert place.start(Subject, name="subject").ask("echo", 1, limit=LIMIT) == 1
+
+
+def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
+    """Somebody has removed it: what it would have explained is left out."""
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject", restarts=1)
+        for _ in range(2):
+            psutil.Process(placed.ask("pid", limit=LIMIT)).kill()
+            (tmp_path / "subject.log").unlink()
+            until(lambda: (tmp_path / "subject.log").exists() or not _socket(place).exists(), 20)
+        with pytest.raises(PlacedDead, match="subject has died"):
+            placed.ask("pid", limit=LIMIT)
+
+
+def _socket(place: LocalPlace) -> Path:
+    return directory_of(place) / "subject"
+
+
+def test_a_process_that_the_system_refuses_is_no_matter_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit on processes, or of memory."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with local_place(tmp_path) as place:
+        open_before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        why = r"^subject cannot be started: Resource temporarily unavailable"
+        with pytest.raises(ComponentFailure, match=why):
+            place.start(Subject, name="subject")
+        assert not _socket(place).exists()
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+@pytest.mark.parametrize("waits", ["blocking", "asynchronous"])
+def test_a_call_keeps_its_limit_when_the_socket_takes_no_more_calls(
+    waits: str, tmp_path: Path
+) -> None:
+    """Calls that were given up stay in the queue of a process that is stopped."""
+    with local_place(tmp_path) as place, ExitStack() as callers:
+        placed = place.start(Subject, name="subject")
+        stopped = psutil.Process(placed.ask("pid", limit=LIMIT))
+        stopped.suspend()
+        with suppress(BlockingIOError):
+            for _ in range(10_000):
+                caller = callers.enter_context(socket.socket(socket.AF_UNIX))
+                caller.setblocking(False)
+                caller.connect(str(_socket(place)))
+        with pytest.raises(CallLate):
+            if waits == "blocking":
+                placed.ask("pid", limit=1)
+            else:
+                asyncio.run(placed.call("pid", limit=1))
+        stopped.resume()
+        assert placed.ask("echo", 1, limit=LIMIT) == 1

@@ -18,7 +18,12 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
-from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.models.tiny_model import (
+    TinyModel,
+    build_tiny_model,
+    write_character_tokenizer,
+)
+from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
 from megatron_async.store.reader import StoreReader
@@ -28,6 +33,7 @@ from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
 from tests.environments.inside import InsidePlace
 
+SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
 
 
@@ -115,7 +121,7 @@ def configured(
     schedule = {"preset": preset, "groups_per_batch": 3, "group_size": 2, "concurrency": 6}
     own: dict[str, Any] = {
         "steps": 100,
-        "trainer": {"wait_for_batch_seconds": 20},
+        "trainer": {"wait_for_batch_seconds": 240},
         "eval": {"prompts": 2},
         "model": {"path": str(tokenizer)},
         "engines": {
@@ -135,7 +141,7 @@ def configured(
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 60))
+    asyncio.run(asyncio.wait_for(body, 300))
 
 
 def episodes_of(run_: Run) -> dict[int, Trajectory]:
@@ -163,14 +169,13 @@ def test_what_is_asked_stored_and_trained_are_the_same_tokens(
             episode = episodes[int(request.request_id[1:].partition("-")[0])]
             sent = engine.chunks.get(request.request_id, [])
             ids = [*request.input_ids.tolist(), *(int(t) for c in sent for t in c.token_ids)]
-            stored = [b.token_ids.tolist() for b in episode.branches()]
+            # Not its branch: that leaves out a newest turn without a token of the policy.
+            pieces = [episode.prompt.token_ids, *(s.token_ids for s in episode.segments)]
+            stored = [int(t) for piece in pieces for t in piece]
             if episode.state != "dropped":
                 # The newest chunk of one that ran at the end may not have been taken.
-                most = {len(branch): branch for branch in stored}
-                assert any(
-                    ids[:length] == branch[: len(ids)] and length >= len(request.input_ids)
-                    for length, branch in most.items()
-                )
+                assert len(stored) >= len(request.input_ids)
+                assert ids[: len(stored)] == stored[: len(ids)]
     chunks = [chunk for e in one.engines for sent in e.chunks.values() for chunk in sent]
     made = {(int(t), float(p)) for c in chunks for t, p in zip(c.token_ids, c.logprobs)}  # noqa: B905
     for batch in batches:
@@ -202,6 +207,68 @@ def test_what_is_asked_stored_and_trained_are_the_same_tokens(
             assert turn.answer["truncated"] == (turn.end == "length")
 
 
+@pytest.mark.parametrize("on_stale", ["wait", "drop", "restart", "mask"])
+def test_with_slow_tools_no_trained_token_is_beyond_the_bound(
+    tmp_path: Path, tokenizer: Path, on_stale: str
+) -> None:
+    environment = {"arguments": {"turns": 3, "seconds": 0.15}}
+    schedule = {"max_async_level": 1, "on_stale": on_stale, "max_regenerations": 20}
+    config = configured(
+        tokenizer, "async", "SlowSometimes", environment=environment, schedule=schedule
+    )
+    one = Run(tmp_path, config)
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        batches = await one.train(range(8))
+        view = one.manager._driver._scheduler.view()
+        await one.manager.stop()
+        lags = [int(b.lag_T[b.loss_mask_T > 0].max(initial=0)) for b in batches]
+        assert max(lags) == 1, "the tools are slow enough for the bound to matter"
+        masked = sum(b.extra_metrics["rollout/stale_masked_tokens"] for b in batches)
+        happened = {
+            "wait": True,
+            "drop": view.dropped.get("stale", 0) > 0,
+            "restart": view.restarted > 0,
+            "mask": masked > 0,
+        }
+        assert happened[on_stale]
+
+    run(body())
+
+
+def test_sync_has_no_lag_whatever_the_tools_take(tmp_path: Path, tokenizer: Path) -> None:
+    environment = {"arguments": {"turns": 3, "seconds": 0.1}}
+    one = Run(tmp_path, configured(tokenizer, "sync", "SlowSometimes", environment=environment))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        assert {int(batch.lag_T.max()) for batch in await one.train(range(4))} == {0}
+        await one.manager.stop()
+
+    run(body())
+
+
+def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path: Path) -> None:
+    """As SGLang does, the simulated engine refuses a request without a token."""
+
+    async def body() -> None:
+        weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+        build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
+        kind = {"kind": "sglang"}  # of which only its check after an update is wanted
+        run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
+        await run_.manager.start()
+        await run_.manager.attach(ResumePoint(0))
+        await run_.manager.begin_update(0, 0)
+        for engine in run_.engines:
+            engine.set_weights(PolicyVersion(0, 0))
+        samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
+        assert samples is not None and samples.loss_mask_T.sum() == 16
+        await run_.manager.stop()
+
+    run(body())
+
+
 def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> None:
     one = Run(tmp_path, configured(tokenizer, environment={"credit": "turn", "discount": 0.5}))
 
@@ -209,6 +276,9 @@ def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> No
         await one.begin(ResumePoint(0))
         (batch,) = await one.train(range(1))
         await one.manager.stop()
+        found = [episodes_of(one)[i] for i in np.unique(batch.trajectory_ids_S)]
+        scored = [episode.reward for episode in found]
+        assert batch.extra_metrics["rollout/reward_mean"] == pytest.approx(np.mean(scored))
         returns_T = batch.columns["turn_returns"]
         for number, start, end in zip(
             batch.trajectory_ids_S, batch.cu_seqlens_S1, batch.cu_seqlens_S1[1:], strict=False
@@ -289,9 +359,10 @@ def assert_plays_agree(log: Path, episodes: Mapping[int, Trajectory]) -> None:
 
 
 def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenizer: Path) -> None:
-    arguments = {"turns": 6, "seconds": 0.01}
+    arguments = {"turns": 6, "seconds": 0.05}
     config = configured(tokenizer, environment={"arguments": arguments})
     open_ids: dict[int, list[list[int]]] = {}
+    asked: set[int] = set()
 
     async def first() -> None:
         one = Run(tmp_path, config)
@@ -300,6 +371,8 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
         await asyncio.sleep(0.1)
         await one.manager.stop()
         found = episodes_of(one)
+        ended = {i for i, e in found.items() if e.state == "waiting" and e.turns[-1].end}
+        asked.update(ended)
         open_ids.update(
             {
                 i: [b.token_ids.tolist() for b in e.branches()]
@@ -314,6 +387,8 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
         await one.train(range(2, 6))
         counts = one.manager._driver.statistics.counts.episodes
         assert counts["restored"] > 0
+        # Those that waited for a reply: their environments may have had the answer.
+        assert counts["steps_repeated"] == len(asked)
         assert counts["replay_differs"] == counts["environment_failures"] == 0
         await one.manager.stop()
         after = episodes_of(one)
@@ -324,7 +399,72 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
 
     run(first())
     assert open_ids
+    assert asked
     run(second())
+
+
+def test_the_time_of_an_episode_goes_on_after_a_death(tmp_path: Path, tokenizer: Path) -> None:
+    """Else one that begins anew in every life would never be late."""
+    environment = {"arguments": {"turns": 1000, "seconds": 0.05}, "episode_seconds": 1.5}
+    config = configured(
+        tokenizer,
+        game="KeptCount",
+        environment={**environment, "max_turns": 10_000},
+        engines={"max_total_tokens": 100_000},
+    )
+
+    def times(episode: Trajectory) -> list[float]:
+        return [turn.answer[PLAYED] for turn in episode.turns if turn.answer]
+
+    async def life(number: int, until: float) -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(number, parent=number - 1 if number else None))
+        while not any(max(times(e), default=0) > until for e in episodes_of(one).values()):
+            await asyncio.sleep(0.02)
+        await one.manager.stop()
+
+    async def last() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(2, parent=1))
+        await one.train(range(1))
+        await one.manager.stop()
+        ended = [e for e in episodes_of(one).values() if e.state == "batched"]
+        assert {e.finish_reason for e in ended} == {"length"}
+        for episode in ended:
+            found = times(episode)
+            assert found == sorted(found)
+            assert found[-1] > 1.5 >= found[-3]
+
+    run(life(0, 0.4))
+    run(life(1, 0.8))
+    run(last())
+
+
+def test_an_environment_that_cannot_be_restored_ends_no_run(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """More than may fail in a row are open when their worker dies."""
+    schedule = {"concurrency": 80, "open_episodes": 80, "groups_per_batch": 20}
+    config = configured(
+        tokenizer,
+        game="RaisesInRestore",
+        environment={"arguments": {"turns": 2}},
+        schedule=schedule,
+    )
+    place = InsidePlace()
+    one = Run(tmp_path, config, place=place)
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        (placed,) = place.started
+        while placed.calls.count("begin") < 80:
+            await asyncio.sleep(0.001)
+        placed.die()
+        await one.train(range(2))
+        assert one.manager._driver.statistics.counts.episodes["replay_differs"] > 64
+        await one.manager.stop()
+
+    run(body())
 
 
 def test_with_resume_restart_open_episodes_begin_anew(tmp_path: Path, tokenizer: Path) -> None:
@@ -414,7 +554,7 @@ def test_an_environment_that_cannot_be_restored_begins_anew(
     config = configured(
         tokenizer, game=game, environment={"arguments": {"turns": 6}}, schedule=schedule
     )
-    one = Run(tmp_path, config, place=InsidePlace(before=41))
+    one = Run(tmp_path, config, place=InsidePlace(before=53))
 
     async def body() -> None:
         await one.begin(ResumePoint(0))

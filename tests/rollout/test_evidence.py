@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import EngineClient, EngineError, EngineStatus
+from megatron_async.rollout import monitor as monitors
+from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.evidence import EngineEvidence, PromptEvidence, hopeless
+from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.trajectory.types import PolicyVersion
 
 
 def test_a_request_that_the_engine_aborts_unasked_does_not_end_it() -> None:
@@ -121,10 +130,101 @@ def working() -> EngineEvidence:
     return engine
 
 
-def paused_at(second: float) -> EngineEvidence:
-    engine = working()
-    engine.hold("pause", second)
-    return engine
+PATIENCE = 20.0
+
+
+class Engine:
+    """Answers each question for its version, and for its load, by the next of `answers`.
+
+    None: it never answers. `paused`: a pause begins and ends while it is asked.
+    """
+
+    engine_id = "e"
+
+    def __init__(self, answers: list[bool | None], *, paused: bool = False) -> None:
+        self.answers, self.paused = answers, paused
+        self.now = 0.0
+        self.slot = EngineSlot(cast(EngineClient, self), lambda: self.now)
+        self.slot.up = True
+        self.slot.evidence.queue(0, 0.0)
+        self.slot.evidence.request_began(0.0)
+
+    async def _answer(self) -> None:
+        if self.paused:
+            self.slot.hold("pause")
+            self.slot.release("pause")
+        answer = self.answers.pop(0)
+        if answer is None:
+            await asyncio.Event().wait()
+        if not answer:
+            raise EngineError("e is gone")
+
+    async def version(self) -> PolicyVersion:
+        await self._answer()
+        return PolicyVersion(0, 0)
+
+    async def status(self) -> EngineStatus:
+        await self._answer()
+        return EngineStatus(1, 0, 0.5, 0)
+
+
+def given_up(
+    engine: Engine,
+    act: Callable[[EngineMonitor, EngineSlot], Awaitable[object]],
+    patience: float = PATIENCE,
+) -> bool:
+    """Return whether the monitor gives the engine up."""
+    found: list[str] = []
+    monitor = EngineMonitor(
+        EngineConfig(no_progress_seconds=patience, health_interval_seconds=patience / 2),
+        {"e": engine.slot},
+        RolloutStatistics(overlap=True),
+        lambda _: None,
+        lambda engine_id, _: found.append(engine_id),
+    )
+
+    async def body() -> None:
+        await act(monitor, engine.slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitors, "_ASK_AGAIN_SECONDS", 0.0)
+        asyncio.run(asyncio.wait_for(body(), 30))
+    return found == ["e"]
+
+
+def after_a_break(*answers: bool, paused: bool = False) -> bool:
+    """A stream breaks, and the engine answers the two questions for its version like this."""
+    return given_up(
+        Engine([*answers], paused=paused), lambda monitor, slot: monitor.suspect(slot, "it broke")
+    )
+
+
+def without_report(*, paused: bool) -> bool:
+    """Its load report never comes."""
+    return given_up(Engine([None], paused=paused), lambda monitor, _: monitor.look(), 0.01)
+
+
+def silent_for(seconds: float, *, reports: bool = True, released_at: float | None = None) -> bool:
+    """It makes no token; its load reports can be read, or it answers that there is none.
+
+    `released_at`: a pause of it ends.
+    """
+    engine = Engine([True] if reports else [False, True, False, True])
+
+    async def looks(monitor: EngineMonitor, slot: EngineSlot) -> None:
+        if released_at is not None:
+            slot.hold("pause")
+            engine.now = released_at
+            slot.release("pause")
+        if not reports:
+            await monitor.look()
+            slot.evidence.token(engine.now)
+        engine.now = seconds
+        if not reports:
+            slot.evidence.token(engine.now)
+        await monitor.look()
+
+    return given_up(engine, looks)
 
 
 def broken_by(*groups: int | None) -> bool:
@@ -170,21 +270,28 @@ def refused(groups: int, accepted_at: int = -1) -> bool:
 
 # Each row of the table: what is enough, and what is nearly enough; or the test that shows it.
 ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
-    "its process has ended": "rollout/test_fleet.py::test_lost_engines_are_mended_side_by_side",
+    "its process has ended": (
+        "engines/test_sglang_host.py::test_a_killed_engine_is_noticed_at_once_and_leaves_nothing"
+    ),
     "a connection or a stream breaks": (
-        lambda: not working().held_since(5.0),
-        lambda: not paused_at(6.0).held_since(5.0),
+        lambda: after_a_break(False, False),
+        lambda: (
+            after_a_break(True)
+            or after_a_break(False, True)
+            or after_a_break(False, False, paused=True)
+        ),
     ),
     "its load report does not come for `engines.no_progress_seconds`": (
-        lambda: not working().held_since(5.0),
-        lambda: not paused_at(4.0).held_since(5.0),
+        lambda: without_report(paused=False),
+        lambda: without_report(paused=True),
     ),
     "no load report that can be read comes for `engines.no_progress_seconds`": (
-        "rollout/test_odd_engines.py::test_an_engine_that_answers_and_does_not_work_is_given_up"
+        lambda: silent_for(PATIENCE + 0.1, reports=False),
+        lambda: silent_for(PATIENCE, reports=False),
     ),
     "it makes no token for `engines.no_progress_seconds` although it has requests": (
-        lambda: working().silence(20.1) > 20.0,
-        lambda: paused_at(19.0).silence(99.0) > 20.0,
+        lambda: silent_for(PATIENCE + 0.1) and silent_for(PATIENCE + 9.1, released_at=9.0),
+        lambda: silent_for(PATIENCE) or silent_for(PATIENCE + 9.0, released_at=9.0),
     ),
     "it answers, but requests of three different prompts in a row fail on it": (
         lambda: broken_by(1, 1, 2, 3),
@@ -221,7 +328,7 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
     ),
     "it generates nothing for `weights.timeout_seconds`": (
-        "rollout/test_probe.py::test_an_engine_that_is_slow_and_goes_on_is_waited_for"
+        "rollout/test_probe.py::test_an_engine_that_does_not_sample_the_version_in_time_fails"
     ),
 }
 

@@ -475,40 +475,6 @@ def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_le
     run(body())
 
 
-def test_an_engine_that_was_being_restarted_when_the_trainer_was_lost_comes_back(
-    tmp_path: Path,
-) -> None:
-    class Slow(Engines):
-        blocked = False
-        waiting = 0
-
-        async def launch(self, index: int) -> SimulatedEngine:
-            if self.blocked:
-                self.waiting += 1
-                await asyncio.Event().wait()  # until it is cancelled
-            return await super().launch(index)
-
-    async def body() -> None:
-        trainer = Trainer(tmp_path, settings("async", max_restarts=5))
-        trainer.engines.__class__ = Slow
-        engines = trainer.engines
-        assert isinstance(engines, Slow)
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(0))
-        engines.blocked = True
-        engines.all[0].crash()
-        while not engines.waiting:
-            await asyncio.sleep(0.01)
-        engines.blocked = False
-        await trainer.begin(ResumePoint(1, 0, parent=0))
-        while (batch := await trainer.manager.next_batch(1)) is None:
-            await trainer.publish(1, 0)
-        assert batch.step == 0 and len(engines.all) == 2
-        await trainer.manager.stop()
-
-    run(body())
-
-
 def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor(
     tmp_path: Path,
 ) -> None:

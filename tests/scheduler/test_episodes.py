@@ -85,7 +85,8 @@ def test_the_lag_bound_holds_with_slow_tools(on_stale: str) -> None:
 
 
 def scheduler(name: str = "copris", **changes: Any) -> Scheduler:
-    config = preset(name, **{"open_episodes": "auto", **changes})
+    opened = {"open_episodes": changes.pop("open_episodes", "auto")}
+    config = preset(name, **changes).model_copy(update=opened)
     return Scheduler(config, first_step=0, version=V0)
 
 

@@ -7,6 +7,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.simulate.build import trainer_costs
 from megatron_async.simulate.trainer_costs import TrainerCosts
+from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
 
 def costs(**simulate: object) -> TrainerCosts:
@@ -29,3 +30,22 @@ def test_each_update_adds_its_fixed_cost() -> None:
     given = costs(trainer_seconds_per_token=0.001, trainer_seconds_per_update=3.0)
     once, twice = (given.batch_seconds([100] * 4, updates) for updates in (1, 2))
     assert twice - once == pytest.approx(3.0)
+
+
+def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
+    """Stages send in turn (tests/weight_sync/test_stages.py), each from one leader."""
+    simulated = {"model": "llama-3-70b", "gpu": {"name": "H100"}}
+
+    def update(**layout: object) -> TrainerCosts:
+        engines = {"count": 4, "tensor": 8}
+        return trainer_costs(
+            build_config({"parallel": layout, "engines": engines, "simulate": simulated})
+        )
+
+    alone = update(ranks=1)
+    for layout in ({"ranks": 16, "tensor": 8, "pipeline": 2}, {"ranks": 32, "pipeline": 4}):
+        assert update(**layout).publish_seconds == alone.publish_seconds
+    share = alone.settings.efficiency
+    sent = alone.publish_seconds - share.weight_update_overhead_seconds
+    assert sent == pytest.approx(2 * 70.55e9 / (alone.gpu.network * share.weight_update), rel=0.01)
+    assert SENDERS_AT_ONCE == 1, "count the links of all who send at once"

@@ -123,8 +123,8 @@ class _OnFakeGpu(TorchFunctionMode):
                 return True
             if func is Tensor.numpy:
                 return self.shares(args[0])
-            if func is Tensor.masked_select:
-                return args[0].new_empty(self._routed)
+            if func is Tensor.masked_select:  # a part: its gradient goes on
+                return args[0].flatten()[: self._routed]
             if func is Tensor.nonzero:  # all rows
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             if func is Tensor.record_stream:

@@ -41,6 +41,7 @@ from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
 from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -61,9 +62,7 @@ def resolve_device(settings: EngineConfig) -> str:
         return "cpu"
     if settings.device != "auto":
         return settings.device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if sees_gpu() else "cpu"
 
 
 def resolve_dtype(settings: EngineConfig, device: str) -> str:

@@ -158,6 +158,11 @@ class SimulatedEngine:
         self._require_alive("generate")
         name, longest = request.request_id, self.longest_tokens
         whole = len(request.input_ids) + request.max_new_tokens
+        if not len(request.input_ids):
+            raise RequestRefused(
+                f"{self.engine_id}: request {name}: it was refused with status 400: input_ids "
+                "cannot be empty"
+            )
         if longest is not None and whole > longest:
             raise RequestRefused(
                 f"{self.engine_id}: request {name}: it was refused with status 400: {whole} "

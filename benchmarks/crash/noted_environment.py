@@ -1,0 +1,94 @@
+"""An environment that writes down every call that it gets before it does anything else.
+
+Its file is the witness of what an environment has seen: one JSON line in one `write`, on disk
+before the call goes on. An episode has a name of its own, which is drawn when it begins, shown to
+the policy in its first message, and kept by its snapshots:
+
+    {"what": "step", "name": "5f0c...", "seed": 17, "turn": 2, "text": "abc"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.crash.hostile_reward import take
+from megatron_async.environments import Answer, Step
+
+_TOOL_SECONDS = 0.02
+_TURNS = (3, 8)
+OPENING = "episode "
+
+
+class Noted:
+    """Plays a number of turns that follows from the seed."""
+
+    def __init__(self, ledger: str) -> None:
+        Path(ledger).parent.mkdir(parents=True, exist_ok=True)
+        self._ledger = ledger
+
+    def _note(self, what: str, **more: Any) -> None:
+        line = json.dumps({"what": what, "name": self.name, "seed": self.seed, **more}) + "\n"
+        file = os.open(self._ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line.encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.name, self.seed, self.seen = uuid.uuid4().hex[:12], seed, 0
+        self._note("reset")
+        return f"{OPENING}{self.name}"
+
+    def step(self, answer: Answer) -> Step:
+        self._note("step", turn=answer.turn, text=answer.text)
+        time.sleep(_TOOL_SECONDS)
+        if answer.turn != self.seen:
+            raise ValueError(f"turn {answer.turn} came after {self.seen} turns")
+        self.seen += 1
+        odd = _misbehaved(take())
+        if odd is not None:
+            return odd  # type: ignore[no-any-return]
+        done = self.seen == random.Random(self.seed).randint(*_TURNS)
+        return Step("" if done else f"{self.seen}", len(answer.text) % 3 / 4, done)
+
+    def state(self) -> bytes:
+        return json.dumps([self.name, self.seed, self.seen]).encode()
+
+    def restore(self, state: bytes, **row: Any) -> None:
+        self.name, self.seed, self.seen = json.loads(state)
+        self._note("restore", turn=self.seen)
+
+
+async def _block() -> Step:
+    time.sleep(3600)
+    return Step()
+
+
+def _misbehaved(kind: str) -> Any:
+    """Do what is asked; what the environment returns then, None: what it would."""
+    match kind:
+        case "environment raises":
+            raise ValueError("no such move")
+        case "environment hangs":
+            time.sleep(3600)
+        case "environment returns the wrong type":
+            return "higher"
+        case "environment floods":
+            return Step("x" * ((1 << 20) + 1))
+        case "environment eats memory":
+            bytearray(1 << 40)
+        case "environment forks":
+            if not os.fork():
+                time.sleep(3600)
+        case "environment blocks its loop":
+            return _block()
+        case "environment dies":
+            os._exit(3)
+    return None

@@ -1,0 +1,118 @@
+"""What is asked of workers that die: again, and in the end with nothing else under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.worker import EpisodeUnknown, Opened, Stepped
+from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.places.place import PlacedLost
+from megatron_async.trajectory.types import Turn
+
+OPENED = Opened(({"role": "user", "content": "Begin."},), np.zeros(1, np.int32), None)
+KILLERS = range(0, 40, 4)
+EPISODES = 40
+
+
+class Mortal:
+    """A worker that dies, with all that is under way, when a killer steps."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.dying = asyncio.Event()
+        self.forgotten: list[str] = []
+        self.waits = 0.01
+
+    async def call(self, method: str, key: str, *arguments: Any, limit: float) -> Any:
+        life = self.dying
+        number = int(key.split(".")[1])
+        if method == "step" and key not in self.held:
+            raise EpisodeUnknown(key)
+        if method == "step" and number in KILLERS:
+            await asyncio.sleep(self.waits / 2)
+            self.held, self.dying = set(), asyncio.Event()
+            life.set()
+            raise PlacedLost("it died")
+        waiting = asyncio.create_task(life.wait())
+        done, _ = await asyncio.wait([waiting], timeout=self.waits)
+        if done:
+            raise PlacedLost("it died")
+        waiting.cancel()
+        if method in ("begin", "restore"):
+            self.held.add(key)
+        if method == "forget":
+            self.held.discard(key)
+            self.forgotten.append(key)
+        return {"begin": OPENED, "step": Stepped({}, 1.0, ended="stop")}.get(method)
+
+
+class MortalPlace:
+    def start(self, *arguments: Any, **options: Any) -> Mortal:
+        self.worker = Mortal()
+        return self.worker
+
+
+async def played(held: HeldEpisodes, number: int) -> Stepped:
+    opened = await held.begin(number, {})
+    return await held.step(
+        number, {}, [Turn(0, None, 0, opened.messages)], [1], room=10, last=False
+    )
+
+
+def test_no_number_of_killers_costs_another_episode() -> None:
+    async def body() -> None:
+        held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
+        found = await asyncio.gather(
+            *(played(held, number) for number in range(EPISODES)), return_exceptions=True
+        )
+        for number, outcome in enumerate(found):
+            if number in KILLERS:
+                assert isinstance(outcome, EnvironmentFault)
+                assert "its worker died 3 times: it died" in str(outcome)
+            else:
+                assert isinstance(outcome, Stepped), outcome
+        assert held.counts["workers_lost"] >= 3 * len(KILLERS)
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("method", ["begin", "step"])
+def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None:
+    """Dropped and restarted trajectories cancel their calls; nothing may stay behind."""
+
+    async def body() -> None:
+        place = MortalPlace()
+        held = HeldEpisodes(EnvironmentWorkers(build_config({}), place))  # type: ignore[arg-type]
+        opened = await held.begin(1, {}) if method == "step" else OPENED
+        place.worker.waits = 3600
+        turns = [Turn(0, None, 0, opened.messages)]
+        asking = {
+            "begin": lambda: held.begin(1, {}),
+            "step": lambda: held.step(1, {}, turns, [1], room=1, last=False),
+        }
+        call = asyncio.create_task(asking[method]())
+        await asyncio.sleep(0.01)
+        call.cancel()
+        place.worker.waits = 0.001
+        await held.forget(1)
+        assert [key.split(".")[1] for key in place.worker.forgotten] == ["1"]
+        assert not place.worker.held
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_an_answer_that_an_earlier_life_may_have_handed_over_is_counted() -> None:
+    async def body() -> None:
+        held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
+        turns = [Turn(0, None, 0, OPENED.messages)]
+        for number, before in ((1, True), (2, False)):
+            await held.step(number, {}, turns, [1], room=1, last=False, asked_before=before)
+        assert held.counts == {"restored": 2, "steps_repeated": 1}
+
+    asyncio.run(asyncio.wait_for(body(), 60))
