@@ -30,7 +30,7 @@ from benchmarks.mutations.mutation import ROOT, Check, Mutation
 
 Result = Literal["killed", "survived", "hung", "broken"]
 _COPIED: Final = (
-    *("megatron_async", "kernels", "tests", "benchmarks", "configs", "launch", "examples"),
+    *("megatron_async", "kernels", "tests", "benchmarks", "configs", "launch", "docs", "examples"),
     "pyproject.toml",
 )
 _PYTEST: Final = ("-x", "-q", "-p", "no:cacheprovider", "--durations=0")
