@@ -12,16 +12,30 @@ Invariants
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_async.algorithms.device_batch import to_device
+
+# Each is read in the forward pass alone.
+_ROUTING: Final = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+
+
+def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
+    """Drop what Megatron's dispatcher keeps of a layer's forward pass; a hook after it.
+
+    Probabilities keep their graph, and that keeps the layer's input and its gradient: for 48 layers
+    of 20,480 tokens of Qwen3-30B-A3B 9.7 GB, until the layer's next forward pass.
+    """
+    for name in _ROUTING:
+        setattr(layer.token_dispatcher, name, None)
 
 
 class GroupedLinear(torch.nn.Module):

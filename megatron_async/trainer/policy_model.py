@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_async_kernels import token_logprob
@@ -29,6 +30,7 @@ from megatron_async.models.layout import check_layout
 from megatron_async.models.parameters import placed_parameters
 from megatron_async.trainer.capabilities import Backends, choose
 from megatron_async.trainer.device import current_device
+from megatron_async.trainer.experts import forget_routing
 from megatron_async.trainer.hf_config import transformer_config
 from megatron_async.trainer.layer_spec import block_spec
 from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
@@ -63,6 +65,9 @@ class PolicyModel(GPTModel):
         self.backends = backends
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self._mark_experts()
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                module.register_forward_hook(forget_routing)
         # Plain attributes: no state to save, and float32 whatever the model's precision.
         ropes = [rope for rope in (architecture.rope, architecture.local_rope) if rope is not None]
         self._inv_freqs = [inverse_frequencies(rope, architecture.head_dim) for rope in ropes]
