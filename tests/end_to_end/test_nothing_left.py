@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,20 +22,30 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TRAIN = ("-m", "megatron_async.cli", "train", "--config", "run.yaml")
+NOTEBOOK = """
+import time
+from megatron_async import train
+try:
+    train("run.yaml")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+time.sleep(600)  # the kernel of a notebook goes on
+"""
 
 
 class Started:
     """A run that has made its first step, and all its processes at that moment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: Sequence[str] = TRAIN, **changes: Any) -> None:
         prepare(folder)
         config = configuration("copris", "simulated", folder, "run", {})
-        config |= {"trainer": {"max_restarts": 0}, "parallel": {"ranks": 2}}
+        config |= {"trainer": {"max_restarts": 0}, "parallel": {"ranks": 2}, **changes}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         self.log = folder / "run.log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_async.cli", "train", "--config", "run.yaml"],
+                [sys.executable, *command],
                 cwd=folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -59,8 +70,8 @@ class Started:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Started]:
-    started = Started(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
+    started = Started(tmp_path, getattr(request, "param", TRAIN))
     yield started
     started.process.kill()
     started.process.wait(20)
@@ -84,3 +95,15 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_file(run: Started) -> None
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130
     assert run.left() == []
+
+
+@pytest.mark.parametrize("run", [("-c", NOTEBOOK)], indirect=True, ids=["notebook"])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_a_notebook_that_is_interrupted_or_restarted_leaves_none(
+    run: Started, sign: signal.Signals
+) -> None:
+    run.process.send_signal(sign)
+    if sign == signal.SIGINT:
+        run.until(lambda: "interrupted" in run.log.read_text(), 60)
+        assert run.left() == [] and run.process.poll() is None
+    run.until(lambda: not run.left(), 45)

@@ -22,6 +22,7 @@ from megatron_async.engines.host import EngineHost
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     SGLangProcess,
+    rendezvous_of_ranks,
     server_command,
     server_environment,
     simulated_command,
@@ -29,7 +30,10 @@ from megatron_async.engines.sglang.process import (
 from megatron_async.engines.sglang.server import KEY_VARIABLE, take_key
 from megatron_async.errors import ComponentFailure
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from tests.engine import EngineUnderTest
+from tests.listening import documented, listening
 
+RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
 import http.server, subprocess, sys
@@ -145,6 +149,41 @@ def test_a_lost_race_for_the_port_is_run_again_with_another_one(
     with pytest.raises(ComponentFailure, match="already in use"):
         _process(tmp_path).start()
     assert len(ports) == len(set(ports)) == 3
+
+
+def test_the_rendezvous_of_each_start_is_a_file_that_only_this_user_reaches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def spawned(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        seen.append(Path(env[RENDEZVOUS].removeprefix("file://")))
+        assert stat.S_IMODE(seen[-1].parent.stat().st_mode) == 0o700 and not seen[-1].exists()
+        seen[-1].touch()  # what a server that was killed leaves
+        assert env["MASTER_PORT"] == command[-1], "no two engines share memory"
+        return started(command, env=env, **options)
+
+    _pretend(monkeypatch, _SERVER)
+    started = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", spawned)
+    server = _process(tmp_path)
+    for _ in range(2):
+        server.start()
+        server.stop()
+    assert len(set(seen)) == 2 and not any(file.parent.exists() for file in seen)
+
+
+@pytest.mark.parametrize("changes", [{"host": "10.0.0.1"}, {"tensor": 2}])
+def test_other_servers_keep_sglangs_own_store(changes: dict[str, Any], tmp_path: Path) -> None:
+    assert rendezvous_of_ranks(EngineConfig(**changes), tmp_path, 7) == {}
+    assert RENDEZVOUS in rendezvous_of_ranks(EngineConfig(), tmp_path, 7)
+
+
+@pytest.mark.engine
+def test_a_real_server_listens_on_the_loopback_alone(sglang_engine: EngineUnderTest) -> None:
+    server = psutil.Process(sglang_engine.process.pid)
+    found = listening([server, *server.children(recursive=True)])
+    assert found == {("engine", "loopback")} <= documented()
 
 
 def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from megatron_async.engines.sglang.server import (
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
+from megatron_async.files.own_directory import own_directory
 from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.runtime.gpus import sees_gpu
@@ -176,6 +177,22 @@ def server_environment(
     return environment
 
 
+def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
+    """Environment in which a server's rank makes its process group by a file.
+
+    SGLang's own store listens on every interface, without a key. Not tried with several ranks, nor
+    over several machines: those keep the store.
+    """
+    if settings.host not in LOOPBACK or settings.tensor > 1:
+        return {}
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
+        # SGLang takes the names of its shared memory from these where no store has an address.
+        "MASTER_ADDR": settings.host,
+        "MASTER_PORT": str(port),
+    }
+
+
 def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> list[str]:
     """The command line of one simulated server."""
     return [
@@ -203,6 +220,7 @@ class SGLangProcess:
     _lifeline: int | None = field(default=None, init=False)
     _url: str = field(default="", init=False)
     _log_begins: int = field(default=0, init=False)
+    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     @property
     def url(self) -> str:
@@ -248,8 +266,9 @@ class SGLangProcess:
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)  # a server that is not hung ends itself now
-        if process is not None:
-            _end_group(process)
+        with self._files:
+            if process is not None:
+                _end_group(process)
 
     def _log(self) -> str:
         """The server's output since this start."""
@@ -279,6 +298,8 @@ class SGLangProcess:
             command = server_command(
                 self.settings, self.model_path, port, device, self.awaits_weights
             )
+            shared = self._files.enter_context(own_directory())
+            environment |= rendezvous_of_ranks(self.settings, shared, port)
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         try:
