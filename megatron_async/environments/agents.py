@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_async.config.environment import AgentConfig
@@ -116,8 +116,8 @@ class AgentWorker:
             if found is not None:
                 match, token_ids, state = found
                 news = (match.new, token_ids, state)
-                about = {"parent": match.parent, "counts": counts, "notices": notices}
-                return Stepped(stored, 0.0, *news, **about)
+                stepped = Stepped(stored, 0.0, *news, parent=match.parent)
+                return replace(stepped, counts=counts, notices=notices)
             reward, parts = self._returned(attempt)
             left = attempt.calls.left()
             notices = (*notices, *self._needless_forks(attempt))

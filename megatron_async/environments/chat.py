@@ -272,7 +272,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
-    found = []
+    found: list[Mapping[str, Any]] = []
     try:
         for call in calls:
             function = call["function"]
