@@ -53,7 +53,8 @@ def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
         nonlocal total
         for slot in stage_slots(architecture, 0, 1):
             for name, shape in zip(slot.tensor_names, slot.rule.shapes, strict=True):
-                bits = torch.randint(-30000, 30000, shape, generator=generator, dtype=torch.int16)
+                # Below the bits of infinity: a conversion refuses what no model has.
+                bits = torch.randint(0, 0x7F80, shape, generator=generator, dtype=torch.int16)
                 total += bits.nbytes
                 yield name, bits.view(torch.bfloat16)
 
