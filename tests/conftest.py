@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 # No test depends on how fast the machine is: a first call may import or compile.
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
+
+# A shell starts what it runs in the background with SIGINT ignored, which processes inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
