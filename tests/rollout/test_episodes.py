@@ -120,7 +120,7 @@ def configured(
 ) -> RunConfig:
     schedule = {"preset": preset, "groups_per_batch": 3, "group_size": 2, "concurrency": 6}
     own: dict[str, Any] = {
-        "steps": 100,
+        "steps": 1000,
         "trainer": {"wait_for_batch_seconds": 240},
         "eval": {"prompts": 2},
         "model": {"path": str(tokenizer)},
