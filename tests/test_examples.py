@@ -19,6 +19,7 @@ from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
 from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from tests.environments.inside import InsidePlace
@@ -142,6 +143,21 @@ def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunC
     played = asyncio.run(workers.rehearse(prompt.payload))
     assert not played.differs
     assert played.text.endswith(">")
+
+
+def test_the_agent_of_an_example_is_short_and_can_be_played(tmp_path: Path) -> None:
+    """What preflight plays before a run starts: the program over HTTP, with made-up answers."""
+    build_tiny_model(tmp_path / "model", seed=1)
+    folder = EXAMPLES / "agent"
+    config = load_config(folder / "config.yaml", [f"model.path={tmp_path / 'model'}"])
+    assert len((folder / "agent.py").read_text().splitlines()) < 30
+    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
+    alone = config.agent.model_copy(update={"memory_mib": 1 << 20})
+    config = config.model_copy(update={"agent": alone})
+    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+    played = asyncio.run(workers.rehearse(prompt.payload))
+    assert "Guess my number, 1 to 100." in played.text
+    assert played.observation > 0, "a wrong answer gets a hint"
 
 
 def test_the_page_on_environments_shows_the_examples() -> None:
