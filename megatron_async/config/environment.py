@@ -47,11 +47,6 @@ class EpisodeConfig(Settings):
         return bool(self.name)
 
     @property
-    def shown(self) -> str:
-        """The setting that names it, and its value, for sentences."""
-        raise NotImplementedError
-
-    @property
     def turn_discount(self) -> float | None:
         """The discount of turns' rewards; None where credit is the episode's."""
         return None
@@ -79,6 +74,7 @@ class EnvironmentConfig(EpisodeConfig):
 
     @property
     def shown(self) -> str:
+        """The setting that names it, and its value, for sentences."""
         return f"environment.name {self.name!r}"
 
     @property
@@ -113,6 +109,7 @@ class AgentConfig(EpisodeConfig):
 
     @property
     def shown(self) -> str:
+        """The setting that names it, and its value, for sentences."""
         return f"agent.name {self.name!r}" if self.name else f"agent.command {self.command}"
 
     def check(self) -> None:

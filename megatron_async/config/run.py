@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
-from megatron_async.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
+from megatron_async.config.environment import AgentConfig, EnvironmentConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -240,7 +240,7 @@ class RunConfig(Settings):
         return self.episodes.used
 
     @property
-    def episodes(self) -> EpisodeConfig:
+    def episodes(self) -> EnvironmentConfig | AgentConfig:
         """Settings of what episodes are played by."""
         return self.agent if self.agent.used else self.environment
 
