@@ -99,7 +99,7 @@ def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
     own["environment"] |= {"step_seconds": 2.0, "memory_mib": 1024}
     own["model"] = {"path": str(folder.parent)}
     own["engines"] = {"kind": "simulated", "max_total_tokens": 1 << 16}
-    own["weights"] = {"transport": "tensor"}
+    own["weights"] = {"transport": "tensor", "verify": "never"}
     return settings(preset, **merge(own, changes))
 
 
