@@ -45,6 +45,7 @@ _KINDS = (
     ("torch.distributed.run", "torchrun"),
     ("megatron_async.train_loop.rank", "trainer ranks"),
     ("engines.sglang.server", "engine: SGLang's server"),
+    ("engines.simulated.server", "engine: simulated"),
     ("sglang::", "engine: SGLang's scheduler"),
     ("ray::ManagerHost", "rollout manager"),
     ("rollout-manager", "rollout manager"),
@@ -85,13 +86,18 @@ class Start:
         }
 
 
+def kind_of(line: str) -> str:
+    """What the process with this command line is to a run."""
+    return next((kind for mark, kind in _KINDS if mark in line), "other")
+
+
 def uses(root: psutil.Process) -> Iterator[tuple[int, Use]]:
     """What this process and all below it use at this moment."""
     for process in (root, *root.children(recursive=True)):
         try:
             with process.oneshot():
                 line = " ".join(process.cmdline())
-                kind = next((kind for mark, kind in _KINDS if mark in line), "other")
+                kind = kind_of(line)
                 times = process.cpu_times()
                 memory = process.memory_full_info().pss / 2**20
         except psutil.Error:
