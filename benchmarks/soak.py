@@ -176,6 +176,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("settings", nargs="*", help="SETTING=VALUE")
     options = parser.parse_args()
+    # So that a run is not left behind.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = Path(folder)
         build_tiny_model(root / "model", seed=1, shape=_SHAPE)
