@@ -160,7 +160,7 @@ def test_random_conversations_are_stored_as_they_were_asked_and_fork_as_they_mus
         assert counts["environment_failures"] == 0, one.manager._driver.statistics.warnings
         await one.manager.stop()
 
-    asyncio.run(asyncio.wait_for(body(), 1200))
+    run(body())
     episodes = episodes_of(one)
     assert_engines_and_store_agree(one, episodes)
     assert_batches_hold_each_answer_once(batches, episodes)
@@ -182,12 +182,12 @@ def test_a_worker_that_dies_costs_no_episode(tmp_path: Path, tokenizer: Path, pr
     log = tmp_path / "answers"
     agent = {"arguments": {"log": str(log)}}
     config = with_agent(tokenizer, tmp_path / "rows.jsonl", program, agent=agent)
-    one = Run(tmp_path, config, place=InsidePlace(before=37, after=53))
+    one = Run(tmp_path, config, place=InsidePlace(before=53, after=71))
     batches: list[TokenBatch] = []
 
     async def body() -> None:
         await one.begin(ResumePoint(0))
-        batches.extend(await one.train(range(6)))
+        batches.extend(await one.train(range(8)))
         counts = one.manager._driver.statistics.counts.episodes
         assert counts["restored"] > 0
         assert counts["workers_lost"] > 0

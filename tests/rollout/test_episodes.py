@@ -23,6 +23,7 @@ from megatron_async.models.tiny_model import (
     build_tiny_model,
     write_character_tokenizer,
 )
+from megatron_async.places.host import new_loops
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
@@ -141,7 +142,9 @@ def configured(
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 300))
+    """On the loop that workers have, since programs run within the test here."""
+    with asyncio.Runner(loop_factory=new_loops()) as runner:
+        runner.run(asyncio.wait_for(body, 1200))
 
 
 def episodes_of(run_: Run) -> dict[int, Trajectory]:
