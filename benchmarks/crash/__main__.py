@@ -91,13 +91,14 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
     account.repeats += repeats(evidence.calls)
     some, every = went_on(evidence.open_at, evidence.episodes)
     account.went_on, account.open_at_kills = account.went_on + some, account.open_at_kills + every
-    for _, place, lost, _ in tokens_lost(evidence):
-        before = [kill for kill in run.kills if kill.arrivals <= place]
+    for loss in tokens_lost(evidence):
+        before = [kill for kill in run.kills if kill.arrivals <= loss.place]
         if not before:
-            account.broken.append(f"{run.config['name']}: {lost} tokens were lost without a kill")
+            name = run.config["name"]
+            account.broken.append(f"{name}: {loss.tokens} tokens were lost without a kill")
             continue
         cause = max(before, key=lambda kill: kill.arrivals).target
-        account.largest_loss[cause] = max(account.largest_loss[cause], lost)
+        account.largest_loss[cause] = max(account.largest_loss[cause], loss.tokens)
 
 
 def table(accounts: dict[str, Account]) -> str:
