@@ -1,4 +1,5 @@
-"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--out F]`
+"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--cluster ray]
+[--out F]`
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
 at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.crash.checks import CHECKS, audit, tokens_lost
 from benchmarks.crash.episodes import repeats, went_on
@@ -141,6 +143,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=PRESETS, default=None)
+    parser.add_argument("--cluster", choices=("local", "ray"), default="local")
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
     parser.add_argument("--episodes", action="store_true", help="of an environment")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
@@ -163,7 +166,8 @@ def main(arguments: list[str]) -> int:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
             name = f"{preset}{number}"
-            changes = of_episodes(root, name) if parsed.episodes else {}
+            changes: dict[str, Any] = of_episodes(root, name) if parsed.episodes else {}
+            changes["cluster"] = parsed.cluster
             config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
             one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
@@ -189,6 +193,8 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
         command += " --episodes"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
+    if parsed.cluster != "local":
+        command += f" --cluster {parsed.cluster}"
     broken = [line for account in accounts.values() for line in account.broken]
     text = f"`{command} --seed {parsed.seed}`, {seconds:.0f} s\n\n{table(accounts)}\n"
     if broken:

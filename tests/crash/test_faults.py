@@ -61,7 +61,7 @@ def test_a_plan_does_not_depend_on_those_before_it() -> None:
 def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
     tmp_path: Path, preset: str, engine: str
 ) -> None:
-    programme = Programme(preset, engine, tmp_path, "run", "1.0")  # type: ignore[arg-type]
+    programme = Programme(preset, engine, tmp_path, "run", "1.0", "local")  # type: ignore[arg-type]
     config = build_config(programme.run.config)
     assert (config.schedule.preset, config.engines.kind) == (preset, engine)
     longest = KINDS["trainer pauses for long"].seconds
