@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import logging
 import os
 import platform
 import tempfile
@@ -98,7 +99,7 @@ def settings(case: Case, model: Path) -> RunConfig:
                 "stream_interval": TOKENS,
                 "max_total_tokens": 1 << 20,
             },
-            "weights": {"verify": "never"},
+            "weights": {"transport": "tensor", "verify": "never"},
             "eval": {"prompts": 1},
             "steps": 100,
         }
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, choices=range(len(CASES)), default=None)
     parser.add_argument("--out", type=Path, default=None)
     parsed = parser.parse_args()
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # streams that the end breaks off
     found = []
     for number, case in enumerate(CASES):
         if parsed.case in (None, number):
