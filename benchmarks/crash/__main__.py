@@ -2,7 +2,7 @@
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
 at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
-promise was broken or a run did not go on.
+promise was broken or a run did not go on. `--agents`: episodes of a program.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.crash.run import (
     RunUnderFire,
     Target,
     configuration,
+    of_agents,
     of_episodes,
     prepare,
     rules_of,
@@ -124,7 +125,7 @@ def table(accounts: dict[str, Account]) -> str:
         stopped = sum("did not go on" in line for line in account.broken)
         cells = [preset, account.trajectories, account.batches, account.largest_lag]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
-    if any(account.open_at_kills for account in accounts.values()):
+    if any(account.open_at_kills or account.repeats for account in accounts.values()):
         lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
         lines.append("|---" * 4 + "|")
         for preset, account in accounts.items():
@@ -141,7 +142,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
-    parser.add_argument("--episodes", action="store_true", help="of an environment")
+    played = parser.add_mutually_exclusive_group()
+    played.add_argument("--episodes", action="store_true", help="of an environment")
+    played.add_argument("--agents", action="store_true", help="episodes of an agent")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
@@ -156,13 +159,14 @@ def main(arguments: list[str]) -> int:
         prepare(root)
         left, number = parsed.kills, 0
         parts = itertools.cycle(
-            PARTS_OF_EPISODES if parsed.episodes else PARTS
+            PARTS_OF_EPISODES if parsed.episodes or parsed.agents else PARTS
         )  # over all runs: a run may be too short for each of them
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
             name = f"{preset}{number}"
             changes = of_episodes(root, name) if parsed.episodes else {}
+            changes = of_agents(root, name) if parsed.agents else changes
             config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
             one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
@@ -186,6 +190,8 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"
     if parsed.episodes:
         command += " --episodes"
+    if parsed.agents:
+        command += " --agents"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
     broken = [line for account in accounts.values() for line in account.broken]

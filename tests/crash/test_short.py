@@ -3,7 +3,7 @@
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
 whole tree at the end of both; the first run then goes back to an older checkpoint. Episodes under
 `copris`: their worker, the manager, an engine and the tree, with the environment's own account of
-what it has seen. Real engines,
+what it has seen; those of an agent under `pipeline`, with the program's own log. Real engines,
 under `copris`: a killed scorer and the failure table of docs/failures.md, one failure after the
 other in one run, with two engines at first and with only one in its last life.
 """
@@ -23,6 +23,7 @@ from benchmarks.crash.run import (
     RunUnderFire,
     Target,
     configuration,
+    of_agents,
     of_episodes,
     prepare,
     rules_of,
@@ -73,6 +74,19 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
     assert account.batches >= len(plan)
     if preset == "async":
         goes_back(run)
+
+
+def test_what_a_program_has_been_given_is_stored_after_kills(
+    tmp_path: Path, runs: list[RunUnderFire]
+) -> None:
+    changes = of_agents(tmp_path, "agents")
+    config = configuration("pipeline", "simulated", tmp_path, "agents", changes)
+    run = RunUnderFire(config, random.Random(3))
+    runs.append(run)
+    account = Account()
+    one_run(run, ["worker", "manager", "tree"], account)
+    assert account.broken == []
+    assert account.repeats > 0, "programs have run again"
 
 
 def test_episodes_go_on_after_kills_as_their_environments_saw_them(
