@@ -142,6 +142,7 @@ class AgentWorker:
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
         conversation = self._texts.of("").conversation
+        conversation.check([{"role": "user", "content": _MADE_UP}], {"user"})
         answer = conversation.answer_ids(_MADE_UP)
         opened = await self.begin(_REHEARSAL, payload)
         longest, turn = 0, 0
