@@ -3,7 +3,7 @@
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
 at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
-promise was broken or a run did not go on.
+promise was broken or a run did not go on. `--agents`: episodes of a program.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.crash.run import (
     RunUnderFire,
     Target,
     configuration,
+    of_agents,
     of_episodes,
     prepare,
     rules_of,
@@ -127,7 +128,7 @@ def table(accounts: dict[str, Account]) -> str:
         stopped = sum("did not go on" in line for line in account.broken)
         cells = [preset, account.trajectories, account.batches, account.largest_lag]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
-    if any(account.open_at_kills for account in accounts.values()):
+    if any(account.open_at_kills or account.repeats for account in accounts.values()):
         lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
         lines.append("|---" * 4 + "|")
         for preset, account in accounts.items():
@@ -145,7 +146,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--cluster", choices=("local", "ray"), default="local")
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
-    parser.add_argument("--episodes", action="store_true", help="of an environment")
+    played = parser.add_mutually_exclusive_group()
+    played.add_argument("--episodes", action="store_true", help="of an environment")
+    played.add_argument("--agents", action="store_true", help="episodes of an agent")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
@@ -160,13 +163,14 @@ def main(arguments: list[str]) -> int:
         prepare(root)
         left, number = parsed.kills, 0
         parts = itertools.cycle(
-            PARTS_OF_EPISODES if parsed.episodes else PARTS
+            PARTS_OF_EPISODES if parsed.episodes or parsed.agents else PARTS
         )  # over all runs: a run may be too short for each of them
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
             name = f"{preset}{number}"
             changes: dict[str, Any] = of_episodes(root, name) if parsed.episodes else {}
+            changes = of_agents(root, name) if parsed.agents else changes
             changes["cluster"] = parsed.cluster
             config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
@@ -191,6 +195,8 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"
     if parsed.episodes:
         command += " --episodes"
+    if parsed.agents:
+        command += " --agents"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
     if parsed.cluster != "local":

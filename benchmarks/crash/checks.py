@@ -428,6 +428,11 @@ def unstored_actions(evidence: Evidence, rules: Rules) -> list[str]:
     return episodes.actions_not_stored(evidence.calls, evidence.episodes, anew)
 
 
+def ungiven_answers(evidence: Evidence, rules: Rules) -> list[str]:
+    """Every answer of an episode that has ended has reached its environment."""
+    return episodes.answers_not_given(evidence.calls, evidence.episodes)
+
+
 def repeated_steps(evidence: Evidence, rules: Rules) -> list[str]:
     """No answer reaches an environment more often than there were lives."""
     return episodes.repeated_too_often(evidence.calls, evidence.lives)
@@ -454,6 +459,7 @@ CHECKS: dict[str, Check] = {
     "lag bound broken": lag_broken,
     "healthy engines given up": healthy_engines_given_up,
     "actions not stored": unstored_actions,
+    "answers not given": ungiven_answers,
     "repeated too often": repeated_steps,
     "episodes begun again": begun_again,
 }

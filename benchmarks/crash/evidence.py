@@ -314,10 +314,11 @@ class Found:
         for (first, _), end in zip(self.turns, ends, strict=True):
             of_turn = [p for p in self.pieces[first:end] if not p.from_environment]
             answers.append(decode([token for piece in of_turn for token in piece.token_ids]))
+        seed = int(self.payload["metadata"]["seed"])
         return Episode(
             self.trajectory_id,
-            name_of(self.turns[0][1]),
-            int(self.payload["metadata"]["seed"]),
+            name_of(self.turns[0][1]) or f"{seed}-{self.trajectory_id}",
+            seed,
             tuple(answers),
             self.state,
             self.drop_reason,

@@ -42,6 +42,7 @@ from megatron_async.environments.worker import (
 from megatron_async.trajectory.types import IntArray, Turn
 
 _MADE_UP = "Yes."
+_REHEARSAL = "rehearsal"
 _ASKED_ALWAYS = 3
 
 
@@ -141,18 +142,19 @@ class AgentWorker:
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
         conversation = self._texts.of("").conversation
+        conversation.check([{"role": "user", "content": _MADE_UP}], {"user"})
         answer = conversation.answer_ids(_MADE_UP)
-        opened = await self.begin("0", payload)
+        opened = await self.begin(_REHEARSAL, payload)
         longest, turn = 0, 0
         try:
             while True:
                 last = turn + 1 >= self._settings.max_turns
-                stepped = await self.step("0", answer, turn, 1 << 31, last)
+                stepped = await self.step(_REHEARSAL, answer, turn, 1 << 31, last)
                 if stepped.token_ids is None:
                     break
                 longest, turn = max(longest, len(stepped.token_ids)), turn + 1
         finally:
-            await self.forget("0")
+            await self.forget(_REHEARSAL)
         text = conversation.shown(opened.token_ids)
         return Rehearsed(len(opened.token_ids), text, longest, differs=False)
 

@@ -335,6 +335,11 @@ DOCTORED += [
         lambda: played(*SEEN, step(0, "x", "ef")),
     ),
     (
+        "answers not given",
+        "has the answer 'y' in turn 1, and its environment never got it",
+        lambda: played(*SEEN[:3]),
+    ),
+    (
         "repeated too often",
         "got the answer of turn 1 3 times in 2 lives",
         lambda: played(*SEEN, step(1, "y"), step(1, "y")),
