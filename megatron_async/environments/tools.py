@@ -10,7 +10,7 @@ Invariants
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
@@ -19,6 +19,8 @@ from megatron_async.tasks.base import Message
 
 NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
 """Public methods of an environment that are no tools."""
+_MOST_NESTED: Final = 64
+"""Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
 Tool = Callable[..., Any]
 
@@ -89,7 +91,7 @@ class CallReader:
         try:
             rest, items = parser.parse_non_stream(text)
             calls = tuple(_call(item.name or "", item.parameters) for item in items)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - parsers raise all kinds over such texts
             return text, (), f"Error: the call cannot be read: {error}"
         # The parser leaves out unknown tools and broken JSON, with their text.
         if len(calls) < max(1, text.count(parser.detector.bot_token or text)):
@@ -102,7 +104,16 @@ def _call(name: str, parameters: str) -> ToolCall:
     arguments = json.loads(parameters or "{}")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name!r} are {shown(arguments)}, not an object")
+    level: list[Any] = [arguments]
+    for _ in range(_MOST_NESTED):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise ValueError(f"the arguments of {name!r} are nested more than {_MOST_NESTED} times")
     return ToolCall(name, arguments)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
@@ -118,6 +129,7 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """The message in which the policy reads what a tool has returned."""
+    """The message in which the policy reads what a tool has returned: text, else JSON."""
     content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
-    return {"role": "tool", "name": name, "content": content}
+    # Half of a surrogate pair, which a policy can put into a call, is no text.
+    return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}

@@ -182,6 +182,43 @@ def test_tools_answer_every_call(threads: Threads, text: str, replies: Sequence[
     assert not reply.done
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "null",
+        "5",
+        "[1, 2]",
+        '"x"',
+        "[" * 3000,
+        '{"name": "multiply", "arguments": %s}',
+        '{"name": "multiply", "arguments": {"a": 1, "b": %s}}',
+    ],
+)
+def test_nothing_that_a_policy_writes_ends_an_episode(threads: Threads, body: str) -> None:
+    nested = "[" * 900 + "]" * 900
+    reply = calls_of(threads, Calculator, qwen_call(body.replace("%s", nested)))
+    assert all(message["content"].startswith("Error: ") for message in reply.messages)
+    assert reply.messages
+    assert not reply.done
+
+
+def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> None:
+    class Echo:
+        def reset(self, **row: Any) -> None:
+            pass
+
+        def echo(self, said: str) -> str:
+            """Say it again.
+
+            Args:
+                said: What is said.
+            """
+            return said
+
+    call = qwen_call('{"name": "echo", "arguments": {"said": "a\\ud800b"}}')
+    assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
+
+
 def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> None:
     reply = calls_of(threads, Calculator, "It is 42.")
     assert reply.done
