@@ -207,15 +207,15 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
         def reset(self, **row: Any) -> None:
             pass
 
-        def echo(self, said: str) -> str:
+        def echo(self, word: str) -> str:
             """Say it again.
 
             Args:
-                said: What is said.
+                word: What comes back.
             """
-            return said
+            return word
 
-    call = qwen_call('{"name": "echo", "arguments": {"said": "a\\ud800b"}}')
+    call = qwen_call('{"name": "echo", "arguments": {"word": "a\\ud800b"}}')
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
 
 
