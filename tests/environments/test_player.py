@@ -208,7 +208,7 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
             pass
 
         def echo(self, word: str) -> str:
-            """Say it again.
+            """Repeat it.
 
             Args:
                 word: What comes back.
