@@ -31,7 +31,7 @@ from benchmarks.crash.evidence import Seen, gather, look
 from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, reward_of
 from benchmarks.crash.ledger import Account, Ledger, faults_file
-from benchmarks.crash.run import answer_decoder, of_episodes
+from benchmarks.crash.run import answer_decoder, lag_bound, of_episodes
 from benchmarks.crash.scorers import PlainScorer, ScorerProcesses, text_of
 from benchmarks.crash.trainer import Trainer
 from megatron_async.checkpoint.manifest import (
@@ -72,7 +72,7 @@ def settings(preset: str, **changes: Any) -> RunConfig:
             "group_size": 4,
             "concurrency": 24,
             "updates_per_batch": 1,
-            "max_async_level": 2 if preset == "async" else 4,
+            **lag_bound(preset),
         },
         "sampling": {"max_new_tokens": 96},
         "trainer": {"wait_for_batch_seconds": 60.0},
