@@ -60,6 +60,7 @@ _CONTROL_SECONDS = 6.0
 _LIFE_SECONDS = 120.0
 _LOOK_SECONDS = 0.7
 _LISTEN_SECONDS = 0.02
+_COMMAND_SECONDS = 10.0
 
 
 def settings(preset: str, **changes: Any) -> RunConfig:
@@ -355,6 +356,7 @@ class World:
             await self._do(fault)
         for wait in list(self._waits):
             await wait
+        await self._command_taken()
         self._heal()
 
     async def _first_step(self) -> None:
@@ -378,6 +380,7 @@ class World:
                     if "places.host environments" in " ".join(process.cmdline()):
                         process.kill()
             case "scorer" | "environment":
+                await self._command_taken()
                 self._note(fault)
                 prepared = self._command.with_suffix(".next")
                 prepared.write_text(fault.kind)
@@ -392,6 +395,13 @@ class World:
             case "run":
                 self._note(fault)
                 await asyncio.to_thread(self._second_run)
+
+    async def _command_taken(self) -> None:
+        """Wait until the last command is obeyed, or nobody has come for it in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMMAND_SECONDS):
+                while self._command.exists():
+                    await asyncio.sleep(0.02)
 
     def _note(self, fault: Fault, engine: str = "") -> None:
         at = round(time.monotonic() - self._began, 2)
