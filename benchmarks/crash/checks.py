@@ -214,8 +214,9 @@ def tokens_lost(evidence: Evidence) -> Iterator[Loss]:
         kept = evidence.kept.get(trajectory_id, [])
         if kept and kept[0].state != "dropped":
             now = len(kept[0].prompt) + len(kept[0].tokens)
-            if now < had:
-                yield Loss(trajectory_id, 1 << 62, had - now, largest)
+            anew = kept[0].prompt[: len(opening)] != opening
+            if anew or now < had:
+                yield Loss(trajectory_id, 1 << 62, had - now, largest, anew)
 
 
 def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
@@ -325,7 +326,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     then the next request begins before that end. One that begins at it asks for what follows.
     """
     wrong = []
-    episodic = {one.trajectory_id for one in _every(evidence) if one.opening}
+    # Also those that are to begin anew, which have no opening.
+    plays = any(one.opening for one in _every(evidence))
     for one in _every(evidence):
         answers = _answers(one)
         after = sum(_after_stop(answer, rules) for answer in answers)
@@ -341,8 +343,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
             )
     for batch in evidence.batches:
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
-            if any(one.opening for one in evidence.kept.get(trajectory_id, ())):
-                continue  # of an episode: what is trained is what is kept (`wrong_tokens`)
+            if plays:
+                continue  # what is trained is what is kept (`wrong_tokens`)
             after = _after_stop(response, rules)
             if after:
                 wrong.append(
@@ -352,7 +354,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     for trajectory_id, requests in evidence.requests.items():
         for request, following in pairwise(requests):
             again = following.start >= request.end
-            if trajectory_id in episodic:
+            if plays:
                 again = following.start == request.end  # else an observation is between
             if request.noted_end in ("stop", "length") and again:
                 wrong.append(

@@ -425,7 +425,8 @@ def begun(name: int, *answers: tuple[int, int]) -> list[Request]:
 def of_beginnings(*requests: Request, failed: int = 1) -> list[str]:
     """What is found where so many environments raised, and trajectory 5 was left partial."""
     injected = [Injected("environment raises")] * failed + [Injected("environment dies")]
-    one = kept(5, state="partial", tokens=(3,) * (requests[-1].end - len(PROMPT)))
+    opening = requests[-1].input[:3]
+    one = kept(5, state="partial", prompt=opening, tokens=(3,) * (requests[-1].end - 3))
     evidence = replace(with_requests(5, *requests), kept={5: [one]}, injected=injected)
     return audit(evidence, RULES)["more than a chunk lost"]
 
@@ -435,6 +436,19 @@ def test_an_episode_that_failed_begins_anew_and_loses_nothing_that_it_should_kee
     assert of_beginnings(*anew) == []
     more = [*anew, *begun(4, (3, 5))]
     assert of_beginnings(*more, failed=2) == []
+
+
+def test_an_episode_may_fail_just_before_a_run_ends() -> None:
+    """It is to begin, and the store has nothing of it."""
+    one = Kept(5, "pending", (), (), ())
+    ended = [replace(request, noted_end="stop") for request in begun(1, (3, 10), (16, 9))]
+    evidence = with_requests(5, *ended)
+    other = replace(kept(4), opening=1)
+    evidence = replace(evidence, kept={**evidence.kept, 4: [other], 5: [one]})
+    failed = replace(evidence, injected=[Injected("environment raises")])
+    assert found_in_turns(failed) == []
+    anew = "trajectory 5 began anew after 25 tokens without a fault"
+    assert found_in_turns(evidence) == [anew]
 
 
 def test_an_episode_that_began_anew_without_a_failure_has_lost_its_tokens() -> None:
