@@ -7,8 +7,9 @@ Each scheduler is brought into a steady state (all slots used, the buffer full),
 sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
 scores, aborts (an aborted trajectory goes into the buffer, the oldest one comes out) and load
 reports; before each turn the buffer is filled up again.
-Only `Scheduler.step` is timed. The ratio is that of the time per event to the empty buffer's. It
-is done without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
+Only `Scheduler.step` counts: its share of a round's time, of the round's CPU time, which other
+processes do not add to. The ratio is that of the time per event to the empty buffer's. It is done
+without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
 Prints one table and, with --out, writes it with the command and the date. With `--beside`, the
 scheduler of another tree of this project runs under the same load in a process of its own: the two
 take turns round by round, so that what else the machine does slows both.
@@ -134,10 +135,11 @@ class Load:
             self._send(self.queue.popleft())
 
     def run(self, events: int) -> float:
-        """Seconds per event over about `events` events, the buffer filled up before."""
+        """CPU seconds per event over about `events` events, the buffer filled up before."""
         self._fill_buffer()
         self._drain_queue()
         spent, done = self.spent, self.events
+        wall, cpu = time.perf_counter(), time.process_time()
         choose = self.random.random
         while self.events - done < events:
             trajectory_id = self.running[int(choose() * len(self.running))]
@@ -153,7 +155,8 @@ class Load:
             else:
                 self._send(ev.EngineLoad(f"engine-{int(choose() * ENGINES)}", 0.8, 0))
             self._drain_queue()
-        return (self.spent - spent) / (self.events - done)
+        share = (self.spent - spent) / (time.perf_counter() - wall)
+        return share * (time.process_time() - cpu) / (self.events - done)
 
 
 def alone(arguments: argparse.Namespace) -> str:
