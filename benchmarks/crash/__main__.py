@@ -132,7 +132,8 @@ def table(accounts: dict[str, Account]) -> str:
         lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
         lines.append("|---" * 4 + "|")
         for preset, account in accounts.items():
-            cells = [preset, account.open_at_kills, account.went_on, account.repeats]
+            known = account.open_at_kills  # not of agents, which begin again
+            cells = [preset, known or "-", account.went_on if known else "-", account.repeats]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

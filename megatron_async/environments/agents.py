@@ -22,8 +22,8 @@ from typing import Any
 
 from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
-from megatron_async.environments.calls import AgentCalls, Call, tools_at
-from megatron_async.environments.chat import CallRefused, ChatAnswer
+from megatron_async.environments.calls import AgentCalls, Call, beginning_of
+from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall
 from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
 from megatron_async.environments.matching import Match
@@ -192,10 +192,12 @@ class AgentWorker:
         """Know a stored turn, and its answer if it is not the newest."""
         newest = turn is turns[-1]
         about = json.loads(turn.state or b"{}") if newest else {}
-        call = Call(
-            tools_at(turns, turn), about.get("calls_tools", True), about.get("logprobs", False)
+        asked = ChatCall(
+            beginning_of(turns, turn),
+            calls_tools=about.get("calls_tools", True),
+            logprobs=about.get("logprobs", False),
         )
-        attempt.calls.store(turn, call)
+        attempt.calls.store(turn, Call(asked))
         if newest:
             attempt.taken.append(about.get("tokens", 0))
             attempt.ended.append(False)
@@ -210,10 +212,10 @@ class AgentWorker:
         self, attempt: _Attempt, turn: int, answer_ids: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
         """Give a turn's answer to its call; returns it as it is stored."""
-        call = attempt.calls.turns[turn]
+        asked = attempt.calls.turns[turn].asked
         attempt.ended[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
-        stored = self._texts.of(call.tools).stored(
-            call, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
+        stored = self._texts.of(asked.tools).stored(
+            asked, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
         )
         attempt.taken[turn] += len(answer_ids)
         attempt.calls.reply(turn, self._read(attempt, turn, stored))
@@ -221,7 +223,7 @@ class AgentWorker:
 
     def _read(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
         """A stored answer as the program gets it."""
-        texts = self._texts.of(attempt.calls.turns[turn].tools)
+        texts = self._texts.of(attempt.calls.turns[turn].asked.tools)
         return texts.answer(f"{attempt.number}-{turn}", stored)
 
     async def _next(
@@ -258,12 +260,12 @@ class AgentWorker:
             calls.begin(call, match)
             attempt.taken.append(before + len(token_ids))
             attempt.ended.append(False)
-            kept = {"tokens": attempt.taken[-1], "logprobs": call.logprobs}
-            kept["calls_tools"] = call.calls_tools
+            kept = {"tokens": attempt.taken[-1], "logprobs": call.asked.logprobs}
+            kept["calls_tools"] = call.asked.calls_tools
             return match, token_ids, json.dumps(kept).encode()
 
     def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:
-        texts = self._texts.of(call.tools)
+        texts = self._texts.of(call.asked.tools)
         if match.parent is None:
             return texts.opening(match.new)
         return texts.next(match.new, ended=attempt.ended[match.parent])
