@@ -106,7 +106,7 @@ def number_of(returned: Any, where: str) -> tuple[float, Mapping[str, float]]:
     """A reward and its parts, as a reward function may return them. Raises EnvironmentFault."""
     try:
         score = score_of(returned)
-    except ValueError as error:
+    except Exception as error:  # a number of the user's may raise anything
         raise EnvironmentFault(f"{where}: {error}") from error
     return score.value, score.parts
 

@@ -114,12 +114,13 @@ class EnvironmentWorker:
         stops = stop_tokens(model_path, tokenizer)
         tools = tools_of(built(self._build, self._settings.name), self._settings.name)
         schemas = described(tools, self._settings.name)
+        parser = self._settings.tool_parser
         self.conversation = Conversation(
-            TaskConfig.model_validate_json(task), tokenizer, stops, schemas
+            TaskConfig.model_validate_json(task), tokenizer, stops, schemas, calls=bool(parser)
         )
         self.reader: CallReader | None = None
-        if self._settings.tool_parser:
-            self.reader = CallReader(self._settings.tool_parser, schemas)
+        if parser:
+            self.reader = CallReader(parser, schemas)
             self.reader.check()  # which imports what reads calls, before memory is limited
         self._stops = frozenset(stops)
         self._threads = Threads(self._settings.threads)
