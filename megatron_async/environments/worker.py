@@ -300,9 +300,10 @@ async def watch_loop(seconds: float, log: IO[str]) -> None:
 
 
 def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the row."""
-    named = {"prompt": payload.get("question"), "answer": payload.get("answer")}
-    return {**{name: text for name, text in named.items() if text}, **payload["metadata"]}
+    """The columns of the row, as they are there: a prompt may be a text or messages."""
+    prompt = payload["messages"] if payload.get("chat") else payload.get("question")
+    named = {"prompt": prompt, "answer": payload.get("answer")}
+    return {**{name: found for name, found in named.items() if found}, **payload["metadata"]}
 
 
 def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:
