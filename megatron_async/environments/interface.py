@@ -121,7 +121,8 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
         )
     for message in observation:
         _check_message(message, where)
-    if sum(len(message["content"]) for message in observation) > LARGEST_OBSERVATION:
+    parts = (part for message in observation for item in message.items() for part in item)
+    if sum(map(len, parts)) > LARGEST_OBSERVATION:
         raise EnvironmentFault(
             f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
         )

@@ -197,7 +197,7 @@ class Player:
             raise EnvironmentFault(
                 f"{self._where('state')} returned {shown(snapshot)}; it must be bytes"
             )
-        return snapshot if len(snapshot) <= LARGEST_STATE else None
+        return bytes(snapshot) if len(snapshot) <= LARGEST_STATE else None
 
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""

@@ -324,6 +324,7 @@ def boom() -> None:
         (hostile(step=boom), "Own.step raised ValueError: boom"),
         (hostile(step=lambda: "text"), "Own.step returned 'text'; it must be a Step"),
         (hostile(step=lambda: Step(reward=float("nan"))), "must be a finite number"),
+        (hostile(step=lambda: Step([{**PROMPT[0], "x": "x" * (1 << 21)}])), "more than 1,048,576 "),
         (hostile(step=lambda: Step(reward=10**400)), "Step.reward: int too large"),
         (hostile(step=lambda: Step(reward=np.zeros(2))), "Step.reward: only "),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
@@ -344,6 +345,18 @@ def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str)
 
     with pytest.raises(EnvironmentFault, match=sentence):
         asyncio.run(play())
+
+
+def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
+    own = type("Own", (bytes,), {})
+    cls = hostile(state=lambda self: own(b"kept"), restore=boom)
+
+    async def play() -> bytes | None:
+        player = player_of(cls, threads)
+        await player.reset({}, ())
+        return await player.state()
+
+    assert type(asyncio.run(play())) is bytes
 
 
 def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads) -> None:
