@@ -15,7 +15,7 @@ class EpisodeConfig(Settings):
     arguments: dict[str, Any] = Field(default_factory=dict)
     tool_parser: str = ""
     """SGLang's name of the form in which the model writes calls of tools, as qwen25 or llama3;
-    where there are tools it is needed."""
+    where there are tools it is needed, and a class with `step` gets the calls in `Answer`."""
     max_turns: int = Field(32, ge=1)
     """Answers of the policy in one episode at most."""
     step_seconds: float = Field(60.0, gt=0)

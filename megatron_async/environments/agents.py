@@ -173,7 +173,8 @@ class AgentWorker:
         url = await self._gateway.start()
         calls = AgentCalls(lambda: attempt.program.done())
         secret = self._gateway.open(calls)
-        row = {**row_of(payload), "messages": list(payload.get("messages", ()))}
+        row = row_of({**payload, "chat": False})  # messages have a name of their own here
+        row["messages"] = list(payload.get("messages", ()))
         program = asyncio.ensure_future(self._program(url, secret, row))
         number = key.split(".")[1] if "." in key else key
         attempt = self._attempts[key] = _Attempt(number, calls, secret, program)

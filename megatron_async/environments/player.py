@@ -134,7 +134,8 @@ class Player:
         if isinstance(opening, str) and prompt and self.tools:
             # As TRL has it: the opening of a class of tools follows the row's prompt.
             *before, last = prompt
-            return (*before, {**last, "content": last["content"] + opening})
+            whole = {**last, "content": last["content"] + opening}
+            return (*before, *messages_of([whole], self._where("reset")))
         return opening_of(opening, prompt, self._where("reset"))
 
     @property
@@ -196,12 +197,12 @@ class Player:
             raise EnvironmentFault(
                 f"{self._where('state')} returned {shown(snapshot)}; it must be bytes"
             )
-        return snapshot if len(snapshot) <= LARGEST_STATE else None
+        return bytes(snapshot) if len(snapshot) <= LARGEST_STATE else None
 
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        await self._call("restore", snapshot, **self._fitting("restore", row))
+        await self._call("restore", snapshot, **self._fitting("restore", row, given=1))
 
     async def close(self) -> None:
         """End the object. Raises EnvironmentFault."""
@@ -209,15 +210,18 @@ class Player:
         if hasattr(ending, "close"):
             await self._run("close", ending.close)
 
-    def _fitting(self, method: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns of the row that a method takes: all where it has `**row`."""
+    def _fitting(self, method: str, row: Mapping[str, Any], given: int = 0) -> dict[str, Any]:
+        """The columns of the row that a method takes: all where it has `**row`.
+
+        But for those that have the names of its first arguments, so many of which are `given`.
+        """
         found = getattr(self._object, method, None)
         known = inspect.signature(found).parameters if callable(found) else {}
-        if any(p.kind is p.VAR_KEYWORD for p in known.values()):
-            return row
-        return {name: value for name, value in row.items() if name in known}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        taken = list(known)[:given]
+        return {n: v for n, v in row.items() if n not in taken and (takes_all or n in known)}
 
-    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    async def _call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
         if found is None:
             raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")

@@ -19,6 +19,8 @@ from megatron_async.tasks.base import Message
 
 NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
 """Public methods of an environment that are no tools."""
+_UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
+"""What parsers get where nothing describes a tool: without any they look for no call."""
 _MOST_NESTED: Final = 64
 """Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
@@ -62,7 +64,10 @@ def described(tools: Mapping[str, Tool], name: str) -> list[dict[str, Any]]:
 
 
 class CallReader:
-    """Finds the calls in what a policy has written, by one of SGLang's parsers."""
+    """Finds the calls in what a policy has written, by one of SGLang's parsers.
+
+    Without `schemas` (what plays by `step` describes no tools) a call may have any name.
+    """
 
     def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._parser = parser
@@ -81,15 +86,16 @@ class CallReader:
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
         """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""
         from sglang.srt.entrypoints.openai.protocol import Tool as ToolModel
+        from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        parser = FunctionCallParser(
-            [ToolModel.model_validate(schema) for schema in self._schemas], self._parser
-        )
+        tools = [ToolModel.model_validate(schema) for schema in self._schemas or _UNDESCRIBED]
+        parser = FunctionCallParser(tools, self._parser)
         if not parser.has_tool_call(text):
             return text, (), ""
         try:
-            rest, items = parser.parse_non_stream(text)
+            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(not self._schemas):
+                rest, items = parser.parse_non_stream(text)
             calls = tuple(_call(item.name or "", item.parameters) for item in items)
         except Exception as error:  # noqa: BLE001 - parsers raise all kinds over such texts
             return text, (), f"Error: the call cannot be read: {error}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_async.environments import Answer, Step
@@ -242,6 +243,59 @@ def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
     asyncio.run(play())
 
 
+def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) -> None:
+    class Board:
+        def reset(self, **row: Any) -> str:
+            return "Call move(square)."
+
+        def step(self, answer: Answer) -> Step:
+            seen.append(answer)
+            return Step("go on")
+
+    seen: list[Answer] = []
+    two = [qwen_call(f'{{"name": "move", "arguments": {{"square": {n}}}}}') for n in (1, 2)]
+
+    async def play() -> None:
+        player, reader = player_of(Board, threads), CallReader("qwen25", ())
+        await player.reset({}, ())
+        for text in ("So: " + "".join(two), "So.", "So: " + qwen_call('{"name": "mov')):
+            await player.step(Answer(text, turn=len(seen)), reader)
+
+    asyncio.run(play())
+    called, plain, broken = seen
+    assert [(c.name, dict(c.arguments)) for c in called.tool_calls] == [
+        ("move", {"square": 1}),
+        ("move", {"square": 2}),
+    ]
+    assert called.text.strip() == "So:"
+    assert (plain.text, plain.tool_calls, plain.turn) == ("So.", (), 1)
+    assert (broken.text, broken.tool_calls) == ("So: " + qwen_call('{"name": "mov'), ())
+
+
+def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
+    class Kept:
+        def reset(self, method: str, **row: Any) -> str:
+            return f"{method} {row['arguments']} {row['state']}"
+
+        def step(self, answer: Answer) -> Step:
+            return Step("go on")
+
+        def state(self) -> bytes:
+            return b"kept"
+
+        def restore(self, state: bytes, method: str, **row: Any) -> None:
+            assert (state, method, row) == (b"kept", "GET", {"arguments": 1})
+
+    async def play() -> None:
+        player = player_of(Kept, threads)
+        row = {"method": "GET", "arguments": 1, "state": "Texas"}
+        [opening] = await player.reset(row, ())
+        assert opening["content"] == "GET 1 Texas"
+        await player.restore(b"kept", row)  # its first argument is the snapshot
+
+    asyncio.run(play())
+
+
 def hostile(reset: Any = None, step: Any = None, **methods: Any) -> Any:
     body = {
         "reset": lambda self, **row: "Begin." if reset is None else reset(),
@@ -270,6 +324,9 @@ def boom() -> None:
         (hostile(step=boom), "Own.step raised ValueError: boom"),
         (hostile(step=lambda: "text"), "Own.step returned 'text'; it must be a Step"),
         (hostile(step=lambda: Step(reward=float("nan"))), "must be a finite number"),
+        (hostile(step=lambda: Step([{**PROMPT[0], "x": "x" * (1 << 21)}])), "more than 1,048,576 "),
+        (hostile(step=lambda: Step(reward=10**400)), "Step.reward: int too large"),
+        (hostile(step=lambda: Step(reward=np.zeros(2))), "Step.reward: only "),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(parts={"mean": 1.0})), "is a name of metrics"),
         (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
@@ -288,6 +345,25 @@ def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str)
 
     with pytest.raises(EnvironmentFault, match=sentence):
         asyncio.run(play())
+
+
+def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
+    own = type("Own", (bytes,), {})
+    cls = hostile(state=lambda self: own(b"kept"), restore=boom)
+
+    async def play() -> bytes | None:
+        player = player_of(cls, threads)
+        await player.reset({}, ())
+        return await player.state()
+
+    assert type(asyncio.run(play())) is bytes
+
+
+def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads) -> None:
+    for opening, sentence in (("x" * (1 << 21), "more than 1,048,576"), ("\ud800", "the message")):
+        cls = type("Own", (Calculator,), {"reset": lambda self, opening=opening: opening})
+        with pytest.raises(EnvironmentFault, match=sentence):
+            asyncio.run(player_of(cls, threads).reset({}, PROMPT))
 
 
 def test_rows_without_prompt_need_an_opening(threads: Threads) -> None:
