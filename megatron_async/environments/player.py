@@ -201,7 +201,7 @@ class Player:
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        await self._call("restore", snapshot, **self._fitting("restore", row))
+        await self._call("restore", snapshot, **self._fitting("restore", row, snapshot))
 
     async def close(self) -> None:
         """End the object. Raises EnvironmentFault."""
@@ -209,13 +209,25 @@ class Player:
         if hasattr(ending, "close"):
             await self._run("close", ending.close)
 
-    def _fitting(self, method: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns of the row that a method takes: all where it has `**row`."""
+    def _fitting(self, method: str, row: Mapping[str, Any], *first: Any) -> Mapping[str, Any]:
+        """The columns of the row that a method takes: all where it has `**row`.
+
+        Raises EnvironmentFault where it takes one that the row has not.
+        """
         found = getattr(self._object, method, None)
-        known = inspect.signature(found).parameters if callable(found) else {}
-        if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        if not callable(found):
             return row
-        return {name: value for name, value in row.items() if name in known}
+        signature = inspect.signature(found)
+        known = signature.parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        given = row if every else {name: value for name, value in row.items() if name in known}
+        try:
+            signature.bind(*first, **given)
+        except TypeError as error:
+            raise EnvironmentFault(
+                f"{self._where(method)} does not fit a row of {', '.join(sorted(row))}: {error}"
+            ) from error
+        return given
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
