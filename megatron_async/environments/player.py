@@ -232,7 +232,7 @@ class Player:
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
         if found is None:
-            raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")
+            raise EnvironmentFault(f"the class has no method {method!r}")
         return await self._run(method, lambda: found(*arguments, **named))
 
     async def read(self, action: Build) -> Any:
