@@ -235,9 +235,9 @@ async def wanders_over(
     async def ask(messages: list[Any]) -> list[Any]:
         """The messages with the answer, and what its calls returned."""
         reply = await policy.chat.completions.create(model="policy", messages=messages, **offered)
-        said = reply.choices[0].message
-        found = [*messages, said.model_dump(exclude_none=True)]
-        for call in said.tool_calls or ():
+        message = reply.choices[0].message
+        found = [*messages, message.model_dump(exclude_none=True)]
+        for call in message.tool_calls or ():
             content = chance.choice(texts)
             found.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return found
