@@ -124,7 +124,7 @@ class Client:
     messages: list[dict[str, str]] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
 
-    def send(self) -> None:
+    def write(self) -> None:
         """Add what the next call brings."""
         if not self.messages:
             for number in range(_OPENING_MESSAGES):
@@ -167,7 +167,7 @@ async def play_agents(meet: str, agents: int, proxy: str) -> None:
             await asyncio.wait_for(every.wait(), _LONGEST_SECONDS)
             if line == "gateway":
                 for client in clients:
-                    client.send()
+                    client.write()
                 url = f"{clients[0].about['url']}/chat/completions"
                 await asyncio.gather(*(c.call(session, url, keep=True) for c in clients))
             elif line == "proxy":
