@@ -63,7 +63,7 @@ class AsTRLHasIt:
 
     def __init__(self) -> None:
         self.client = time.monotonic
-        self.reward = 0.0
+        self.reward: Any = 0.0
 
     @property
     def board(self) -> str:
@@ -82,7 +82,7 @@ class AsTRLHasIt:
         Returns:
             The game's hint.
         """
-        self.reward = 1.0
+        self.reward = np.float32(1.0)
         return "right"
 
 
