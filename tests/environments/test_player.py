@@ -208,15 +208,15 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
         def reset(self, **row: Any) -> None:
             pass
 
-        def echo(self, said: str) -> str:
-            """Say it again.
+        def echo(self, text: str) -> str:
+            """Repeat a text.
 
             Args:
-                said: What is said.
+                text: The text.
             """
-            return said
+            return text
 
-    call = qwen_call('{"name": "echo", "arguments": {"said": "a\\ud800b"}}')
+    call = qwen_call('{"name": "echo", "arguments": {"text": "a\\ud800b"}}')
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
 
 
