@@ -184,7 +184,7 @@ class Player:
         if hasattr(self._object, "get_reward"):
             return number_of(await self._call("get_reward"), self._where("get_reward"))
         kept = getattr(self._object, "reward", None)
-        if not hasattr(self._object, "step") and isinstance(kept, int | float):
+        if not hasattr(self._object, "step") and hasattr(kept, "__float__"):
             return number_of(kept, self._where("reward"))
         return 0.0, {}
 

@@ -63,7 +63,7 @@ class AsTRLHasIt:
 
     def __init__(self) -> None:
         self.client = time.monotonic
-        self.reward = 0.0
+        self.reward: Any = 0.0
 
     @property
     def board(self) -> str:
@@ -82,7 +82,7 @@ class AsTRLHasIt:
         Returns:
             The game's hint.
         """
-        self.reward = 1.0
+        self.reward = np.float32(1.0)
         return "right"
 
 
@@ -208,15 +208,15 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
         def reset(self, **row: Any) -> None:
             pass
 
-        def echo(self, word: str) -> str:
-            """Repeat it.
+        def echo(self, text: str) -> str:
+            """Repeat a text.
 
             Args:
-                word: What comes back.
+                text: The text.
             """
-            return word
+            return text
 
-    call = qwen_call('{"name": "echo", "arguments": {"word": "a\\ud800b"}}')
+    call = qwen_call('{"name": "echo", "arguments": {"text": "a\\ud800b"}}')
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
 
 
