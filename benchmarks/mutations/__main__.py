@@ -7,11 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.mutations import arithmetic, gpu_readiness
+from benchmarks.mutations import arithmetic, gpu_readiness, seventy_b
 from benchmarks.mutations.mutation import Mutation
 from benchmarks.mutations.runner import Outcome, counted, run
 
-MUTATIONS: Final[tuple[Mutation, ...]] = (*arithmetic.MUTATIONS, *gpu_readiness.MUTATIONS)
+MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *arithmetic.MUTATIONS,
+    *gpu_readiness.MUTATIONS,
+    *seventy_b.MUTATIONS,
+)
 _SHOWN_CHARACTERS: Final = 1500
 
 

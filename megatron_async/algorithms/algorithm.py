@@ -112,13 +112,7 @@ class Algorithm:
         if self.config.advantage.estimator != "rapid":
             trained_E = _of_episodes(batch.trained_S, batch)
             advantages_E, scale_E = self._advantages(rewards_E, groups_E, trained_E)
-            advantages_T = spread(advantages_E[index_S], batch.cu_seqlens_S1)
-            returns_T = batch.columns.get(TURN_RETURNS)
-            if returns_T is not None:
-                more_T = returns_T.double() - spread(batch.rewards_S.double(), batch.cu_seqlens_S1)
-                more_T = more_T * spread(scale_E[index_S], batch.cu_seqlens_S1)
-                advantages_T = advantages_T + more_T * (batch.loss_mask_T != 0)
-            batch = replace(batch, advantages_T=advantages_T)
+            batch = _with_advantages(batch, advantages_E[index_S], scale_E[index_S])
         return batch, metrics
 
     def prepare_minibatch(
@@ -155,7 +149,7 @@ class Algorithm:
                 eta=rapid.eta,
                 leave_one_out=rapid.leave_one_out,
             )
-            batch = replace(batch, advantages_T=spread(advantages_S, cu_S1))
+            batch = _with_advantages(batch, advantages_S, torch.ones_like(advantages_S))
         return batch, denominators
 
     def inputs(
@@ -300,6 +294,17 @@ class Algorithm:
         if batch.old_logprobs_T is None:
             raise ValueError("decoupled mode needs old_logprobs_T, got None")
         return batch.old_logprobs_T.double()
+
+
+def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) -> DeviceBatch:
+    """Give tokens their sequence's, and what their turn returns more, times `scale_S`."""
+    cu_S1, returns_T = batch.cu_seqlens_S1, batch.columns.get(TURN_RETURNS)
+    advantages_T = spread(advantages_S, cu_S1)
+    if returns_T is not None:
+        more_T = returns_T.double() - spread(batch.rewards_S.double(), cu_S1)
+        more_T = more_T * spread(scale_S, cu_S1)
+        advantages_T = advantages_T + more_T * (batch.loss_mask_T != 0)
+    return replace(batch, advantages_T=advantages_T)
 
 
 def _of_episodes(values_S: Tensor, batch: DeviceBatch) -> Tensor:

@@ -36,7 +36,11 @@ PLAIN_TEMPLATE: Final = (
 
 
 class Conversation:
-    """Renders the turns of one model's conversations. `tools`: JSON schemas, empty: none."""
+    """Renders the turns of one model's conversations.
+
+    `tools`: JSON schemas, empty: none. `calls`: answers may hold calls, of which the marks are
+    special tokens of some models; with tools they may always.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,8 @@ class Conversation:
         tokenizer: Any,
         stop_token_ids: Collection[int],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        calls: bool = False,
     ) -> None:
         arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
         template = chat_template(config, tokenizer)
@@ -55,6 +61,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._tools = tools
+        self._hides_special = not (tools or calls)
 
     def opening(self, messages: Sequence[Message]) -> IntArray:
         """The tokens up to the first answer. Raises UserError where the template fails."""
@@ -79,7 +86,7 @@ class Conversation:
         ids = list(token_ids)
         if ids and ids[-1] in self._stop_token_ids:
             ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=not self._tools))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._hides_special))
 
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer with its end, as a policy could write it."""

@@ -106,7 +106,7 @@ def number_of(returned: Any, where: str) -> tuple[float, Mapping[str, float]]:
     """A reward and its parts, as a reward function may return them. Raises EnvironmentFault."""
     try:
         score = score_of(returned)
-    except ValueError as error:
+    except Exception as error:  # a number of the user's may raise anything
         raise EnvironmentFault(f"{where}: {error}") from error
     return score.value, score.parts
 
@@ -121,7 +121,8 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
         )
     for message in observation:
         _check_message(message, where)
-    if sum(len(message["content"]) for message in observation) > LARGEST_OBSERVATION:
+    parts = (part for message in observation for item in message.items() for part in item)
+    if sum(map(len, parts)) > LARGEST_OBSERVATION:
         raise EnvironmentFault(
             f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
         )

@@ -134,7 +134,8 @@ class Player:
         if isinstance(opening, str) and prompt and self.tools:
             # As TRL has it: the opening of a class of tools follows the row's prompt.
             *before, last = prompt
-            return (*before, {**last, "content": last["content"] + opening})
+            whole = {**last, "content": last["content"] + opening}
+            return (*before, *messages_of([whole], self._where("reset")))
         return opening_of(opening, prompt, self._where("reset"))
 
     @property
@@ -183,7 +184,7 @@ class Player:
         if hasattr(self._object, "get_reward"):
             return number_of(await self._call("get_reward"), self._where("get_reward"))
         kept = getattr(self._object, "reward", None)
-        if not hasattr(self._object, "step") and isinstance(kept, int | float):
+        if not hasattr(self._object, "step") and hasattr(kept, "__float__"):
             return number_of(kept, self._where("reward"))
         return 0.0, {}
 
@@ -196,12 +197,12 @@ class Player:
             raise EnvironmentFault(
                 f"{self._where('state')} returned {shown(snapshot)}; it must be bytes"
             )
-        return snapshot if len(snapshot) <= LARGEST_STATE else None
+        return bytes(snapshot) if len(snapshot) <= LARGEST_STATE else None
 
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        await self._call("restore", snapshot, **self._fitting("restore", row))
+        await self._call("restore", snapshot, **self._fitting("restore", row, snapshot))
 
     async def close(self) -> None:
         """End the object. Raises EnvironmentFault."""
@@ -209,18 +210,32 @@ class Player:
         if hasattr(ending, "close"):
             await self._run("close", ending.close)
 
-    def _fitting(self, method: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns of the row that a method takes: all where it has `**row`."""
-        found = getattr(self._object, method, None)
-        known = inspect.signature(found).parameters if callable(found) else {}
-        if any(p.kind is p.VAR_KEYWORD for p in known.values()):
-            return row
-        return {name: value for name, value in row.items() if name in known}
+    def _fitting(self, method: str, row: Mapping[str, Any], *first: Any) -> dict[str, Any]:
+        """The columns of the row that a method takes: all where it has `**row`.
 
-    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        But for those that have the names of its first arguments, which are `first`. Raises
+        EnvironmentFault where it takes one that the row has not.
+        """
+        found = getattr(self._object, method, None)
+        if not callable(found):
+            return {}
+        signature = inspect.signature(found)
+        known = signature.parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        taken = list(known)[: len(first)]
+        given = {n: v for n, v in row.items() if n not in taken and (every or n in known)}
+        try:
+            signature.bind(*first, **given)
+        except TypeError as error:
+            raise EnvironmentFault(
+                f"{self._where(method)} does not fit a row of {', '.join(sorted(row))}: {error}"
+            ) from error
+        return given
+
+    async def _call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
         if found is None:
-            raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")
+            raise EnvironmentFault(f"the class has no method {method!r}")
         return await self._run(method, lambda: found(*arguments, **named))
 
     async def read(self, action: Build) -> Any:

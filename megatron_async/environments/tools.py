@@ -10,7 +10,7 @@ Invariants
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
@@ -19,6 +19,10 @@ from megatron_async.tasks.base import Message
 
 NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
 """Public methods of an environment that are no tools."""
+_UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
+"""What parsers get where nothing describes a tool: without any they look for no call."""
+_MOST_NESTED: Final = 64
+"""Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
 Tool = Callable[..., Any]
 
@@ -60,7 +64,10 @@ def described(tools: Mapping[str, Tool], name: str) -> list[dict[str, Any]]:
 
 
 class CallReader:
-    """Finds the calls in what a policy has written, by one of SGLang's parsers."""
+    """Finds the calls in what a policy has written, by one of SGLang's parsers.
+
+    Without `schemas` (what plays by `step` describes no tools) a call may have any name.
+    """
 
     def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._parser = parser
@@ -79,17 +86,18 @@ class CallReader:
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
         """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""
         from sglang.srt.entrypoints.openai.protocol import Tool as ToolModel
+        from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        parser = FunctionCallParser(
-            [ToolModel.model_validate(schema) for schema in self._schemas], self._parser
-        )
+        tools = [ToolModel.model_validate(schema) for schema in self._schemas or _UNDESCRIBED]
+        parser = FunctionCallParser(tools, self._parser)
         if not parser.has_tool_call(text):
             return text, (), ""
         try:
-            rest, items = parser.parse_non_stream(text)
+            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(not self._schemas):
+                rest, items = parser.parse_non_stream(text)
             calls = tuple(_call(item.name or "", item.parameters) for item in items)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - parsers raise all kinds over such texts
             return text, (), f"Error: the call cannot be read: {error}"
         # The parser leaves out unknown tools and broken JSON, with their text.
         if len(calls) < max(1, text.count(parser.detector.bot_token or text)):
@@ -102,7 +110,16 @@ def _call(name: str, parameters: str) -> ToolCall:
     arguments = json.loads(parameters or "{}")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name!r} are {shown(arguments)}, not an object")
+    level: list[Any] = [arguments]
+    for _ in range(_MOST_NESTED):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise ValueError(f"the arguments of {name!r} are nested more than {_MOST_NESTED} times")
     return ToolCall(name, arguments)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
@@ -118,6 +135,7 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """The message in which the policy reads what a tool has returned."""
+    """The message in which the policy reads what a tool has returned: text, else JSON."""
     content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
-    return {"role": "tool", "name": name, "content": content}
+    # Half of a surrogate pair, which a policy can put into a call, is no text.
+    return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}

@@ -114,12 +114,13 @@ class EnvironmentWorker:
         stops = stop_tokens(model_path, tokenizer)
         tools = tools_of(built(self._build, self._settings.name), self._settings.name)
         schemas = described(tools, self._settings.name)
+        parser = self._settings.tool_parser
         self.conversation = Conversation(
-            TaskConfig.model_validate_json(task), tokenizer, stops, schemas
+            TaskConfig.model_validate_json(task), tokenizer, stops, schemas, calls=bool(parser)
         )
         self.reader: CallReader | None = None
-        if self._settings.tool_parser:
-            self.reader = CallReader(self._settings.tool_parser, schemas)
+        if parser:
+            self.reader = CallReader(parser, schemas)
             self.reader.check()  # which imports what reads calls, before memory is limited
         self._stops = frozenset(stops)
         self._threads = Threads(self._settings.threads)
@@ -299,9 +300,10 @@ async def watch_loop(seconds: float, log: IO[str]) -> None:
 
 
 def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the row."""
-    named = {"prompt": payload.get("question"), "answer": payload.get("answer")}
-    return {**{name: text for name, text in named.items() if text}, **payload["metadata"]}
+    """The columns of the row, as they are there: a prompt may be a text or messages."""
+    prompt = payload["messages"] if payload.get("chat") else payload.get("question")
+    named = {"prompt": prompt, "answer": payload.get("answer")}
+    return {**{name: found for name, found in named.items() if found}, **payload["metadata"]}
 
 
 def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:

@@ -23,8 +23,12 @@ async def _serve(listening: socket.socket) -> None:
     await serve(listening, placed.handle)
 
 
-def _quick_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed, as it is with SGLang and with Ray."""
+def new_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed, as it is with SGLang and with Ray.
+
+    An HTTP client that a user's program drops unclosed may make asyncio's own loop stop listening
+    to another connection: its end comes when the number of its descriptor is another's.
+    """
     try:
         import uvloop
     except ImportError:
@@ -38,7 +42,7 @@ def main(socket_number: int) -> None:
     # It asks trainers to stop, and nobody may die of it; what is started here inherits that.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     os.set_inheritable(socket_number, False)
-    with asyncio.Runner(loop_factory=_quick_loops()) as runner:
+    with asyncio.Runner(loop_factory=new_loops()) as runner:
         runner.run(_serve(socket.socket(fileno=socket_number)))
 
 

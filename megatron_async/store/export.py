@@ -11,7 +11,7 @@ Invariants
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def _lines(
             "reward_detail": orjson.Fragment(row.reward_detail),
             "batch": None if batch is None else {"lineage": batch.lineage, "step": batch.step},
             "drop_reason": row.drop_reason if batch is None else None,
-            **({"turns": [_turn_line(turn) for turn in tokens.turns]} if tokens.turns else {}),
+            **({"turns": _turn_lines(tokens.turns)} if tokens.turns else {}),
         }
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -113,8 +113,10 @@ def _segment_line(segment: Segment) -> dict[str, Any]:
     }
 
 
-def _turn_line(turn: Turn) -> dict[str, Any]:
-    return {f.name: getattr(turn, f.name) for f in fields(turn) if f.name != "state"}
+def _turn_lines(turns: Sequence[Turn]) -> orjson.Fragment:
+    # Python's JSON: a policy may have written any number, and any half of a surrogate pair.
+    names = [field.name for field in fields(Turn) if field.name != "state"]
+    return orjson.Fragment(json.dumps([{n: getattr(turn, n) for n in names} for turn in turns]))
 
 
 def _values(array: np.ndarray) -> Any:

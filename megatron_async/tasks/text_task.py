@@ -133,7 +133,8 @@ class TextTask:
     """Implements `base.Task`. `tokenizer` is a transformers tokenizer.
 
     `evaluated`: the evaluation sets that are files of their own, by name. `plays`: an environment
-    opens each episode; a prompt has no tokens, and its messages in the payload.
+    opens each episode; a prompt has no tokens, and its messages in the payload (`chat`: the row has
+    messages in place of a text).
     """
 
     def __init__(
@@ -301,7 +302,8 @@ class TextTask:
         ids, payload = self.prompt_ids(problem), problem.payload
         if self._plays:
             shown = list(self.messages(problem)) if payload["question"] else []
-            ids, payload = ids[:0], {**payload, "messages": shown}
+            ids = ids[:0]
+            payload = {**payload, "messages": shown, "chat": bool(problem.messages)}
         return Prompt(ids, self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:

@@ -189,6 +189,21 @@ def test_rapid_refuses_an_episode_with_branches() -> None:
         rapid.prepare_minibatch(prepared, prepared.rollout_logprobs_T)
 
 
+def test_rapid_credits_turns_too() -> None:
+    """Of weight 1: G_t, less the mean of G_0."""
+    played = [episode(0, 0, [0.5, 0.0, 1.0]), episode(1, 0, [0.25], scorer=1.0)]
+    groups = [Group(0, NO_PROMPT, tuple(played))]
+    batch = pack_groups(groups, step=3, lineage=0, branch_points={}, discount=0.5)
+    rapid = build_algorithm(build_config({"algorithm": {"recipe": "rapid"}}))
+    prepared, _ = rapid.prepare(DeviceBatch.of(batch))
+    prepared, _ = rapid.prepare_minibatch(prepared, prepared.rollout_logprobs_T)
+    assert prepared.advantages_T is not None
+    trained_T = prepared.advantages_T[prepared.loss_mask_T > 0]
+    baseline = (0.75 + 1.25) / 2
+    expected = np.repeat(np.array([0.75, 0.5, 1.0, 1.25]) - baseline, 2)
+    np.testing.assert_allclose(trained_T.numpy(), expected, rtol=1e-6)
+
+
 def test_a_reference_penalty_counts_all_branches_of_an_episode_once() -> None:
     fork = episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0])
     played = [fork, episode(1, 0, [0.0])]

@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_async.errors import UserError
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
+    LEFT,
     DropReason,
     FinishReason,
     PolicyVersion,
@@ -62,7 +64,11 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
 
     asyncio.run(scenario())
     with closing(StoreReader(tmp_path / STORE)) as reader:
-        shown = view.details(reader.trajectory(0), lambda ids: "|".join(map(str, ids)))
+        found = reader.trajectory(0)
+        shown = view.details(found, lambda ids: "|".join(map(str, ids)))
+    turns = (found.turns[0], replace(found.turns[1], answer={LEFT: True}), found.turns[2])
+    left = printed(view.details(replace(found, turns=turns), str))
+    assert left.count("mask 1") == 2, "a turn that is left is not trained"
     text = " ".join(printed(shown).split())
     assert "turn 0, begins segment 0: environment, 2 tokens, mask 0 1|2" in text
     policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.environments import check
 from megatron_async.environments.check import CheckedEnvironment, check_environment
+from megatron_async.environments.worker import row_of
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.tasks import build_task
 from tests.environments.inside import InsidePlace
 
 GAMES = Path(__file__).with_name("games.py")
+PROGRAMS = Path(__file__).with_name("agent_programs.py")
 OWN = '''
 import os
 
@@ -138,6 +141,30 @@ def test_a_template_that_cannot_be_continued_is_refused(
 
 
 @pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}",
+            "it shows a message of role 'user' otherwise in a longer one",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused_to_agents_too(
+    own: Path, template: str, sentence: str
+) -> None:
+    tokenizer = write_character_tokenizer(own.parent / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(own.parent / "model")
+    settings = {"model": {"path": str(own.parent / "model")}, "sampling": {"max_new_tokens": 16}}
+    config = build_config({**settings, "agent": f"{PROGRAMS}:solve"})
+    payload = {"question": "ask?", "answer": "7", "metadata": {}, "messages": []}
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        check_environment(config, payload, 100)
+
+
+@pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize(("game", "notices"), [("Count", 0), ("Unlike", 1)])
 def test_members_of_a_group_that_start_differently_bring_a_notice(
     own: Path, game: str, notices: int
@@ -146,6 +173,24 @@ def test_members_of_a_group_that_start_differently_bring_a_notice(
     assert len(found.notices) == notices
     assert all("opens two episodes of one row differently" in notice for notice in found.notices)
     assert found.summary.startswith("first episode, ")
+
+
+ASKED = {"role": "user", "content": "6 times 7?"}
+
+
+@pytest.mark.parametrize(
+    "prompt", ["6 times 7?", [ASKED], [{"role": "system", "content": "Be brief."}, ASKED]]
+)
+def test_an_environment_gets_the_row_as_it_is(own: Path, prompt: object) -> None:
+    row = {"prompt": prompt, "answer": "42", "level": 3, "method": "GET"}
+    (own.parent / "rows.jsonl").write_text(json.dumps(row))
+    task = {"kind": "files", "path": str(own.parent / "rows.jsonl"), "heldout_share": 0}
+    config = build_config({"task": task, "environment": {"name": f"{own}:Long"}})
+    template = write_character_tokenizer(own.parent / "model")
+    template.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template.save_pretrained(own.parent / "model")
+    made = build_task(config.task, str(own.parent / "model"), plays=True)
+    assert row_of(made.train_prompts(0, 1)[0].payload) == row
 
 
 def test_a_worker_that_dies_leaves_the_log_that_the_refusal_names(own: Path) -> None:

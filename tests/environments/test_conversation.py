@@ -106,6 +106,14 @@ def test_an_answer_is_text_without_its_end() -> None:
     assert turns.answer_text([*ids, stops[0]]) == turns.answer_text(ids) == "five"
 
 
+def test_marks_of_calls_stay_in_the_text_where_calls_are_read() -> None:
+    tokenizer, stops = family_tokenizer("llama3_1")
+    ids = tokenizer.encode("<|python_tag|>x", add_special_tokens=False)
+    for calls, text in ((False, "x"), (True, "<|python_tag|>x")):
+        turns = Conversation(DataConfig(), tokenizer, stops, calls=calls)
+        assert turns.answer_text(ids) == text
+
+
 @pytest.mark.parametrize(
     ("family", "goes_on"),
     [("qwen2_5", True), ("qwen3", True), ("llama3_1", True)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_async.environments import Answer, Step
@@ -62,7 +63,7 @@ class AsTRLHasIt:
 
     def __init__(self) -> None:
         self.client = time.monotonic
-        self.reward = 0.0
+        self.reward: Any = 0.0
 
     @property
     def board(self) -> str:
@@ -81,7 +82,7 @@ class AsTRLHasIt:
         Returns:
             The game's hint.
         """
-        self.reward = 1.0
+        self.reward = np.float32(1.0)
         return "right"
 
 
@@ -182,6 +183,43 @@ def test_tools_answer_every_call(threads: Threads, text: str, replies: Sequence[
     assert not reply.done
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "null",
+        "5",
+        "[1, 2]",
+        '"x"',
+        "[" * 3000,
+        '{"name": "multiply", "arguments": %s}',
+        '{"name": "multiply", "arguments": {"a": 1, "b": %s}}',
+    ],
+)
+def test_nothing_that_a_policy_writes_ends_an_episode(threads: Threads, body: str) -> None:
+    nested = "[" * 900 + "]" * 900
+    reply = calls_of(threads, Calculator, qwen_call(body.replace("%s", nested)))
+    assert all(message["content"].startswith("Error: ") for message in reply.messages)
+    assert reply.messages
+    assert not reply.done
+
+
+def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> None:
+    class Echo:
+        def reset(self, **row: Any) -> None:
+            pass
+
+        def echo(self, text: str) -> str:
+            """Repeat a text.
+
+            Args:
+                text: The text.
+            """
+            return text
+
+    call = qwen_call('{"name": "echo", "arguments": {"text": "a\\ud800b"}}')
+    assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
+
+
 def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> None:
     reply = calls_of(threads, Calculator, "It is 42.")
     assert reply.done
@@ -201,6 +239,59 @@ def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
         assert [message["content"] for message in reply.messages] == ["right"]
         assert (await player.step(Answer("Done."), reader)).done
         assert await player.final_reward() == (1.0, {})
+
+    asyncio.run(play())
+
+
+def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) -> None:
+    class Board:
+        def reset(self, **row: Any) -> str:
+            return "Call move(square)."
+
+        def step(self, answer: Answer) -> Step:
+            seen.append(answer)
+            return Step("go on")
+
+    seen: list[Answer] = []
+    two = [qwen_call(f'{{"name": "move", "arguments": {{"square": {n}}}}}') for n in (1, 2)]
+
+    async def play() -> None:
+        player, reader = player_of(Board, threads), CallReader("qwen25", ())
+        await player.reset({}, ())
+        for text in ("So: " + "".join(two), "So.", "So: " + qwen_call('{"name": "mov')):
+            await player.step(Answer(text, turn=len(seen)), reader)
+
+    asyncio.run(play())
+    called, plain, broken = seen
+    assert [(c.name, dict(c.arguments)) for c in called.tool_calls] == [
+        ("move", {"square": 1}),
+        ("move", {"square": 2}),
+    ]
+    assert called.text.strip() == "So:"
+    assert (plain.text, plain.tool_calls, plain.turn) == ("So.", (), 1)
+    assert (broken.text, broken.tool_calls) == ("So: " + qwen_call('{"name": "mov'), ())
+
+
+def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
+    class Kept:
+        def reset(self, method: str, **row: Any) -> str:
+            return f"{method} {row['arguments']} {row['state']}"
+
+        def step(self, answer: Answer) -> Step:
+            return Step("go on")
+
+        def state(self) -> bytes:
+            return b"kept"
+
+        def restore(self, state: bytes, method: str, **row: Any) -> None:
+            assert (state, method, row) == (b"kept", "GET", {"arguments": 1})
+
+    async def play() -> None:
+        player = player_of(Kept, threads)
+        row = {"method": "GET", "arguments": 1, "state": "Texas"}
+        [opening] = await player.reset(row, ())
+        assert opening["content"] == "GET 1 Texas"
+        await player.restore(b"kept", row)  # its first argument is the snapshot
 
     asyncio.run(play())
 
@@ -233,12 +324,23 @@ def boom() -> None:
         (hostile(step=boom), "Own.step raised ValueError: boom"),
         (hostile(step=lambda: "text"), "Own.step returned 'text'; it must be a Step"),
         (hostile(step=lambda: Step(reward=float("nan"))), "must be a finite number"),
+        (hostile(step=lambda: Step([{**PROMPT[0], "x": "x" * (1 << 21)}])), "more than 1,048,576 "),
+        (hostile(step=lambda: Step(reward=10**400)), "Step.reward: int too large"),
+        (hostile(step=lambda: Step(reward=np.zeros(2))), "Step.reward: only "),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(parts={"mean": 1.0})), "is a name of metrics"),
         (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
         (hostile(step=give_up), "Own.step raised TimeoutError: the service is slow"),
         (hostile(state=lambda self: "text", restore=boom), "Own.state returned 'text'"),
         (hostile(get_reward=lambda self: "1"), "Own.get_reward: the reward returned '1'"),
+        (
+            hostile(step=lambda: Step(reward=None)),  # type: ignore[arg-type]
+            "Step.reward: the reward returned None; it must be a number, or .* to numbers$",
+        ),
+        (
+            hostile(step=lambda: Step(parts={"won": "yes"})),  # type: ignore[dict-item]
+            "returned 'yes' as 'won'; it must be a number$",
+        ),
     ],
 )
 def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
@@ -251,6 +353,35 @@ def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str)
 
     with pytest.raises(EnvironmentFault, match=sentence):
         asyncio.run(play())
+
+
+def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
+    own = type("Own", (bytes,), {})
+    cls = hostile(state=lambda self: own(b"kept"), restore=boom)
+
+    async def play() -> bytes | None:
+        player = player_of(cls, threads)
+        await player.reset({}, ())
+        return await player.state()
+
+    assert type(asyncio.run(play())) is bytes
+
+
+def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads) -> None:
+    for opening, sentence in (("x" * (1 << 21), "more than 1,048,576"), ("\ud800", "the message")):
+        cls = type("Own", (Calculator,), {"reset": lambda self, opening=opening: opening})
+        with pytest.raises(EnvironmentFault, match=sentence):
+            asyncio.run(player_of(cls, threads).reset({}, PROMPT))
+
+
+def test_a_column_that_no_row_has_is_named_with_those_it_has(threads: Threads) -> None:
+    class Misspelt(Guess):  # type: ignore[misc]
+        def reset(self, sead: int, **row: Any) -> str:
+            return "Guess."
+
+    player = player_of(Misspelt, threads)
+    with pytest.raises(EnvironmentFault, match=r"does not fit a row of level, seed: .*'sead'"):
+        asyncio.run(player.reset({"seed": 1, "level": 2}, ()))
 
 
 def test_rows_without_prompt_need_an_opening(threads: Threads) -> None:

@@ -146,6 +146,26 @@ def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM chunks").fetchone() == (0,)
 
 
+@pytest.mark.parametrize("written", [10**30, "\ud800", [[[[1e300, None]]]], float("inf")])
+def test_whatever_a_policy_gives_to_a_tool_is_exported(tmp_path: Path, written: object) -> None:
+    answer = {"text": "", "tool_calls": [{"name": "add", "arguments": {"a": written}}]}
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        group = store.add_group(NO_PROMPT, 1)
+        await play(store, 0, [1, 2], [3, 4], parent=None)
+        await end(store, 0, TurnOutcome(answer, 1.0), 1.0)
+        store.mark_batched([group.group_id], 1)
+        await store.sync(durable=True)
+        await store.checkpoint_finalised(2, [2])
+        await store.close()
+
+    asyncio.run(scenario())
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        assert not reader.holds(0)
+        assert find(reader, 0).turns[0].answer == answer
+
+
 def test_every_moment_of_an_episode_survives_a_kill(tmp_path: Path) -> None:
     """What a resume finds after each commit of a two-turn episode."""
     found: list[tuple[str, list[tuple[list[int], FinishReason | None, bytes | None]]]] = []
