@@ -15,7 +15,7 @@ import pytest
 from megatron_async.environments import Answer, Step
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.player import Player, Threads, environment_builder
-from megatron_async.environments.tools import CallReader
+from megatron_async.environments.tools import CallReader, described
 from megatron_async.errors import UserError
 from megatron_async.runtime.import_path import load_object
 
@@ -218,6 +218,27 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
 
     call = qwen_call('{"name": "echo", "arguments": {"text": "a\\ud800b"}}')
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
+
+
+def test_no_parser_raises_whatever_is_written_where_a_call_is_expected() -> None:
+    """Those of SGLang raise errors of many kinds on JSON that is no call, such as a number."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    written = ("7", "null", '"a"', "[7]", "[[]]", "{}", '{"name": 7}', '{"name": "multiply"', "x(")
+    schemas = described({"multiply": Calculator().multiply}, "own.py:Calculator")
+    raised = set()
+    parsers = dict(FunctionCallParser.ToolCallParserEnum)
+    parsers.pop("response_template", None)  # cannot be made without the server's own template
+    for name, detector in parsers.items():
+        reader = CallReader(name, schemas)
+        for inside in written:
+            text = f"{detector().bot_token}{inside}{detector().eot_token}"
+            rest, calls, wrong = reader.read(text)
+            assert wrong == "" or rest == text, (name, text)
+            if "cannot be read: " in wrong:
+                raised.add(name)
+            assert {call.name for call in calls} <= {"multiply"}, (name, text)
+    assert "llama3" in raised
 
 
 def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> None:
