@@ -425,6 +425,16 @@ def test_what_cannot_be_built_is_refused(
         environment_builder(f"{file}:Own", arguments)
 
 
+class _Deck:
+    def __init__(self, cards: list[int]) -> None:
+        self.drawn = cards.pop()
+
+
+def test_every_episode_has_arguments_of_its_own() -> None:
+    build = environment_builder(f"{__name__}:_Deck", {"cards": [1, 2, 3]})
+    assert [build().drawn for _ in range(3)] == [3, 3, 3]
+
+
 def test_a_tool_that_cannot_be_described_is_refused(threads: Threads) -> None:
     class Silent:
         def reset(self, **row: Any) -> None:
