@@ -8,6 +8,8 @@ has eight turns. No batch is ever complete, so that nothing but turns goes on.
 
 - busy: share of the time in which the N' slots are taken, over `--seconds` after the first episodes
   have ended.
+- full rate: turns a second as a share of what N' slots that are always taken allow. It is below
+  `busy` where engines or manager get too little of a core, as on a machine with other work.
 - CPU: of the manager's process without the engines' thread, for each turn; it reads the streams
   itself, which in a run the hosts of engines do.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import logging
 import os
 import platform
 import tempfile
@@ -98,7 +101,7 @@ def settings(case: Case, model: Path) -> RunConfig:
                 "stream_interval": TOKENS,
                 "max_total_tokens": 1 << 20,
             },
-            "weights": {"verify": "never"},
+            "weights": {"transport": "tensor", "verify": "never"},
             "eval": {"prompts": 1},
             "steps": 100,
         }
@@ -179,11 +182,13 @@ def report(found: list[tuple[Case, Figures]]) -> str:
             f"{100 * figures.busy:.1f} %",
             case.goal,
             f"{figures.turns / figures.seconds:.1f}",
+            f"{100 * figures.turns / figures.seconds * TURN_SECONDS / case.slots:.1f} %",
             f"{1000 * figures.cpu_seconds / max(1, figures.turns):.2f} ms",
         ]
         for case, figures in found
     ]
-    head = ["N'", "open episodes", "tool", "slots busy", "goal", "turns/s", "manager CPU a turn"]
+    head = ["N'", "open episodes", "tool", "slots busy", "goal", "turns/s"]
+    head += ["full rate", "manager CPU a turn"]
     today = datetime.datetime.now(datetime.UTC).date()
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
     return f"{command_line('benchmarks.slots')}, {today}, {machine}\n\n{table(head, rows)}\n"
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, choices=range(len(CASES)), default=None)
     parser.add_argument("--out", type=Path, default=None)
     parsed = parser.parse_args()
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # streams that the end breaks off
     found = []
     for number, case in enumerate(CASES):
         if parsed.case in (None, number):

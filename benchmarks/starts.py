@@ -1,10 +1,11 @@
 """What a start costs: wall to the first submitted request, CPU seconds and memory by process.
 
-    python -m benchmarks.starts [--runs 3] [SETTING=VALUE]...
+    python -m benchmarks.starts [--runs 3] [--loaded 8] [SETTING=VALUE]...
 
 Each run is `megatron-async train` of a tiny model with a real engine on CPU; it ends by SIGKILL a
 few seconds after its first request, whose time its recorded events have. CPU seconds are those at
 that moment, memory is what each process has for itself and its share of what several have (PSS).
+`--loaded`: beside so many processes that do nothing but count.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from megatron_async.files.disk import json_lines
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 
-_LIMIT_SECONDS = 240.0
+_LIMIT_SECONDS = 600.0
 _LOOK_SECONDS = 0.25
 _IDLE_SECONDS = 3.0
 _SETTINGS = (
@@ -45,6 +46,7 @@ _KINDS = (
     ("torch.distributed.run", "torchrun"),
     ("megatron_async.train_loop.rank", "trainer ranks"),
     ("engines.sglang.server", "engine: SGLang's server"),
+    ("engines.simulated.server", "engine: simulated"),
     ("sglang::", "engine: SGLang's scheduler"),
     ("ray::ManagerHost", "rollout manager"),
     ("rollout-manager", "rollout manager"),
@@ -85,13 +87,18 @@ class Start:
         }
 
 
+def kind_of(line: str) -> str:
+    """What the process with this command line is to a run."""
+    return next((kind for mark, kind in _KINDS if mark in line), "other")
+
+
 def uses(root: psutil.Process) -> Iterator[tuple[int, Use]]:
     """What this process and all below it use at this moment."""
     for process in (root, *root.children(recursive=True)):
         try:
             with process.oneshot():
                 line = " ".join(process.cmdline())
-                kind = next((kind for mark, kind in _KINDS if mark in line), "other")
+                kind = kind_of(line)
                 times = process.cpu_times()
                 memory = process.memory_full_info().pss / 2**20
         except psutil.Error:
@@ -146,6 +153,19 @@ def start(root: Path, name: str, settings: list[str]) -> Start:
     return Start(at - began, latest)
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that take all the time that they get."""
+    counting = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(counting) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def report(starts: list[Start]) -> str:
     """The table of the median start, its processes by CPU time."""
     median = sorted(starts, key=lambda start: start.wall_seconds)[len(starts) // 2]
@@ -165,14 +185,19 @@ def report(starts: list[Start]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--loaded", type=int, default=0, help="busy processes beside it")
     parser.add_argument("settings", nargs="*", help="SETTING=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         build_tiny_model(root / "model", seed=1)
         (root / "config.yaml").write_text(json.dumps({"model": {"path": str(root / "model")}}))
-        runs = range(options.runs)
-        print(report([start(root, f"run{number}", options.settings) for number in runs]))
+        with busy(options.loaded):
+            starts = []
+            for number in range(options.runs):
+                starts.append(start(root, f"run{number}", options.settings))
+                print(f"start {number}: {starts[-1].wall_seconds:.1f} s", flush=True)
+        print(report(starts))
 
 
 if __name__ == "__main__":

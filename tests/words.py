@@ -60,6 +60,7 @@ EXCEPTIONS = re.compile(
     r"failed_judgements"  # the stored name of a metric
     r"|judge(?=[\"`*])|name: judge|http, judge,|Judge(?=[\"(])|JUDGE_KEY"  # a reward of the YAML
     r"|(?:file|log|out|stream)\.tell\(\)"  # of Python's files
+    r"|(?:[`*]|import |from |install )verifiers|verifiers(?===|\.v1|-env)"  # a package
     # Former names that are still read: of a drop reason, settings, and parts of rewards.
     r"|[\"'`]verifier[\"'`]|DropReason\.VERIFIER|task\.verifier_workers(?=\", b\")"
     r"|\"(?:task|simulate\.reward)\.(?:on_)?verifier_[a-z_]+\"|\"verifier_\{kind\}\""

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--out F]`
+"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--cluster ray]
+[--out F]`
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
 at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
-promise was broken or a run did not go on.
+promise was broken or a run did not go on. `--agents`: episodes of a program.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.crash.checks import CHECKS, audit, tokens_lost
 from benchmarks.crash.episodes import repeats, went_on
@@ -30,6 +32,7 @@ from benchmarks.crash.run import (
     RunUnderFire,
     Target,
     configuration,
+    of_agents,
     of_episodes,
     prepare,
     rules_of,
@@ -91,13 +94,14 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
     account.repeats += repeats(evidence.calls)
     some, every = went_on(evidence.open_at, evidence.episodes)
     account.went_on, account.open_at_kills = account.went_on + some, account.open_at_kills + every
-    for _, place, lost, _ in tokens_lost(evidence):
-        before = [kill for kill in run.kills if kill.arrivals <= place]
+    for loss in tokens_lost(evidence):
+        before = [kill for kill in run.kills if kill.arrivals <= loss.place]
         if not before:
-            account.broken.append(f"{run.config['name']}: {lost} tokens were lost without a kill")
+            name = run.config["name"]
+            account.broken.append(f"{name}: {loss.tokens} tokens were lost without a kill")
             continue
         cause = max(before, key=lambda kill: kill.arrivals).target
-        account.largest_loss[cause] = max(account.largest_loss[cause], lost)
+        account.largest_loss[cause] = max(account.largest_loss[cause], loss.tokens)
 
 
 def table(accounts: dict[str, Account]) -> str:
@@ -124,11 +128,12 @@ def table(accounts: dict[str, Account]) -> str:
         stopped = sum("did not go on" in line for line in account.broken)
         cells = [preset, account.trajectories, account.batches, account.largest_lag]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
-    if any(account.open_at_kills for account in accounts.values()):
+    if any(account.open_at_kills or account.repeats for account in accounts.values()):
         lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
         lines.append("|---" * 4 + "|")
         for preset, account in accounts.items():
-            cells = [preset, account.open_at_kills, account.went_on, account.repeats]
+            known = account.open_at_kills  # not of agents, which begin again
+            cells = [preset, known or "-", account.went_on if known else "-", account.repeats]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -140,8 +145,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=PRESETS, default=None)
+    parser.add_argument("--cluster", choices=("local", "ray"), default="local")
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
-    parser.add_argument("--episodes", action="store_true", help="of an environment")
+    played = parser.add_mutually_exclusive_group()
+    played.add_argument("--episodes", action="store_true", help="of an environment")
+    played.add_argument("--agents", action="store_true", help="episodes of an agent")
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
@@ -156,13 +164,15 @@ def main(arguments: list[str]) -> int:
         prepare(root)
         left, number = parsed.kills, 0
         parts = itertools.cycle(
-            PARTS_OF_EPISODES if parsed.episodes else PARTS
+            PARTS_OF_EPISODES if parsed.episodes or parsed.agents else PARTS
         )  # over all runs: a run may be too short for each of them
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
             name = f"{preset}{number}"
-            changes = of_episodes(root, name) if parsed.episodes else {}
+            changes: dict[str, Any] = of_episodes(root, name) if parsed.episodes else {}
+            changes = of_agents(root, name) if parsed.agents else changes
+            changes["cluster"] = parsed.cluster
             config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
             one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
@@ -186,8 +196,12 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"
     if parsed.episodes:
         command += " --episodes"
+    if parsed.agents:
+        command += " --agents"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
+    if parsed.cluster != "local":
+        command += f" --cluster {parsed.cluster}"
     broken = [line for account in accounts.values() for line in account.broken]
     text = f"`{command} --seed {parsed.seed}`, {seconds:.0f} s\n\n{table(accounts)}\n"
     if broken:

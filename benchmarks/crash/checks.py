@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
+from typing import NamedTuple
 
 from benchmarks.crash import episodes as episodes
 from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
@@ -184,30 +185,55 @@ def store_disagrees(evidence: Evidence, rules: Rules) -> list[str]:
     return wrong
 
 
-def tokens_lost(evidence: Evidence) -> Iterator[tuple[int, int, int, int]]:
-    """(trajectory, place in the arrivals, tokens that had arrived and were lost, largest append).
+class Loss(NamedTuple):
+    """Tokens of a trajectory that had arrived and were lost; `place`: in the arrivals.
 
-    A request begins where the store's tokens ended: what had arrived beyond that is lost.
+    `largest` is the largest append before. `anew`: the episode began again under another name.
+    """
+
+    trajectory_id: int
+    place: int
+    tokens: int
+    largest: int
+    anew: bool = False
+
+
+def tokens_lost(evidence: Evidence) -> Iterator[Loss]:
+    """Every loss. A request begins where the store's tokens ended: what had arrived beyond is lost.
+
+    All requests of an episode begin with the input of its first one, which has its name.
     """
     for trajectory_id, requests in evidence.requests.items():
-        had, largest = 0, 0
+        had, largest, opening = 0, 0, requests[0].input
         for request in requests:
-            if request.start < had:
-                yield trajectory_id, request.offset, had - request.start, largest
+            anew = request.input[: len(opening)] != opening
+            if anew or request.start < had:
+                yield Loss(trajectory_id, request.offset, had - request.start, largest, anew)
+            opening = request.input if anew else opening
             had, largest = request.end, max(largest, request.largest_chunk)
         kept = evidence.kept.get(trajectory_id, [])
         if kept and kept[0].state != "dropped":
             now = len(kept[0].prompt) + len(kept[0].tokens)
-            if now < had:
-                yield trajectory_id, 1 << 62, had - now, largest
+            anew = kept[0].prompt[: len(opening)] != opening
+            if anew or now < had:
+                yield Loss(trajectory_id, 1 << 62, had - now, largest, anew)
 
 
 def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
-    """An interruption takes at most the chunk that was being filled: see docs/store.md."""
+    """An interruption takes at most the chunk that was being filled: see docs/store.md.
+
+    A fault that costs an episode explains one that began anew, and nothing else does.
+    """
+    losses = sorted(tokens_lost(evidence), key=lambda loss: loss.place)
+    anew = [loss for loss in losses if loss.anew]
+    unexplained = anew[sum(KINDS[one.kind].anew for one in evidence.injected) :]
     return [
-        f"trajectory {trajectory_id} lost {lost} tokens at once"
-        for trajectory_id, _, lost, largest in tokens_lost(evidence)
-        if lost > rules.chunk_tokens - 1 + largest
+        f"trajectory {loss.trajectory_id} lost {loss.tokens} tokens at once"
+        for loss in losses
+        if not loss.anew and loss.tokens > rules.chunk_tokens - 1 + loss.largest
+    ] + [
+        f"trajectory {loss.trajectory_id} began anew after {loss.tokens} tokens without a fault"
+        for loss in unexplained
     ]
 
 
@@ -300,7 +326,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     then the next request begins before that end. One that begins at it asks for what follows.
     """
     wrong = []
-    episodic = {one.trajectory_id for one in _every(evidence) if one.opening}
+    # Also those that are to begin anew, which have no opening.
+    plays = any(one.opening for one in _every(evidence))
     for one in _every(evidence):
         answers = _answers(one)
         after = sum(_after_stop(answer, rules) for answer in answers)
@@ -316,8 +343,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
             )
     for batch in evidence.batches:
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
-            if any(one.opening for one in evidence.kept.get(trajectory_id, ())):
-                continue  # of an episode: what is trained is what is kept (`wrong_tokens`)
+            if plays:
+                continue  # what is trained is what is kept (`wrong_tokens`)
             after = _after_stop(response, rules)
             if after:
                 wrong.append(
@@ -327,7 +354,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     for trajectory_id, requests in evidence.requests.items():
         for request, following in pairwise(requests):
             again = following.start >= request.end
-            if trajectory_id in episodic:
+            if plays:
                 again = following.start == request.end  # else an observation is between
             if request.noted_end in ("stop", "length") and again:
                 wrong.append(
@@ -403,6 +430,11 @@ def unstored_actions(evidence: Evidence, rules: Rules) -> list[str]:
     return episodes.actions_not_stored(evidence.calls, evidence.episodes, anew)
 
 
+def ungiven_answers(evidence: Evidence, rules: Rules) -> list[str]:
+    """Every answer of an episode that has ended has reached its environment."""
+    return episodes.answers_not_given(evidence.calls, evidence.episodes)
+
+
 def repeated_steps(evidence: Evidence, rules: Rules) -> list[str]:
     """No answer reaches an environment more often than there were lives."""
     return episodes.repeated_too_often(evidence.calls, evidence.lives)
@@ -429,6 +461,7 @@ CHECKS: dict[str, Check] = {
     "lag bound broken": lag_broken,
     "healthy engines given up": healthy_engines_given_up,
     "actions not stored": unstored_actions,
+    "answers not given": ungiven_answers,
     "repeated too often": repeated_steps,
     "episodes begun again": begun_again,
 }

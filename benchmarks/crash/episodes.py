@@ -3,7 +3,8 @@
 Invariants
 - The witness is the environment's own file (`noted_environment.py`): a call that it got is in there
   whatever became of the worker, the manager or the run.
-- An episode is known by its name, which its environment draws anew whenever it begins.
+- An episode is known by its name, which its environment draws anew whenever it begins; an agent's
+  is its seed and its number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from benchmarks.crash.noted_environment import OPENING
 
 MADE_UP = "Yes."  # what is played before a run starts
+ENDED = ("finished", "scored", "batched")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def actions_not_stored(
 ) -> list[str]:
     """Every answer that an environment saw is stored under its turn.
 
-    Evaluations have rows that training never sees; what is played before a start has one answer;
-    `anew` episodes may have begun again, by faults that cost one each.
+    Evaluations have rows that training never sees; what is played before a start has made-up
+    answers; `anew` episodes may have begun again, by faults that cost one each.
     """
     trained = {episode.seed for episode in episodes.values()}
     wrong, gone = [], set[str]()
@@ -68,7 +70,7 @@ def actions_not_stored(
         if call.what != "step" or call.seed not in trained:
             continue
         episode = episodes.get(call.name)
-        if episode is None and call.text == MADE_UP and call.turn == 0:
+        if episode is None and call.text == MADE_UP:
             continue
         if episode is None and len(gone | {call.name}) <= anew:
             gone.add(call.name)
@@ -87,6 +89,19 @@ def actions_not_stored(
                 f"{call.turn}, and {episode.answers[call.turn]!r} is stored"
             )
     return wrong
+
+
+def answers_not_given(calls: Sequence[Call], episodes: Mapping[str, Episode]) -> list[str]:
+    """Every stored answer of an episode that has ended by itself was seen by its environment."""
+    given = {(call.name, call.turn, call.text) for call in calls if call.what == "step"}
+    return [
+        f"trajectory {one.trajectory_id} has the answer {text!r} in turn {turn}, and its "
+        "environment never got it"
+        for one in episodes.values()
+        if one.state in ENDED
+        for turn, text in enumerate(one.answers)
+        if (one.name, turn, text) not in given
+    ]
 
 
 def repeated_too_often(calls: Sequence[Call], lives: int) -> list[str]:

@@ -15,7 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Request:
     """One request: where it began (tokens of prompt and response) and what arrived for it.
 
     `offset` is its place in the file of arrivals, which orders it in time; `noted_end` the end that
-    the engine reported (None: it never did).
+    the engine reported (None: it never did); `input` the tokens before it.
     """
 
     trajectory_id: int
@@ -58,6 +58,7 @@ class Request:
     ids: tuple[int, ...] = ()
     largest_chunk: int = 0
     noted_end: str | None = None
+    input: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -227,7 +228,8 @@ def read_arrivals(path: Path) -> dict[int, list[Request]]:
         requests = found[trajectory_id]
         if "ids" not in line:
             newest[line["request"]] = len(requests)
-            requests.append(Request(trajectory_id, int(line["at"]), offset))
+            before = tuple(line["input"])
+            requests.append(Request(trajectory_id, int(line["at"]), offset, input=before))
             continue
         place = newest[line["request"]]
         request = requests[place]
@@ -235,13 +237,11 @@ def read_arrivals(path: Path) -> dict[int, list[Request]]:
             raise ValueError(f"arrivals of trajectory {trajectory_id} are not in order")
         if request.noted_end is not None:
             raise ValueError(f"trajectory {trajectory_id}: a request's tokens follow its end")
-        requests[place] = Request(
-            trajectory_id,
-            request.start,
-            request.offset,
-            (*request.ids, *line["ids"]),
-            max(request.largest_chunk, len(line["ids"])),
-            line["end"],
+        requests[place] = replace(
+            request,
+            ids=(*request.ids, *line["ids"]),
+            largest_chunk=max(request.largest_chunk, len(line["ids"])),
+            noted_end=line["end"],
         )
     return dict(found)
 
@@ -314,10 +314,11 @@ class Found:
         for (first, _), end in zip(self.turns, ends, strict=True):
             of_turn = [p for p in self.pieces[first:end] if not p.from_environment]
             answers.append(decode([token for piece in of_turn for token in piece.token_ids]))
+        seed = int(self.payload["metadata"]["seed"])
         return Episode(
             self.trajectory_id,
-            name_of(self.turns[0][1]),
-            int(self.payload["metadata"]["seed"]),
+            name_of(self.turns[0][1]) or f"{seed}-{self.trajectory_id}",
+            seed,
             tuple(answers),
             self.state,
             self.drop_reason,

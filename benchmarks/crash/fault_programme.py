@@ -192,6 +192,9 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="whole runs in processes of their own, with these engines; default: in one process",
     )
+    parser.add_argument(
+        "--cluster", choices=("local", "ray"), default="local", help="of whole runs"
+    )
     parser.add_argument("--episodes", action="store_true", help="of an environment, which fails")
     parser.add_argument("--faults-of-a-run", type=int, default=_FAULTS_OF_A_RUN)
     parser.add_argument("--preset", choices=PRESETS, default=None)
@@ -210,6 +213,7 @@ def main(arguments: list[str]) -> int:
     if parsed.engine:
         command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
     command += " --episodes" if parsed.episodes else ""
+    command += " --cluster ray" if parsed.cluster == "ray" else ""
     command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
     each = parsed.faults_of_a_run
     numbers = range(-(-parsed.faults // each))
@@ -226,7 +230,13 @@ def main(arguments: list[str]) -> int:
         if parsed.engine is None:
             return in_one_process(plan, folder, edges, plays=parsed.episodes)
         return suffer_in_processes(
-            plan.preset, parsed.engine, root, folder.name, plan.seed, plan.faults
+            plan.preset,
+            parsed.engine,
+            root,
+            folder.name,
+            plan.seed,
+            plan.faults,
+            parsed.cluster,
         )
 
     began = time.monotonic()

@@ -6,8 +6,9 @@ opened for appending, made before what it is about goes any further: they surviv
 process, and nothing is in the store that is not in them.
 
 arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from
-the start of the prompt; a line without `ids` is the start of a request):
+the start of the prompt; a line without `ids` is the start of a request, with its `input`):
 
+    {"request": "t17-3;", "at": 9, "input": [3, 12, ...]}
     {"request": "t17-3;", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
 
 trained.jsonl, every attach, batch and drop as the trainer saw it:
@@ -129,7 +130,7 @@ class NotingClient(ForwardingClient):
         noted = _TRAJECTORY.fullmatch(request.request_id) is not None
         at = len(request.input_ids)
         if noted:
-            self._account.add(request=request.request_id, at=at)
+            self._account.add(request=request.request_id, at=at, input=request.input_ids.tolist())
         async for chunk in self._client.generate(request):
             if noted:
                 self._account.add(

@@ -25,21 +25,25 @@ _TURNS = (3, 8)
 OPENING = "episode "
 
 
+def note(ledger: str, **line: Any) -> None:
+    """Append a line, and wait until it is on disk."""
+    Path(ledger).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 class Noted:
     """Plays a number of turns that follows from the seed."""
 
     def __init__(self, ledger: str) -> None:
-        Path(ledger).parent.mkdir(parents=True, exist_ok=True)
         self._ledger = ledger
 
     def _note(self, what: str, **more: Any) -> None:
-        line = json.dumps({"what": what, "name": self.name, "seed": self.seed, **more}) + "\n"
-        file = os.open(self._ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(file, line.encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
+        note(self._ledger, what=what, name=self.name, seed=self.seed, **more)
 
     def reset(self, seed: int, **row: Any) -> str:
         self.name, self.seed, self.seen = uuid.uuid4().hex[:12], seed, 0

@@ -61,9 +61,12 @@ _USER_ERROR = 2
 class Programme:
     """One run and its faults."""
 
-    def __init__(self, preset: str, engine: str, root: Path, name: str, seed: str) -> None:
+    def __init__(
+        self, preset: str, engine: str, root: Path, name: str, seed: str, cluster: str
+    ) -> None:
         prepare(root)
         changes: dict[str, Any] = {
+            "cluster": cluster,
             "engines": {"no_progress_seconds": 3.0 * LONGER},
             "weights": {"timeout_seconds": _UPDATE_SECONDS},
             "task": {"scorer_timeout_seconds": 4.0},
@@ -160,10 +163,16 @@ class Programme:
 
 
 def suffer_in_processes(
-    preset: str, engine: str, root: Path, name: str, seed: str, faults: Sequence[Fault]
+    preset: str,
+    engine: str,
+    root: Path,
+    name: str,
+    seed: str,
+    faults: Sequence[Fault],
+    cluster: str,
 ) -> Result:
     """A run in processes of its own that has these faults, and its audit."""
-    programme, began = Programme(preset, engine, root, name, seed), time.monotonic()
+    programme, began = Programme(preset, engine, root, name, seed, cluster), time.monotonic()
     programme.suffer(faults)
     result = Result(preset, seed, broken=programme.broken, resumes=programme.resumes)
     run = programme.run

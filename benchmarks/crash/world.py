@@ -31,7 +31,7 @@ from benchmarks.crash.evidence import Seen, gather, look
 from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, reward_of
 from benchmarks.crash.ledger import Account, Ledger, faults_file
-from benchmarks.crash.run import answer_decoder, of_episodes
+from benchmarks.crash.run import answer_decoder, lag_bound, of_episodes
 from benchmarks.crash.scorers import PlainScorer, ScorerProcesses, text_of
 from benchmarks.crash.trainer import Trainer
 from megatron_async.checkpoint.manifest import (
@@ -60,6 +60,7 @@ _CONTROL_SECONDS = 6.0
 _LIFE_SECONDS = 120.0
 _LOOK_SECONDS = 0.7
 _LISTEN_SECONDS = 0.02
+_COMMAND_SECONDS = 10.0
 
 
 def settings(preset: str, **changes: Any) -> RunConfig:
@@ -72,7 +73,7 @@ def settings(preset: str, **changes: Any) -> RunConfig:
             "group_size": 4,
             "concurrency": 24,
             "updates_per_batch": 1,
-            "max_async_level": 2 if preset == "async" else 4,
+            **lag_bound(preset),
         },
         "sampling": {"max_new_tokens": 96},
         "trainer": {"wait_for_batch_seconds": 60.0},
@@ -355,6 +356,7 @@ class World:
             await self._do(fault)
         for wait in list(self._waits):
             await wait
+        await self._command_taken()
         self._heal()
 
     async def _first_step(self) -> None:
@@ -378,6 +380,7 @@ class World:
                     if "places.host environments" in " ".join(process.cmdline()):
                         process.kill()
             case "scorer" | "environment":
+                await self._command_taken()
                 self._note(fault)
                 prepared = self._command.with_suffix(".next")
                 prepared.write_text(fault.kind)
@@ -392,6 +395,13 @@ class World:
             case "run":
                 self._note(fault)
                 await asyncio.to_thread(self._second_run)
+
+    async def _command_taken(self) -> None:
+        """Wait until the last command is obeyed, or nobody has come for it in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COMMAND_SECONDS):
+                while self._command.exists():
+                    await asyncio.sleep(0.02)
 
     def _note(self, fault: Fault, engine: str = "") -> None:
         at = round(time.monotonic() - self._began, 2)

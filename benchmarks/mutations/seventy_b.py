@@ -13,7 +13,7 @@ from benchmarks.mutations.mutation import Mutation, apart, taken_back
 _LAUNCHER: Final = "megatron_async/launcher"
 _TRAINER: Final = "megatron_async/trainer"
 _FIGURES: Final = apart("launcher/test_figures.py")
-_HEADERS: Final = apart("config/test_large_configs.py", keyword="header or figure or stated")
+_HEADERS: Final = apart("config/test_large_configs.py", keyword="the_header_is_what")
 _EXPERTS: Final = apart("trainer/test_experts.py", limit_seconds=400)
 _ENGINE: Final = apart("trainer/test_transformer_engine.py", limit_seconds=400)
 _PARITY: Final = apart("trainer/test_model_parity.py", keyword="yarn", limit_seconds=400)

@@ -94,7 +94,7 @@ class ServedPolicy:
         for notice in set(asked.notices) - self._noted:
             self._noted.add(notice)
             typer.echo(f"note: {notice}", err=True)
-        call = Call(asked.tools, asked.calls_tools, asked.logprobs, asked=asked)
+        call = Call(asked)
         task = asyncio.ensure_future(self._answer(call, asked, next(self._numbers)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,13 +103,13 @@ class ServedPolicy:
     async def _answer(self, call: Call, asked: ChatCall, number: int) -> None:
         name = f"gateway-{number}"
         try:
-            texts = self._texts.of(call.tools)
+            texts = self._texts.of(asked.tools)
             ids = texts.opening(asked.messages)
             response = await respond(self._wanted, ids, name, self._engines)
             if response is None:
                 raise CallRefused(f"an engine refuses a prompt of {len(ids)} tokens", "messages")
             answer, ended = (response.token_ids, response.logprobs), response.end
-            stored = texts.stored(call, *answer, len(ids), ended=ended is FinishReason.STOP)
+            stored = texts.stored(asked, *answer, len(ids), ended=ended is FinishReason.STOP)
             call.answer.set_result(texts.answer(name, stored))
         except CallRefused as refused:
             call.answer.set_exception(refused)

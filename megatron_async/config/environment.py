@@ -64,7 +64,8 @@ class EnvironmentConfig(EpisodeConfig):
     """An environment; without a name, every response is one turn."""
 
     name: str = ""
-    """A class of yours (package.module:Class or file.py:Class); empty: none."""
+    """A class of yours (package.module:Class or file.py:Class); `environment: file.py:Class` is
+    short for it. Empty: none."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keywords for it."""
     credit: Literal["episode", "turn"] = "episode"
@@ -89,6 +90,11 @@ class EnvironmentConfig(EpisodeConfig):
                 "path/to/file.py:Class"
             )
         self._refuse_unused("environment", "environment.name")
+        if self.discount != 1 and self.credit != "turn":
+            raise ValueError(
+                f"environment.discount is {self.discount:g} and environment.credit "
+                f"{self.credit!r}: it needs `credit: turn`"
+            )
 
 
 class AgentConfig(EpisodeConfig):

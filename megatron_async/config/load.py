@@ -31,12 +31,18 @@ from megatron_async.runtime.import_path import anchored
 
 _MAX_BASE_DEPTH = 8
 _GIVEN = "given"
+_NAMED = ("agent", "environment", "loss", "reward")  # a text is short for a mapping with this name
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """`high` over `low`; nested mappings are merged, everything else is replaced."""
+    """`high` over `low`; nested mappings are merged, everything else is replaced.
+
+    `agent: NAME` below settings of `agent` stays its name.
+    """
     result = copy.deepcopy(dict(low))
     for key, value in high.items():
+        if key in _NAMED and isinstance(value, Mapping) and isinstance(result.get(key), str):
+            result[key] = {"name": result[key]}
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = merge(result[key], value)
         else:
@@ -152,7 +158,8 @@ def describe(error: ValidationError) -> str:
         return f"unknown setting {where} (value {shown(first['input'])}){hint}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        return f"{where}: {message}" if first["loc"] else message
+        named = not first["loc"] or message.startswith(f"{where}.")
+        return message if named else f"{where}: {message}"
     return f"{where} is {shown(first['input'])}: {message[0].lower()}{message[1:]}"
 
 

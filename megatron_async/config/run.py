@@ -184,7 +184,7 @@ class RunConfig(Settings):
     """What scores a response; empty: the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
-    environment: EnvironmentConfig = EnvironmentConfig()
+    environment: Annotated[EnvironmentConfig, BeforeValidator(named)] = EnvironmentConfig()
     """What a policy plays against over many turns."""
     agent: Annotated[AgentConfig, BeforeValidator(named)] = AgentConfig()
     """A program that calls the policy by the OpenAI chat API, over many turns."""

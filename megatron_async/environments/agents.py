@@ -22,8 +22,8 @@ from typing import Any
 
 from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
-from megatron_async.environments.calls import AgentCalls, Call, tools_at
-from megatron_async.environments.chat import CallRefused, ChatAnswer
+from megatron_async.environments.calls import AgentCalls, Call, beginning_of
+from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall
 from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
 from megatron_async.environments.matching import Match
@@ -42,6 +42,7 @@ from megatron_async.environments.worker import (
 from megatron_async.trajectory.types import IntArray, Turn
 
 _MADE_UP = "Yes."
+_REHEARSAL = "rehearsal"
 _ASKED_ALWAYS = 3
 
 
@@ -141,18 +142,19 @@ class AgentWorker:
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
         conversation = self._texts.of("").conversation
+        conversation.check([{"role": "user", "content": _MADE_UP}], {"user"})
         answer = conversation.answer_ids(_MADE_UP)
-        opened = await self.begin("0", payload)
+        opened = await self.begin(_REHEARSAL, payload)
         longest, turn = 0, 0
         try:
             while True:
                 last = turn + 1 >= self._settings.max_turns
-                stepped = await self.step("0", answer, turn, 1 << 31, last)
+                stepped = await self.step(_REHEARSAL, answer, turn, 1 << 31, last)
                 if stepped.token_ids is None:
                     break
                 longest, turn = max(longest, len(stepped.token_ids)), turn + 1
         finally:
-            await self.forget("0")
+            await self.forget(_REHEARSAL)
         text = conversation.shown(opened.token_ids)
         return Rehearsed(len(opened.token_ids), text, longest, differs=False)
 
@@ -191,10 +193,12 @@ class AgentWorker:
         """Know a stored turn, and its answer if it is not the newest."""
         newest = turn is turns[-1]
         about = json.loads(turn.state or b"{}") if newest else {}
-        call = Call(
-            tools_at(turns, turn), about.get("calls_tools", True), about.get("logprobs", False)
+        asked = ChatCall(
+            beginning_of(turns, turn),
+            calls_tools=about.get("calls_tools", True),
+            logprobs=about.get("logprobs", False),
         )
-        attempt.calls.store(turn, call)
+        attempt.calls.store(turn, Call(asked))
         if newest:
             attempt.taken.append(about.get("tokens", 0))
             attempt.ended.append(False)
@@ -209,10 +213,10 @@ class AgentWorker:
         self, attempt: _Attempt, turn: int, answer_ids: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
         """Give a turn's answer to its call; returns it as it is stored."""
-        call = attempt.calls.turns[turn]
+        asked = attempt.calls.turns[turn].asked
         attempt.ended[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
-        stored = self._texts.of(call.tools).stored(
-            call, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
+        stored = self._texts.of(asked.tools).stored(
+            asked, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
         )
         attempt.taken[turn] += len(answer_ids)
         attempt.calls.reply(turn, self._read(attempt, turn, stored))
@@ -220,7 +224,7 @@ class AgentWorker:
 
     def _read(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
         """A stored answer as the program gets it."""
-        texts = self._texts.of(attempt.calls.turns[turn].tools)
+        texts = self._texts.of(attempt.calls.turns[turn].asked.tools)
         return texts.answer(f"{attempt.number}-{turn}", stored)
 
     async def _next(
@@ -257,12 +261,12 @@ class AgentWorker:
             calls.begin(call, match)
             attempt.taken.append(before + len(token_ids))
             attempt.ended.append(False)
-            kept = {"tokens": attempt.taken[-1], "logprobs": call.logprobs}
-            kept["calls_tools"] = call.calls_tools
+            kept = {"tokens": attempt.taken[-1], "logprobs": call.asked.logprobs}
+            kept["calls_tools"] = call.asked.calls_tools
             return match, token_ids, json.dumps(kept).encode()
 
     def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:
-        texts = self._texts.of(call.tools)
+        texts = self._texts.of(call.asked.tools)
         if match.parent is None:
             return texts.opening(match.new)
         return texts.next(match.new, ended=attempt.ended[match.parent])

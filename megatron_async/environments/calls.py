@@ -12,19 +12,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall, tools_of
-from megatron_async.environments.matching import Branches, Fork, Match, call_digest
+from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall
+from megatron_async.environments.matching import Branches, Fork, Match, Message, call_digest
 from megatron_async.trajectory.types import Turn
 
 
 @dataclass(eq=False)
 class Call:
-    """A call, asked or stored (`PendingCall`). `tools`: their descriptions, empty: none."""
+    """A call on its way to an answer. `clients`: those that wait; `given`: one has its answer.
 
-    tools: str
-    calls_tools: bool = True
-    logprobs: bool = False
-    asked: ChatCall | None = None
+    `asked`: of a stored turn, with the beginning of its branch as messages.
+    """
+
+    asked: ChatCall
     clients: int = 0
     given: bool = False
     answer: asyncio.Future[ChatAnswer] = field(
@@ -62,7 +62,7 @@ class AgentCalls:
             (one for one in equal if not one.reached), equal[-1] if retry and equal else None
         )
         if call is None:
-            call = Call(asked.tools, asked.calls_tools, asked.logprobs, asked=asked)
+            call = Call(asked)
             equal.append(call)
             self._queue.append(call)
         elif call.answer.done() and call in self.turns[: self._stored] and not call.given:
@@ -101,7 +101,6 @@ class AgentCalls:
 
     def match(self, call: Call) -> Match:
         """Match a call that was taken to the branch that it continues."""
-        assert call.asked is not None
         return self._branches.match(call.asked.messages)
 
     def begin(self, call: Call, match: Match) -> int:
@@ -146,12 +145,11 @@ class AgentCalls:
         return taken
 
     def _forget(self, call: Call) -> None:
-        assert call.asked is not None
         self._known[call_digest(call.asked.messages)].remove(call)
 
 
-def tools_at(turns: Sequence[Turn], turn: Turn) -> str:
-    """The descriptions of the tools of a stored turn's branch."""
+def beginning_of(turns: Sequence[Turn], turn: Turn) -> tuple[Message, ...]:
+    """The messages with which a stored turn's branch begins: its tools are among them."""
     while turn.parent is not None:
         turn = turns[turn.parent]
-    return tools_of(turn.messages)
+    return tuple(turn.messages)

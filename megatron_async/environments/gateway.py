@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.calls import Call
 from megatron_async.environments.chat import (
     CallRefused,
     ChatAnswer,
@@ -39,18 +40,10 @@ _SPARE_FILES: Final = 128
 _RETRY: Final = "x-stainless-retry-count"
 
 
-class PendingCall(Protocol):
-    """A call on its way to an answer. `clients`: those that wait; `given`: one has its answer."""
-
-    clients: int
-    given: bool
-    answer: asyncio.Future[ChatAnswer]
-
-
 class Owner(Protocol):
     """Whoever a key belongs to."""
 
-    def call(self, asked: ChatCall, *, retry: bool) -> PendingCall:
+    def call(self, asked: ChatCall, *, retry: bool) -> Call:
         """Take a call, or find it again: `retry` if the client states that it asks again."""
 
 
@@ -167,7 +160,7 @@ class Gateway:
             call.clients -= 1
 
     async def _stream(
-        self, request: web.BaseRequest, asked: ChatCall, call: PendingCall, answer: ChatAnswer
+        self, request: web.BaseRequest, asked: ChatCall, call: Call, answer: ChatAnswer
     ) -> web.StreamResponse:
         """Send the answer, which is complete, as events; one event is enough to have it."""
         reply = web.StreamResponse(

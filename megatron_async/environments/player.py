@@ -203,7 +203,7 @@ class Player:
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build an object that goes on from a snapshot. Raises EnvironmentFault."""
         self._object = await self._run("__init__", self._build)
-        await self._call("restore", snapshot, **self._fitting("restore", row, given=1))
+        await self._call("restore", snapshot, **self._fitting("restore", row, snapshot))
 
     async def close(self) -> None:
         """End the object. Raises EnvironmentFault."""
@@ -211,21 +211,32 @@ class Player:
         if hasattr(ending, "close"):
             await self._run("close", ending.close)
 
-    def _fitting(self, method: str, row: Mapping[str, Any], given: int = 0) -> dict[str, Any]:
+    def _fitting(self, method: str, row: Mapping[str, Any], *first: Any) -> dict[str, Any]:
         """The columns of the row that a method takes: all where it has `**row`.
 
-        But for those that have the names of its first arguments, so many of which are `given`.
+        But for those that have the names of its first arguments, which are `first`. Raises
+        EnvironmentFault where it takes one that the row has not.
         """
         found = getattr(self._object, method, None)
-        known = inspect.signature(found).parameters if callable(found) else {}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        taken = list(known)[:given]
-        return {n: v for n, v in row.items() if n not in taken and (takes_all or n in known)}
+        if not callable(found):
+            return {}
+        signature = inspect.signature(found)
+        known = signature.parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        taken = list(known)[: len(first)]
+        given = {n: v for n, v in row.items() if n not in taken and (every or n in known)}
+        try:
+            signature.bind(*first, **given)
+        except TypeError as error:
+            raise EnvironmentFault(
+                f"{self._where(method)} does not fit a row of {', '.join(sorted(row))}: {error}"
+            ) from error
+        return given
 
     async def _call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
         found = getattr(self._object, method, None)
         if found is None:
-            raise EnvironmentFault(f"environment.name {self._name!r} has no method {method!r}")
+            raise EnvironmentFault(f"the class has no method {method!r}")
         return await self._run(method, lambda: found(*arguments, **named))
 
     async def read(self, action: Build) -> Any:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.environments.calls import Call
-from megatron_async.environments.chat import CallRefused, ChatAnswer
+from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.matching import TOOLS_ROLE, Message
 from megatron_async.environments.tools import CallReader
@@ -44,7 +43,7 @@ class ToolTexts:
 
     def stored(
         self,
-        call: Call,
+        call: ChatCall,
         answer_ids: Sequence[int],
         logprobs: Sequence[float],
         before: int,

@@ -1,20 +1,24 @@
 """A process that ends with whoever started it, also when that is killed.
 
 The starter holds the write end of a pipe, of which the process has the read end: the kernel closes
-it when the starter ends. Not a parent-death signal, which follows the thread that started it.
+it when the starter ends. Not a parent-death signal, which follows the thread that started it; one
+only wakes a process that is stopped, so that it sees the end of the pipe.
 
 Invariants
 - A process that holds a lifeline leads its process group, and takes the group along.
 - Nothing that it starts inherits the pipe.
 """
 
+import ctypes
 import os
 import select
 import signal
 import threading
 from collections.abc import Callable
+from typing import Final
 
 LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
@@ -47,4 +51,5 @@ def _end_when_ready(descriptor: int, last_act: Callable[[], None] = lambda: None
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -7,6 +7,7 @@ Invariants
 - A socket is there from before its process is started until it has died for good: a call waits in
   it while the process starts, or is started again.
 - A process has a session of its own and a lifeline to its starter; `end` kills what it started too.
+- One that dies again and again soon after its start is started again ever more slowly.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,6 +36,8 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS: Final = 10.0
+_SOON_SECONDS: Final = 10.0
+_PAUSES: Final = (0.1, 10.0)  # seconds; the first is doubled up to the last
 
 
 @contextmanager
@@ -70,6 +74,7 @@ class LocalPlace:
         self._directory, self._logs, self._gpus = directory, logs, gpus
         self._free: list[str] | None = None if gpus is None else gpus.split(",")
         self._started: list[_Process] = []
+        self._lock = threading.Lock()
 
     def start(
         self,
@@ -107,15 +112,18 @@ class LocalPlace:
     def _take(self, count: int, name: str) -> list[str]:
         if not count:
             return []
-        if self._free is None:
-            self._free = visible_gpus()
-        if count > len(self._free):
-            raise ComponentFailure(f"{name} needs {count} GPUs, and {len(self._free)} are free")
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        with self._lock:
+            if self._free is None:
+                self._free = visible_gpus()
+            if count > len(self._free):
+                raise ComponentFailure(f"{name} needs {count} GPUs, and {len(self._free)} are free")
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
 
     def _give_back(self, taken: list[str]) -> None:
-        self._free = sorted([*(self._free or []), *taken])
+        with self._lock:
+            if taken:
+                self._free = sorted([*(self._free or []), *taken])
 
 
 class LocalPlaced:
@@ -126,13 +134,14 @@ class LocalPlaced:
         self._log = logs / f"{path.name}.log"
 
     async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+        deaths = self._deaths()
         try:
             async with AwakeTimeout(limit):
                 reply = await sockets.call(self._path, request_of(method, arguments))
         except TimeoutError as error:
             raise self._late(method, limit) from error
         except sockets.Broken as error:
-            raise await asyncio.to_thread(self._lost, method) from error
+            raise await asyncio.to_thread(self._lost, method, deaths) from error
         return self._result(reply, method)
 
     def ask(
@@ -142,13 +151,14 @@ class LocalPlaced:
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> Any:
+        deaths = self._deaths()
         try:
             request = request_of(method, arguments)
             reply = sockets.ask(self._path, request, limit, while_waiting)
         except TimeoutError as error:
             raise self._late(method, limit) from error
         except sockets.Broken as error:
-            raise self._lost(method) from error
+            raise self._lost(method, deaths) from error
         return self._result(reply, method)
 
     def end(self) -> None:
@@ -161,9 +171,15 @@ class LocalPlaced:
     def _late(self, method: str, limit: float) -> CallLate:
         return CallLate(f"{self._path.name} did not answer {method} within {limit:g} s")
 
-    def _lost(self, method: str) -> PlacedLost:
-        """Explain a broken connection, which comes a moment before the end of its process."""
-        why = "" if self._process is None else self._process.death()
+    def _deaths(self) -> int:
+        return 0 if self._process is None else self._process.deaths
+
+    def _lost(self, method: str, deaths: int) -> PlacedLost:
+        """Explain a broken connection, which comes a moment before the end of its process.
+
+        `deaths`: those before the call.
+        """
+        why = "" if self._process is None else self._process.death_after(deaths)
         sentence = f"{self._path.name} has died (waiting for {method}){why}"
         return PlacedLost(sentence) if self._path.exists() else PlacedDead(sentence)
 
@@ -182,8 +198,9 @@ class _Process:
     ) -> None:
         self._path, self._content, self._log = path, content, log
         self._environment, self._restarts, self._ended = environment, restarts, ended
-        self._ending = False
-        self._why = ""
+        self._ending = self._dead = False
+        self.deaths, self._why = 0, ""
+        self._pause = 0.0
         self._changed = threading.Condition()
         self._listening = sockets.listen(path)
         try:
@@ -202,6 +219,7 @@ class _Process:
         read_end, self._lifeline = os.pipe()
         number = self._listening.fileno()
         self._environment[LIFELINE_VARIABLE] = str(read_end)
+        self._began = time.monotonic()
         try:
             with writing(self._log):
                 log = self._log.open("ab")
@@ -235,9 +253,9 @@ class _Process:
             code = self._reap()
             with self._changed:
                 os.close(self._lifeline)
-                self._why = self._how(code)
+                self.deaths, self._why = self.deaths + 1, self._how(code)
                 self._changed.notify_all()
-                if self._ending or not self._restarts:
+                if self._ending or not self._restarts or self._ended_in_pause():
                     return self._close()
                 self._restarts -= 1
                 try:
@@ -245,6 +263,13 @@ class _Process:
                 except (OSError, ComponentFailure) as error:
                     self._why += f"; it cannot be started again: {error}"
                     return self._close()
+
+    def _ended_in_pause(self) -> bool:
+        """Wait before it is started again, if it has died soon; return whether `end` came."""
+        first, longest = _PAUSES
+        soon = time.monotonic() - self._began < _SOON_SECONDS
+        self._pause = min(max(2 * self._pause, first), longest) if soon else 0.0
+        return self._changed.wait_for(lambda: self._ending, self._pause)
 
     def _reap(self) -> int:
         """Wait for its end; what it has started in its group ends with it."""
@@ -255,6 +280,7 @@ class _Process:
 
     def _close(self) -> None:
         """Let nobody's call wait any longer: it is dead for good."""
+        self._dead = True
         self._path.unlink(missing_ok=True)
         self._listening.close()
         self._ended()
@@ -266,17 +292,17 @@ class _Process:
             cause = cause_in_log(log.read().decode(errors="replace")) or ""
         return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
-    def death(self) -> str:
-        """Explain its last death; waits a moment for one under way."""
+    def death_after(self, deaths: int) -> str:
+        """Explain its last death; waits a moment for one after so many."""
         with self._changed:
-            if not self._why:
-                self._changed.wait_for(lambda: self._why, _END_SECONDS)
+            self._changed.wait_for(lambda: self._dead or self.deaths > deaths, _END_SECONDS)
             return self._why
 
     def end(self) -> None:
         """Kill it and all that it started."""
         with self._changed:
             ended_before, self._ending = self._ending, True
+            self._changed.notify_all()
             left: list[psutil.Process] = []
             if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):

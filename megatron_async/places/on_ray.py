@@ -88,6 +88,7 @@ class RayPlace:
         actor = shown.options(
             num_cpus=0,
             num_gpus=gpus,
+            enable_task_events=False,  # gcs_server keeps 3 KiB of every call otherwise
             max_restarts=-1 if restarts == UNLIMITED else restarts,
             **options,
         )

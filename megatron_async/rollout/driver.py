@@ -247,14 +247,13 @@ class RolloutDriver:
         """Let engines generate with `version` from now on; it is `verified` before or after."""
         self.sent(version, engine_ids)
         self.statistics.update_ended()
+        self._allowed.pop(version.number, None)
         is_new = version != self._version
         self._version = version
         newly_up = []
         for engine_id, slot in self._slots.items():
             slot.release()
-            if engine_id not in engine_ids:
-                continue
-            if not slot.up:
+            if engine_id in engine_ids and not slot.up:
                 slot.up = True
                 newly_up.append(slot)
         if is_new:

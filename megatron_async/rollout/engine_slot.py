@@ -12,12 +12,14 @@ Invariants
 - Tokens of a version are accepted once the engine is verified for it, and until
   then it counts as held: they are read no further.
 - No token passes under a version that the engine was not sent, or that has not been verified there.
+- Only the newest versions that were verified are known: no stream is so far behind.
 - Whoever waits is let through by `accept`, or gets False when the engine is given up.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Final
 
 from megatron_async.engines.interface import EngineClient, ForwardingClient, PauseMode
 from megatron_async.rollout.evidence import EngineEvidence
@@ -26,13 +28,14 @@ from megatron_async.trajectory.types import PolicyVersion
 _PAUSE = "pause"
 _UPDATE = "update"
 _CHECK = "check"
+_VERSIONS: Final = 64
 
 
 class VersionGate:
     """A gate for one engine, made anew when it is sent weights again after a failed check."""
 
     def __init__(self) -> None:
-        self._accepted: set[PolicyVersion] = set()
+        self._accepted: dict[PolicyVersion, None] = {}  # the oldest first
         self._expected: PolicyVersion | None = None
         self._open = asyncio.Event()
 
@@ -50,7 +53,9 @@ class VersionGate:
     def accept(self) -> None:
         """Open for the version that was sent last: it is verified."""
         if self._expected is not None:
-            self._accepted.add(self._expected)
+            self._accepted[self._expected] = None
+            if len(self._accepted) > _VERSIONS:
+                del self._accepted[next(iter(self._accepted))]
             self._open.set()
 
     def give_up(self) -> None:

@@ -6,7 +6,7 @@ It is what `episodes.py` does for trajectories, by the same calls of the same wo
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,24 +18,43 @@ from megatron_async.environments.workers import HeldEpisodes
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.episodes import room_after
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
-from megatron_async.trajectory.types import FinishReason, IntArray, PolicyVersion, Turn
+from megatron_async.trajectory.types import (
+    LEFT,
+    FinishReason,
+    IntArray,
+    PolicyVersion,
+    Turn,
+    last_of,
+)
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass
 class PlayedEpisode:
-    """An episode's turns, its last answer's tokens and end, and the versions of all tokens."""
+    """An episode's turns and its end, the tokens of each answer, and the versions of them all."""
 
-    token_ids: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
     versions: Counter[PolicyVersion] = field(default_factory=Counter)
     end: FinishReason | None = None
     turns: list[Turn] = field(default_factory=list)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the last answer that counts."""
+        return self.answers[last_of(self.turns).number]
+
     def add(self, response: ResponseTokens) -> None:
         """Take an answer."""
-        self.token_ids = response.token_ids
+        self.answers.append(response.token_ids)
         self.versions += response.versions
+
+    def end_as(self, reason: str, left: Sequence[int]) -> None:
+        """Note its end, and the turns that do not count."""
+        self.end = FinishReason(reason)
+        for number in left:
+            turn = self.turns[number]
+            self.turns[number] = replace(turn, answer={**(turn.answer or {}), LEFT: True})
 
 
 async def play(
@@ -80,7 +99,7 @@ async def play(
                 turn, end=response.end, reward=stepped.reward, answer=stepped.answer, state=None
             )
             if stepped.ended is not None:
-                played.end = FinishReason(stepped.ended)
+                played.end_as(stepped.ended, stepped.left)
                 return played
             assert stepped.token_ids is not None
             parent = stepped.parent

@@ -237,6 +237,7 @@ class Compactor:
             for group_id in change.groups:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:
                     del state.records[trajectory_id]
+        state.forget_emptied_batches()
         for kind in schema.PARTS:
             find = partial(parts_left, self._place.file, kind)
             left = await self._beside(find, "compaction read nothing")

@@ -33,7 +33,8 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 @dataclass
 class StoreState:
-    """Everything but the writer. `batches` is keyed by row, of all lineages.
+    """Everything but the writer. `batches` is keyed by row, of all lineages; of those that
+    compaction has emptied, the newest of each lineage.
 
     `batch_keys` are larger than every row's key, those of `undone_batches` too: their deletion may
     be in one transaction with the first new batch.
@@ -92,6 +93,13 @@ class StoreState:
                     f"{r.row.trajectory_id} is {r.shown_state}"
                 )
         return [r for r in members if r.live]
+
+    def forget_emptied_batches(self) -> None:
+        """Drop what nothing refers to; the newest of a lineage shows how far that came."""
+        newest = {batch.lineage: key for key, batch in self.batches.items()}.values()
+        for key in [k for k, batch in self.batches.items() if not batch.trajectory_ids]:
+            if key not in newest:
+                del self.batches[key]
 
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""

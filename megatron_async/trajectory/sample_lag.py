@@ -60,5 +60,7 @@ class SamplesTrained:
             return np.zeros(0, np.int64)
         version_T = np.where(trained_T, batch.version_T, batch.step + 1)
         oldest_E = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[batch.first_E])
-        before = np.asarray(self._before)
-        return before[batch.step] - before[oldest_E[oldest_E <= batch.step]]
+        oldest_E = oldest_E[oldest_E <= batch.step]
+        first = int(oldest_E.min(initial=batch.step))
+        before = np.asarray(self._before[first : batch.step + 1])
+        return before[-1] - before[oldest_E - first]

@@ -96,6 +96,11 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
         (["sampling.max_new_tokens=99999999"], r"does not fit into engines\.max_total_tokens"),
         (["nonsense"], r"override 'nonsense' is not of the form"),
         (["schedule=4"], r"schedule must be a mapping"),
+        (["environment.name=nim.py"], r"^environment\.name is '.*nim\.py'; it must be package"),
+        (
+            ["environment.name=games:Nim", "environment.discount=0.9"],
+            r"^environment\.discount is 0\.9 and environment\.credit 'episode'",
+        ),
     ],
 )
 def test_a_refusal_names_the_setting_and_its_value(
@@ -105,6 +110,22 @@ def test_a_refusal_names_the_setting_and_its_value(
     with pytest.raises(UserError, match=sentence) as caught:
         load_config(file, overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["environment", "agent"])
+def test_a_name_alone_stands_for_its_section(tmp_path: Path, section: str) -> None:
+    file = write(tmp_path / "c.yaml", f"{section}: game.py:play\n")
+    assert getattr(load_config(file), section).name == f"{tmp_path}/game.py:play"
+    played = getattr(load_config(file, [f"{section}.max_turns=3"]), section)
+    assert (played.name, played.max_turns) == (f"{tmp_path}/game.py:play", 3)
+    assert getattr(load_config(file, [f"{section}=games:play"]), section).name == "games:play"
+
+
+def test_settings_beside_the_short_form_of_a_reward_or_a_loss_keep_its_name(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "reward: math\nalgorithm: {loss: mine:loss}\n")
+    config = load_config(file, ["reward.weight=0.5", "algorithm.loss.aggregation=token_mean"])
+    assert [(reward.name, reward.weight) for reward in config.reward] == [("math", 0.5)]
+    assert config.algorithm.loss.name == "mine:loss"
 
 
 def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def two_streams(change: int, restart: bool = False) -> Evidence:
 
 def test_an_honest_account_passes_every_check() -> None:
     assert {name: found for name, found in audit(honest(), RULES).items() if found} == {}
-    assert [lost for _, _, lost, _ in tokens_lost(honest())] == [2]
+    assert [loss.tokens for loss in tokens_lost(honest())] == [2]
 
 
 def test_the_surviving_line_leaves_out_what_a_kill_undid() -> None:
@@ -217,6 +217,11 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         "more than a chunk lost",
         "trajectory 5 lost 7 tokens",
         lambda: with_kept(5, kept(5, tokens=generated(1))),
+    ),
+    (
+        "more than a chunk lost",
+        "trajectory 5 began anew",
+        lambda: with_requests(5, *begun(1, (3, 2)), *begun(2, (3, 2))),
     ),
     (
         "wrong tokens",
@@ -330,6 +335,11 @@ DOCTORED += [
         lambda: played(*SEEN, step(0, "x", "ef")),
     ),
     (
+        "answers not given",
+        "has the answer 'y' in turn 1, and its environment never got it",
+        lambda: played(*SEEN[:3]),
+    ),
+    (
         "repeated too often",
         "got the answer of turn 1 3 times in 2 lives",
         lambda: played(*SEEN, step(1, "y"), step(1, "y")),
@@ -401,6 +411,58 @@ def test_an_answer_that_has_ended_is_followed_by_an_observation() -> None:
     again = Request(5, first.end, 5, (3,), 1)
     found = found_in_turns(of_turns(requests=[first, again, second]))
     assert any("sent to an engine again after its end" in line for line in found)
+
+
+def begun(name: int, *answers: tuple[int, int]) -> list[Request]:
+    """Requests (start, tokens) of an episode whose opening has this name."""
+    opening = (7, name, 9)
+    return [
+        Request(5, start, 0, (3,) * count, 2, None, (*opening, *[3] * (start - len(opening))))
+        for start, count in answers
+    ]
+
+
+def of_beginnings(*requests: Request, failed: int = 1) -> list[str]:
+    """What is found where so many environments raised, and trajectory 5 was left partial."""
+    injected = [Injected("environment raises")] * failed + [Injected("environment dies")]
+    opening = requests[-1].input[:3]
+    one = kept(5, state="partial", prompt=opening, tokens=(3,) * (requests[-1].end - 3))
+    evidence = replace(with_requests(5, *requests), kept={5: [one]}, injected=injected)
+    return audit(evidence, RULES)["more than a chunk lost"]
+
+
+def test_an_episode_that_failed_begins_anew_and_loses_nothing_that_it_should_keep() -> None:
+    anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
+    assert of_beginnings(*anew) == []
+    more = [*anew, *begun(4, (3, 5))]
+    assert of_beginnings(*more, failed=2) == []
+
+
+def test_an_episode_may_fail_just_before_a_run_ends() -> None:
+    """It is to begin, and the store has nothing of it."""
+    one = Kept(5, "pending", (), (), ())
+    ended = [replace(request, noted_end="stop") for request in begun(1, (3, 10), (16, 9))]
+    evidence = with_requests(5, *ended)
+    other = replace(kept(4), opening=1)
+    evidence = replace(evidence, kept={**evidence.kept, 4: [other], 5: [one]})
+    failed = replace(evidence, injected=[Injected("environment raises")])
+    assert found_in_turns(failed) == []
+    anew = "trajectory 5 began anew after 25 tokens without a fault"
+    assert found_in_turns(evidence) == [anew]
+
+
+def test_an_episode_that_began_anew_without_a_failure_has_lost_its_tokens() -> None:
+    anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
+    without = "trajectory 5 began anew after 22 tokens without a fault"
+    assert of_beginnings(*anew, failed=0) == [without]
+    assert len(of_beginnings(*anew, *begun(4, (3, 5)))) == 1, "one failure explains one"
+
+
+def test_tokens_that_an_episode_loses_as_it_goes_on_are_not_explained_by_a_failure() -> None:
+    again = begun(1, (3, 10), (16, 9), (16, 9))
+    assert of_beginnings(*again, failed=3) == ["trajectory 5 lost 9 tokens at once"]
+    later = [*begun(1, (3, 10)), *begun(2, (3, 10), (5, 9))]
+    assert of_beginnings(*later, failed=3) == ["trajectory 5 lost 8 tokens at once"]
 
 
 @pytest.mark.parametrize(("check", "sentence_part", "doctored"), DOCTORED)
@@ -506,17 +568,17 @@ def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> No
 
 def test_arrivals_record_how_each_request_ended(tmp_path: Path) -> None:
     lines = [
-        {"request": "t3-1", "at": 2},
+        {"request": "t3-1", "at": 2, "input": [1, 4]},
         {"request": "t3-1", "at": 2, "ids": [5, 6], "version": "0.0", "end": "abort"},
-        {"request": "t3-2", "at": 4},
+        {"request": "t3-2", "at": 4, "input": [1, 4, 5, 6]},
         {"request": "t3-2", "at": 4, "ids": [7, STOP], "version": "0.1", "end": "stop"},
     ]
     more = {"request": "t3-2", "at": 6, "ids": [8], "version": "0.1", "end": None}
     arrivals = tmp_path / "arrivals.jsonl"
     arrivals.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(r.start, r.end, r.noted_end) for r in read_arrivals(arrivals)[3]] == [
-        (2, 4, "abort"),
-        (4, 6, "stop"),
+    assert [(r.start, r.end, r.noted_end, r.input) for r in read_arrivals(arrivals)[3]] == [
+        (2, 4, "abort", (1, 4)),
+        (4, 6, "stop", (1, 4, 5, 6)),
     ]
     arrivals.write_text("".join(json.dumps(line) + "\n" for line in [*lines, more]))
     with pytest.raises(ValueError, match="trajectory 3: a request's tokens follow its end"):

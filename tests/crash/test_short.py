@@ -3,7 +3,7 @@
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
 whole tree at the end of both; the first run then goes back to an older checkpoint. Episodes under
 `copris`: their worker, the manager, an engine and the tree, with the environment's own account of
-what it has seen. Real engines,
+what it has seen; those of an agent under `pipeline`, with the program's own log. Real engines,
 under `copris`: a killed scorer and the failure table of docs/failures.md, one failure after the
 other in one run, with two engines at first and with only one in its last life.
 """
@@ -11,6 +11,7 @@ other in one run, with two engines at first and with only one in its last life.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,17 @@ from benchmarks.crash.run import (
     RunUnderFire,
     Target,
     configuration,
+    of_agents,
     of_episodes,
     prepare,
     rules_of,
 )
 from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.commands.report import write_report
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.calls import Call
+from megatron_async.environments.chat import ChatCall
+from megatron_async.environments.gateway import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -73,6 +80,43 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
     assert account.batches >= len(plan)
     if preset == "async":
         goes_back(run)
+
+
+KEY = re.compile(rb"sk-[\w-]{43}")
+
+
+def assert_no_key_in_a_file_of(run: RunUnderFire) -> None:
+    """Nothing that the run has left holds a key of an agent: its report and the log neither."""
+    own = Gateway(SamplingConfig()).open(NobodysCalls()).encode()
+    assert KEY.fullmatch(own), "this is what keys are like"
+    report = write_report([run.directory.path], None)
+    found = [file for file in run.directory.path.rglob("*") if file.is_file()]
+    names = {file.name for file in found}
+    assert {report.name, "config.yaml", "metrics.jsonl", "trajectories.jsonl"} <= names
+    assert run.directory.store_file in found
+    assert any(name.startswith("environments0") for name in names), "the worker's log"
+    assert [file for file in (*found, run.log) if KEY.search(file.read_bytes())] == []
+
+
+class NobodysCalls:
+    """An owner of a key that nobody uses."""
+
+    def call(self, asked: ChatCall, *, retry: bool) -> Call:
+        raise NotImplementedError
+
+
+def test_what_a_program_has_been_given_is_stored_after_kills_and_its_keys_are_nowhere(
+    tmp_path: Path, runs: list[RunUnderFire]
+) -> None:
+    changes = of_agents(tmp_path, "agents")
+    config = configuration("pipeline", "simulated", tmp_path, "agents", changes)
+    run = RunUnderFire(config, random.Random(3))
+    runs.append(run)
+    account = Account()
+    one_run(run, ["worker", "manager", "tree"], account)
+    assert account.broken == []
+    assert account.repeats > 0, "programs have run again"
+    assert_no_key_in_a_file_of(run)
 
 
 def test_episodes_go_on_after_kills_as_their_environments_saw_them(

@@ -220,6 +220,50 @@ async def wanders(base_url: str, api_key: str, prompt: str, log: str = "", **row
     return 1.0
 
 
+async def wanders_over(
+    base_url: str, api_key: str, prompt: str, system: bool = True, tools: bool = False, **row: Any
+) -> float:
+    """Random conversations over any template: roles take turns, and a call of a tool is answered.
+
+    Edits, compaction, sub-agents, equal calls, two calls at once; observations of all lengths.
+    """
+    chance, policy = random.Random(prompt), client(base_url, api_key, timeout=20, max_retries=4)
+    texts = ("go on", "", "x y " * 40, "\N{SNOWMAN} \n\n", "a<|im_end|>b", "<end_of_turn>")
+    offered: dict[str, Any] = {"tools": [ADD]} if tools else {}
+    thread: list[Any] = [user(prompt)]
+
+    async def ask(messages: list[Any]) -> list[Any]:
+        """The messages with the answer, and what its calls returned."""
+        reply = await policy.chat.completions.create(model="policy", messages=messages, **offered)
+        message = reply.choices[0].message
+        found = [*messages, message.model_dump(exclude_none=True)]
+        for call in message.tool_calls or ():
+            content = chance.choice(texts)
+            found.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        return found
+
+    for asked in range(8):
+        match chance.randrange(6):
+            case 0:  # a sub-agent
+                instructions = [{"role": "system", "content": "sub"}] if system else []
+                thread = [*instructions, user(f"{prompt}{asked}")]
+            case 1:  # compaction: an earlier exchange goes
+                thread = thread[-1:] if thread[-1]["role"] == "user" else thread
+            case 2:  # an edit
+                if thread[-1]["role"] == "user":
+                    thread[-1] = user(f"edited {asked}")
+            case 3:  # the same twice, and another beside them
+                beside = [*thread[:-1], {**thread[-1], "content": "beside it"}]
+                answered, *_ = await asyncio.gather(ask(thread), ask(thread), ask(beside))
+                thread = answered
+            case _:
+                thread = await ask(thread)
+        if thread[-1]["role"] == "assistant":
+            thread = [*thread, user(chance.choice(texts))]
+    await ask(thread)
+    return 1.0
+
+
 async def cool(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
     policy = client(base_url, api_key)
     await policy.chat.completions.create(model="m", messages=[user(prompt)], temperature=0.1)

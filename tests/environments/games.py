@@ -157,3 +157,21 @@ class Talkative(Count):
     def step(self, answer: Answer) -> Step:
         step = super().step(answer)
         return Step([] if step.done else self._sent(self.seen), step.reward, step.done)
+
+
+class Tools:
+    """A tool that returns nothing, much and marks of templates, or raises."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self._chance = random.Random(seed)
+        return f"seed {seed}"
+
+    def look(self, a: int) -> str:
+        """Look at a thing.
+
+        Args:
+            a: Which.
+        """
+        if a == 3:
+            raise ValueError("there is none")
+        return self._chance.choice(("seen", "", "x y " * 40, "\N{SNOWMAN}\n", "a<|im_end|>b"))

@@ -21,6 +21,7 @@ from megatron_async.tasks import build_task
 from tests.environments.inside import InsidePlace
 
 GAMES = Path(__file__).with_name("games.py")
+PROGRAMS = Path(__file__).with_name("agent_programs.py")
 OWN = '''
 import os
 
@@ -137,6 +138,30 @@ def test_a_template_that_cannot_be_continued_is_refused(
     tokenizer.save_pretrained(own.parent / "model")
     with pytest.raises(UserError, match=sentence):
         checked(f"{own}:Long", own.parent)
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}",
+            "it shows a message of role 'user' otherwise in a longer one",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused_to_agents_too(
+    own: Path, template: str, sentence: str
+) -> None:
+    tokenizer = write_character_tokenizer(own.parent / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(own.parent / "model")
+    settings = {"model": {"path": str(own.parent / "model")}, "sampling": {"max_new_tokens": 16}}
+    config = build_config({**settings, "agent": f"{PROGRAMS}:solve"})
+    payload = {"question": "ask?", "answer": "7", "metadata": {}, "messages": []}
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        check_environment(config, payload, 100)
 
 
 @pytest.mark.usefixtures("inside")

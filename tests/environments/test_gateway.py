@@ -29,7 +29,7 @@ class Answers:
         self.calls: list[Call] = []
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        call = Call(asked.tools, asked=asked)
+        call = Call(asked)
         self.calls.append(call)
         if not self.waits:
             call.answer.set_result(ChatAnswer("1-0", "hi"))

@@ -369,6 +369,14 @@ def boom() -> None:
         (hostile(step=give_up), "Own.step raised TimeoutError: the service is slow"),
         (hostile(state=lambda self: "text", restore=boom), "Own.state returned 'text'"),
         (hostile(get_reward=lambda self: "1"), "Own.get_reward: the reward returned '1'"),
+        (
+            hostile(step=lambda: Step(reward=None)),  # type: ignore[arg-type]
+            "Step.reward: the reward returned None; it must be a number, or .* to numbers$",
+        ),
+        (
+            hostile(step=lambda: Step(parts={"won": "yes"})),  # type: ignore[dict-item]
+            "returned 'yes' as 'won'; it must be a number$",
+        ),
     ],
 )
 def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
@@ -400,6 +408,16 @@ def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads
         cls = type("Own", (Calculator,), {"reset": lambda self, opening=opening: opening})
         with pytest.raises(EnvironmentFault, match=sentence):
             asyncio.run(player_of(cls, threads).reset({}, PROMPT))
+
+
+def test_a_column_that_no_row_has_is_named_with_those_it_has(threads: Threads) -> None:
+    class Misspelt(Guess):  # type: ignore[misc]
+        def reset(self, sead: int, **row: Any) -> str:
+            return "Guess."
+
+    player = player_of(Misspelt, threads)
+    with pytest.raises(EnvironmentFault, match=r"does not fit a row of level, seed: .*'sead'"):
+        asyncio.run(player.reset({"seed": 1, "level": 2}, ()))
 
 
 def test_rows_without_prompt_need_an_opening(threads: Threads) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -17,8 +21,9 @@ import pytest
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.own_directory import user_directory
+from megatron_async.places import local
 from megatron_async.places.local import LocalPlace, local_place
-from megatron_async.places.place import CallLate, PlacedDead
+from megatron_async.places.place import UNLIMITED, CallLate, PlacedDead, PlacedLost
 from tests.places.subject import Subject
 from tests.places.test_contract import LIMIT, gone, until
 
@@ -77,13 +82,18 @@ def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
     assert gone(pid) and not directory_of(place).exists()
 
 
-def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool) -> None:
     opener = subprocess.Popen(
         [sys.executable, "-c", OPENER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert opener.stdout is not None
     address, pid = opener.stdout.readline().split()
     left = Path(address.removeprefix("local:"))
+    if stopped:
+        process = psutil.Process(int(pid))
+        process.suspend()
+        until(lambda: process.status() == psutil.STATUS_STOPPED)
     opener.kill()
     opener.communicate(timeout=20)
     until(lambda: gone(int(pid)), 10)
@@ -100,6 +110,58 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
         why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
         with pytest.raises(PlacedDead, match=why):
             placed.ask("pid", limit=LIMIT)
+
+
+def test_each_death_is_explained_by_its_own_cause(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject", restarts=1)
+        for ending in (signal.SIGKILL, signal.SIGTERM):
+            process = psutil.Process(placed.ask("pid", limit=LIMIT))
+
+            def kill(process: psutil.Process = process, ending: signal.Signals = ending) -> None:
+                process.send_signal(ending)
+
+            with pytest.raises(PlacedLost, match=f"was killed by {ending.name}"):
+                placed.ask("block", 300, limit=LIMIT, while_waiting=kill)
+
+
+def test_what_dies_at_once_is_started_again_ever_more_slowly(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        file = tmp_path / "lives"
+        place.start(_DiesAtOnce, file, name="subject", restarts=UNLIMITED)
+        lives: list[list[float]] = []
+
+        def come() -> bool:
+            text = file.read_text() if file.exists() else ""
+            lives[:] = [[float(word) for word in line.split()] for line in text.splitlines()]
+            return len(lives) >= 6
+
+        until(come, LIMIT)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5, "the end waits for no pause"
+    gaps = [after[0] - before[1] for before, after in pairwise(lives)]  # by two clocks
+    assert gaps[4] - gaps[0] > 1.2
+
+
+class _DiesAtOnce:
+    def __init__(self, file: Path) -> None:
+        with file.open("a") as opened:
+            opened.write(f"{psutil.Process().create_time()} {time.time()}\n")
+        os._exit(3)
+
+
+def test_engines_that_start_at_once_get_different_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two() -> list[str]:
+        time.sleep(0.5)
+        return ["0", "1"]
+
+    monkeypatch.setattr(local, "visible_gpus", two)
+    with local_place(tmp_path) as place, ThreadPoolExecutor(2) as threads:
+        placed = threads.map(lambda name: place.start(Subject, name=name, gpus=1), "ab")
+        found = {one.ask("variable", "CUDA_VISIBLE_DEVICES", limit=LIMIT) for one in placed}
+    assert found == {"0", "1"}
 
 
 def test_more_gpus_than_there_are_is_a_sentence(tmp_path: Path) -> None:

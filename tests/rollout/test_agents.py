@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import Trajectory
@@ -250,6 +251,60 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
 
     run(first())
     assert open_ids
+    run(second())
+
+
+ENDS_AT_ONCE_FROM_NOW_ON = """
+import json, os, sys
+from urllib.request import Request, urlopen
+if os.path.exists(sys.argv[1]):
+    sys.exit(3)
+prompt = json.loads(sys.stdin.readline())["prompt"]
+body = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+json.load(urlopen(Request(url, json.dumps(body).encode(), headers)))
+print(1)
+"""
+
+
+def test_an_agent_that_only_fails_ends_the_run_with_a_sentence_and_nothing_is_lost(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    fails = tmp_path / "fails"
+    command = [sys.executable, "-S", "-c", ENDS_AT_ONCE_FROM_NOW_ON, str(fails)]
+    agent = {"name": "", "command": command}
+    config = with_agent(tokenizer, tmp_path / "rows.jsonl", "", agent=agent)
+    kept: dict[int, list[int]] = {}
+
+    async def first() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(0))
+        await one.train(range(1))
+        fails.touch()
+        sentence = (
+            r"64 calls of agent.command \[.*\] failed in a row and none succeeded; the last: "
+            rf"agent.command '{re.escape(sys.executable)}' ended with exit code 3"
+        )
+        with pytest.raises(ComponentFailure, match=sentence):
+            await one.train(range(1, 1000))
+        await one.manager.stop()
+        for number, episode in episodes_of(one).items():
+            if episode.state in ("batched", "scored", "finished"):
+                kept[number] = stored_path(episode, len(episode.turns) - 1)
+
+    async def second() -> None:
+        fails.unlink()
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(1, 1, parent=0))
+        await one.train(range(1, 3))
+        await one.manager.stop()
+        after = episodes_of(one)
+        assert {n: stored_path(after[n], len(after[n].turns) - 1) for n in kept} == kept
+        assert not {after[n].drop_reason for n in kept} - {None}
+
+    run(first())
+    assert len(kept) >= 6, "those of the first batch"
     run(second())
 
 

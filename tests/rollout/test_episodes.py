@@ -226,7 +226,8 @@ def test_with_slow_tools_no_trained_token_is_beyond_the_bound(
         batches = await one.train(range(8))
         view = one.manager._driver._scheduler.view()
         await one.manager.stop()
-        lags = [int(b.lag_T[b.loss_mask_T > 0].max(initial=0)) for b in batches]
+        lags = [int((b.step - b.version_T[b.loss_mask_T > 0]).max()) for b in batches]
+        assert lags == [int(b.lag_T[b.loss_mask_T > 0].max()) for b in batches]
         assert max(lags) == 1, "the tools are slow enough for the bound to matter"
         masked = sum(b.extra_metrics["rollout/stale_masked_tokens"] for b in batches)
         happened = {
@@ -250,6 +251,53 @@ def test_sync_has_no_lag_whatever_the_tools_take(tmp_path: Path, tokenizer: Path
         await one.manager.stop()
 
     run(body())
+
+
+@pytest.mark.parametrize("checkpoint", [2, 1])
+def test_sync_has_no_lag_with_episodes_that_outlived_a_kill(
+    tmp_path: Path, tokenizer: Path, checkpoint: int
+) -> None:
+    """Killed while version 2 plays, and resumed from its checkpoint or from the one before."""
+    environment = {"arguments": {"turns": 4, "seconds": 0.05}}
+    config = configured(tokenizer, "sync", environment=environment)
+    steps = range(checkpoint, checkpoint + 4)
+
+    async def first() -> None:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(0))
+        await one.train(range(2))
+        while not any(
+            e.state == "waiting" and PolicyVersion(0, 2) in [s.version for s in e.segments]
+            for e in episodes_of(one).values()
+        ):
+            await asyncio.sleep(0.01)
+        await one.manager.stop()
+
+    async def second() -> list[TokenBatch]:
+        one = Run(tmp_path, config)
+        await one.begin(ResumePoint(1, checkpoint, parent=0))
+        batches = await one.train(steps)
+        assert one.manager._driver.statistics.counts.episodes["restored"] > 0
+        await one.manager.stop()
+        return batches
+
+    run(first())
+    batches: list[TokenBatch] = []
+
+    async def body() -> None:
+        batches.extend(await second())
+
+    run(body())
+    assert {int(batch.lag_T.max()) for batch in batches} == {0}
+    episodes, older = episodes_of(Run(tmp_path, config)), 0
+    for batch in batches:
+        for number in batch.trajectory_ids_S:
+            for segment in episodes[int(number)].segments:
+                if not segment.from_environment:
+                    lineage, made = segment.version
+                    older += lineage == 0
+                    assert (made if lineage else min(made, checkpoint)) == batch.step
+    assert older, "tokens from before the kill are trained"
 
 
 def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path: Path) -> None:

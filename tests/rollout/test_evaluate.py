@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import RunConfig
+from megatron_async.config.environment import AgentConfig
+from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.environments.worker import Opened, Stepped
 from megatron_async.rollout.evaluate import (
     Answered,
     Estimate,
@@ -23,7 +26,9 @@ from megatron_async.rollout.evaluate import (
     majority_is_right,
     pass_at_k,
 )
-from megatron_async.rollout.respond import SharedEngines
+from megatron_async.rollout.play import play
+from megatron_async.rollout.respond import SharedEngines, Wanted
+from megatron_async.rollout.scoring import conversation_of
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Fixed
 
@@ -176,3 +181,33 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
     (result,) = asyncio.run(evaluator.evaluate(alone(Echo()), VERSION)).results
     assert (result.accuracy, result.answers) == (0.25, 12)
+
+
+class Abandons:
+    """A program of two calls: when it ends, it has never got the answer of the second."""
+
+    async def begin(self, number: int, payload: Mapping[str, Any]) -> Opened:
+        return Opened(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
+
+    async def step(self, *of_episode: Any, **given: Any) -> Stepped:
+        turn = of_episode[2][-1].number
+        answer = {"text": str(turn), "truncated": False}
+        if turn:
+            return Stepped(answer, 1.0, ended="stop", left=(1,))
+        messages = ({"role": "user", "content": "b"},)
+        return Stepped(answer, 0.0, messages, np.array([8], np.int32))
+
+    async def forget(self, number: int) -> None:
+        return None
+
+
+def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either() -> None:
+    wanted = Wanted(SamplingConfig(), 2, (1,))
+    engines = SharedEngines(lambda: [Echo()])  # type: ignore[list-item]
+    found = asyncio.run(
+        play(Abandons(), 0, {}, wanted, "e", engines, AgentConfig(), None)  # type: ignore[arg-type]
+    )
+    assert found is not None
+    assert [turn.left for turn in found.turns] == [False, True]
+    assert found.token_ids == [7, 7], "the answer that is scored"
+    assert [m["content"] for m in conversation_of(found.turns)] == ["a", "0"]

@@ -75,10 +75,11 @@ def score_of(returned: Any) -> RewardScore:
 def _number(name: str, value: Any) -> float:
     # NumPy's and torch's numbers have __float__ too; a text must not pass as a number.
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        pair = "" if name else ", or a number and a mapping of names to numbers"
+        group = " (with `group: true` a reward returns a list)" if isinstance(value, list) else ""
         raise ValueError(
             f"the reward returned {shown(value)}{f' as {name!r}' if name else ''}; it must be a "
-            "number, or a number and a mapping of names to numbers (`group: true` in its settings "
-            "where it scores a whole group and returns a list)"
+            f"number{pair}{group}"
         )
     number = float(value)
     if not abs(number) <= _LARGEST:
