@@ -9,6 +9,7 @@ Invariants
 """
 
 import asyncio
+import copy
 import inspect
 import threading
 import time
@@ -46,9 +47,9 @@ def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
         raise UserError(f"environment.name is {name!r}, which is no class or function")
     try:
         inspect.signature(found).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # some classes in C have no signature
         raise UserError(f"environment.arguments do not fit {name!r}: {error}") from error
-    return lambda: found(**arguments)
+    return lambda: found(**copy.deepcopy(dict(arguments)))  # an object may change its own
 
 
 class Threads:

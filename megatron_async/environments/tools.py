@@ -94,15 +94,19 @@ class CallReader:
         if not parser.has_tool_call(text):
             return text, (), ""
         try:
-            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(not self._schemas):
+            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
                 rest, items = parser.parse_non_stream(text)
             calls = tuple(_call(item.name or "", item.parameters) for item in items)
         except Exception as error:  # noqa: BLE001 - parsers raise all kinds over such texts
             return text, (), f"Error: the call cannot be read: {error}"
-        # The parser leaves out unknown tools and broken JSON, with their text.
-        if len(calls) < max(1, text.count(parser.detector.bot_token or text)):
-            names = ", ".join(str(schema["function"]["name"]) for schema in self._schemas)
-            return text, calls, f"Error: a call cannot be read, or its tool is none of: {names}"
+        names = [str(schema["function"]["name"]) for schema in self._schemas]
+        known = tuple(call for call in calls if call.name in names or not names)
+        # Parsers leave out broken JSON, with its text.
+        marks = (parser.detector.bot_token, getattr(parser.detector, "tool_call_start_token", ""))
+        begun = max((text.count(mark) for mark in (*marks, text) if mark), default=0)
+        if len(known) < max(begun, len(calls)):
+            what = f"Error: a call cannot be read, or its tool is none of: {', '.join(names)}"
+            return text, known, what
         return rest, calls, ""
 
 

@@ -183,6 +183,42 @@ def test_tools_answer_every_call(threads: Threads, text: str, replies: Sequence[
     assert not reply.done
 
 
+WELL = '{"name": "multiply", "arguments": {"a": 6, "b": 7}}'
+NAMELESS = WELL.replace("multiply", "root")
+ALSO = '{"a": 6, "b": 7}'
+
+
+def kimi(*calls: tuple[str, str]) -> str:
+    marks = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    inner = "".join(marks.format(name, n, body) for n, (name, body) in enumerate(calls))
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def coder(*names: str) -> str:
+    each = "<tool_call>\n<function={}>\n<parameter=a>\n6\n</parameter>\n</function>\n</tool_call>"
+    return "".join(each.format(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3", f"<|python_tag|>{WELL};{NAMELESS}"),
+        ("mistral", f"[TOOL_CALLS] [{WELL}, {NAMELESS}]"),
+        ("pythonic", "[multiply(a=6, b=7), root(a=6)]"),
+        ("kimi_k2", kimi(("multiply", ALSO), ("root", ALSO))),
+        ("kimi_k2", kimi(("multiply", ALSO), ("multiply", '{"a":'))),
+        ("qwen3_coder", coder("multiply", "root")),
+        ("qwen3_coder", coder("multiply") + "<tool_call>\n<function=multiply>\n<param"),
+    ],
+)
+def test_no_call_of_several_vanishes_in_silence(parser: str, text: str) -> None:
+    reader = CallReader(parser, described({"multiply": Calculator().multiply}, "Calculator"))
+    kept, calls, complaint = reader.read(text)
+    assert [call.name for call in calls] == ["multiply"]
+    assert complaint == "Error: a call cannot be read, or its tool is none of: multiply"
+    assert kept == text
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -426,6 +462,16 @@ def test_what_cannot_be_built_is_refused(
     file.write_text(code)
     with pytest.raises(UserError, match=sentence):
         environment_builder(f"{file}:Own", arguments)
+
+
+class _Deck:
+    def __init__(self, cards: list[int]) -> None:
+        self.drawn = cards.pop()
+
+
+def test_every_episode_has_arguments_of_its_own() -> None:
+    build = environment_builder(f"{__name__}:_Deck", {"cards": [1, 2, 3]})
+    assert [build().drawn for _ in range(3)] == [3, 3, 3]
 
 
 def test_a_tool_that_cannot_be_described_is_refused(threads: Threads) -> None:
