@@ -296,11 +296,12 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
+    over = ", which is too much: lower trainer.microbatch_tokens, or raise parallel.tensor"
     return [
         f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
         f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
         f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
-        f"{machine.memory_bytes / _GB:.0f} GB",
+        f"{machine.memory_bytes / _GB:.0f} GB{over * (trainer.peak > machine.memory_bytes)}",
         f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
         f"{max(0, tokens):,} tokens an engine",
     ]

@@ -160,3 +160,11 @@ def test_weights_that_no_gpu_can_hold_are_refused(override: str, sentence: str) 
         check_memory(config, H100)
     check_memory(config, Machine("cuda", "H200", 400e9, cores=192))
     check_memory(config, LAPTOP)
+
+
+@pytest.mark.parametrize(("tokens", "over"), [(20_480, False), (400_000, True)])
+def test_an_estimated_peak_above_the_memory_is_called_that(tokens: int, over: bool) -> None:
+    override = f"trainer.microbatch_tokens={tokens}"
+    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", [override])
+    shown = "\n".join(layout_lines(config, H100))
+    assert (" of 80 GB, which is too much: lower trainer.microbatch_tokens" in shown) == over
