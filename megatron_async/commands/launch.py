@@ -29,7 +29,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
-from megatron_async.launcher.derived import Machine, check_engine_memory, derive
+from megatron_async.launcher.derived import Machine, check_memory, derive
 from megatron_async.launcher.devices import check_ranks, check_ray
 from megatron_async.launcher.figures import (
     END_SECONDS,
@@ -270,7 +270,7 @@ def _check(
         raise
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
-    check_engine_memory(checked.config, machine)
+    check_memory(checked.config, machine)
     return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
 
 

@@ -23,7 +23,7 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
-from megatron_async.launcher.derived import Machine, check_engine_memory, derive
+from megatron_async.launcher.derived import Machine, check_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.figures import checkpoints_with_room, figures
 from megatron_async.launcher.preflight import (
@@ -128,7 +128,7 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
     checked = check_run(derived.config)
     checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
-    check_engine_memory(checked.config, machine)
+    check_memory(checked.config, machine)
     checkpoints_with_room(checked.config, directory)
     check_store(checked.config, directory)
     return checked, split_of_this_machine(checked.config)

@@ -42,9 +42,8 @@ def check_environment(
         with ThreadPoolExecutor(1) as thread:
             played = thread.submit(asyncio.run, _rehearsed(config, payload)).result()
     except (EnvironmentFault, ComponentFailure) as error:
-        raise UserError(
-            f"{shown}: an episode that was played before the start failed: {error}"
-        ) from error
+        what = str(error) if str(error).startswith(shown) else f"{shown}: {error}"
+        raise UserError(f"{what} (in an episode played before the start)") from error
     new = config.sampling.max_new_tokens
     for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):
         if longest is not None and tokens + new > longest:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.errors import UserError, how_ended, shown
-from megatron_async.runtime.import_path import described, load_object
+from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.scoring.sandbox.launcher import PDEATHSIG, prctl
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
@@ -41,8 +41,10 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
         return _command(settings.command)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
-        raise UserError(f"{settings.shown}, which is no function")
-    parameters = inspect.signature(function).parameters
+        raise UserError(f"{settings.shown} is no function")
+    file = file_of(function)
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in ("base_url", "api_key"):
         if name not in parameters and not every:
@@ -55,6 +57,12 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
         given = {**row, **settings.arguments, "base_url": url, "api_key": key}
         fitting = given if every else {n: value for n, value in given.items() if n in parameters}
         try:
+            signature.bind(**fitting)
+        except TypeError as error:
+            raise EnvironmentFault(
+                f"{settings.shown} does not fit a row of {', '.join(sorted(row))}: {error}"
+            ) from error
+        try:
             if inspect.iscoroutinefunction(function):
                 return await function(**fitting)
             loop = asyncio.get_running_loop()
@@ -62,7 +70,7 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
             return await returned if inspect.isawaitable(returned) else returned
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             raise EnvironmentFault(
-                f"{settings.shown} raised {described(error).replace(key, '(key)')}"
+                f"{settings.shown} raised {described(error, file).replace(key, '(key)')}"
             ) from None
 
     return run
@@ -76,7 +84,7 @@ def is_blocking(settings: AgentConfig) -> bool:
 
 
 def _command(command: list[str]) -> Program:
-    where = f"agent.command {command[0]!r}"
+    where = f"agent.command {command}"
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}

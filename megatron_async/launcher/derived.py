@@ -25,6 +25,7 @@ from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
+    TrainerMemory,
     kv_capacity_tokens,
     trainer_memory,
     update_bytes,
@@ -209,10 +210,35 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     return [*lines, *_memory_lines(config, machine, shape)]
 
 
-def check_engine_memory(config: RunConfig, machine: Machine) -> None:
-    """Check that SGLang's share, where it is set, leaves room for an update. Raises UserError."""
+def check_memory(config: RunConfig, machine: Machine) -> None:
+    """Check that weights and optimizer alone fit, and SGLang's share where it is set.
+
+    What is estimated, as activations, refuses nothing. Raises UserError.
+    """
+    if machine.device == "cpu":
+        return
+    _check_engine_share(config, machine)
+    try:
+        shape = shape_of(with_own_model(config))
+    except UserError:
+        return
+    trainer = _trainer_memory(config, shape).state * (config.optimizer.name == "adam")
+    engine = _engine_weights(config, shape) * (config.engines.quantization == "none")
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    for held, layout, remedy in (
+        (trainer, f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state", "them"),
+        (engine, f"engines.tensor {config.engines.tensor}: an engine's weights", "it"),
+    ):
+        if held > machine.memory_bytes:
+            raise UserError(
+                f"{layout} would take {held / _GB:.1f} GB of a {machine.title}: raise {remedy}, "
+                "or set simulate.gpu to what those nodes have"
+            )
+
+
+def _check_engine_share(config: RunConfig, machine: Machine) -> None:
     arguments = [part for one in config.engines.extra_args for part in one.split("=", 1)]
-    if machine.device == "cpu" or _SHARE not in arguments[:-1]:
+    if _SHARE not in arguments[:-1]:
         return
     share = arguments[arguments.index(_SHARE) + 1]
     try:
@@ -247,8 +273,12 @@ def _shared(config: RunConfig) -> str:
     return f" on the GPUs of trainer ranks {shown}, which give all memory in turns"
 
 
-def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    trainer = trainer_memory(
+def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
+    return 2 * shape.parameters / config.engines.tensor
+
+
+def _trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
+    return trainer_memory(
         shape,
         config.parallel,
         sharded=config.optimizer.sharded,
@@ -257,17 +287,21 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         logit_tokens=config.trainer.logprob_chunk_tokens,
         recompute=config.trainer.recompute_activations,
     )
-    weights = 2 * shape.parameters / config.engines.tensor
+
+
+def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
+    trainer, weights = _trainer_memory(config, shape), _engine_weights(config, shape)
     update = _update_bytes(config)
     beside = f"a weight update {update / _GB:.1f} GB, " * (update > 0)
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
+    over = ", which is too much: lower trainer.microbatch_tokens, or raise parallel.tensor"
     return [
         f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
         f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
         f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
-        f"{machine.memory_bytes / _GB:.0f} GB",
+        f"{machine.memory_bytes / _GB:.0f} GB{over * (trainer.peak > machine.memory_bytes)}",
         f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
         f"{max(0, tokens):,} tokens an engine",
     ]

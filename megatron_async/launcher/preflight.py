@@ -214,6 +214,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     `generates`: engines will be asked for responses to the task's prompts; else worked answers are
     trained on.
     """
+    from megatron_async.models.layout import check_engine_layout
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
@@ -223,6 +224,8 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
         check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
     architecture = check_policy(config)
+    if generates and "--enable-dp-attention" not in config.engines.extra_args:
+        check_engine_layout(architecture, config.engines.tensor)
     if config.engines.quantization == "fp8":
         if config.model.family:
             raise UserError(

@@ -38,6 +38,16 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     _check_experts(a, p)
 
 
+def check_engine_layout(architecture: Architecture, tensor: int) -> None:
+    """Refuse a model that SGLang cannot split over the GPUs of an engine. Raises UserError."""
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
+        raise UserError(
+            f"engines.tensor is {tensor}, which does not divide the model's num_attention_heads "
+            f"{heads} and num_key_value_heads {kv_heads}"
+        )
+
+
 def _check_experts(a: Architecture, p: ParallelConfig) -> None:
     if a.experts is None:
         if p.expert != 1:

@@ -9,6 +9,7 @@ Invariants
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -70,6 +71,14 @@ def described(error: BaseException, file: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename}:{f.lineno}" for f in frames if file in ("", f.filename)] or [file]
     return f"{name}: {error}" + "".join(f" at {place}" for place in places[-1:] if place)
+
+
+def file_of(found: Any) -> str:
+    """The file that a function or class of the user's is in; empty where there is none."""
+    try:
+        return inspect.getfile(inspect.unwrap(found))
+    except TypeError:  # a callable object, or one that is not written in Python
+        return ""
 
 
 def _module(name: str) -> ModuleType:

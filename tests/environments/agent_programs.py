@@ -278,6 +278,18 @@ async def raises(base_url: str, api_key: str, **row: Any) -> float:
     raise ValueError(f"no good with {api_key}")
 
 
+async def asks_for_two(base_url: str, api_key: str, **row: Any) -> float:
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "x"}], n=2
+    )
+    return 1.0
+
+
+async def wants_more(base_url: str, api_key: str, level: int, **row: Any) -> float:
+    return 1.0
+
+
 async def sleeps(base_url: str, api_key: str, **row: Any) -> float:
     await asyncio.sleep(3600)
     return 1.0

@@ -281,6 +281,8 @@ def test_a_program_that_forks_at_every_call_is_named_with_the_first_difference(m
 FAULTS = {
     "calls_nobody": "ended without a call of the policy",
     "raises": r"raises' raised ValueError: no good with \(key\) at .*agent_programs.py:\d+",
+    "asks_for_two": r"raised BadRequestError: .*n is 2.* at .*agent_programs.py:\d+$",
+    "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
 }
 
@@ -288,7 +290,7 @@ FAULTS = {
 @pytest.mark.parametrize("program", FAULTS)
 def test_what_is_wrong_with_a_program_is_one_sentence(model: str, program: str) -> None:
     async def body() -> None:
-        worker = worker_of(model, program, step_seconds=0.2)
+        worker = worker_of(model, program, step_seconds=0.2 if program == "sleeps" else 30.0)
         with pytest.raises(EnvironmentFault, match=FAULTS[program]):
             await worker.begin("a.5.0", PAYLOAD)
         await worker.forget("a.5.0")
@@ -406,6 +408,13 @@ def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str)
     config = build_config({"model": {"path": model}, "agent": agent, "schedule": schedule})
     sentence = "agent.workers x agent.threads is 3, and 4 episodes or more are open"
     with pytest.raises(UserError, match=sentence):
+        check_environment(config, PAYLOAD, None)
+
+
+def test_the_check_before_a_start_names_the_program_once(model: str) -> None:
+    agent = {"name": f"{PROGRAMS}:calls_nobody", "threads": 3}
+    config = build_config({"model": {"path": model}, "agent": agent})
+    with pytest.raises(UserError, match=r"^agent\.name '[^']*' ended without a call"):
         check_environment(config, PAYLOAD, None)
 
 

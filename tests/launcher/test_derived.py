@@ -9,7 +9,7 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config, load_config
 from megatron_async.errors import UserError
-from megatron_async.launcher.derived import Machine, check_engine_memory, derive, layout_lines
+from megatron_async.launcher.derived import Machine, check_memory, derive, layout_lines
 
 ROOT = Path(__file__).parents[2]
 H100 = Machine("cuda", "H100", 80e9, cores=192)
@@ -140,8 +140,31 @@ def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
     config = load_config(ROOT / "configs" / "llama3.3-70b.yaml")
     raised = config.engines.model_copy(update={"extra_args": argument})
     with pytest.raises(UserError, match=r"leaves 4\.0 GB .* a weight update needs 4\.8 GB"):
-        check_engine_memory(config.model_copy(update={"engines": raised}), H100)
+        check_memory(config.model_copy(update={"engines": raised}), H100)
     lower = config.engines.model_copy(update={"extra_args": ["--mem-fraction-static", "0.9"]})
-    check_engine_memory(config.model_copy(update={"engines": lower}), H100)
-    check_engine_memory(config, H100)
+    check_memory(config.model_copy(update={"engines": lower}), H100)
+    check_memory(config, H100)
     assert "a weight update 4.8 GB" in "\n".join(layout_lines(config, H100))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("parallel={tensor: 2, pipeline: 1}", r"tensor 2 x pipeline 1: a trainer's state .* 220"),
+        ("engines.tensor=1", r"engines\.tensor 1: an engine's weights would take 141\.1 GB"),
+    ],
+)
+def test_weights_that_no_gpu_can_hold_are_refused(override: str, sentence: str) -> None:
+    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", [override])
+    with pytest.raises(UserError, match=sentence):
+        check_memory(config, H100)
+    check_memory(config, Machine("cuda", "H200", 400e9, cores=192))
+    check_memory(config, LAPTOP)
+
+
+@pytest.mark.parametrize(("tokens", "over"), [(20_480, False), (400_000, True)])
+def test_an_estimated_peak_above_the_memory_is_called_that(tokens: int, over: bool) -> None:
+    override = f"trainer.microbatch_tokens={tokens}"
+    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", [override])
+    shown = "\n".join(layout_lines(config, H100))
+    assert (" of 80 GB, which is too much: lower trainer.microbatch_tokens" in shown) == over

@@ -20,7 +20,7 @@ from megatron_async.config.base import Settings
 from megatron_async.config.load import describe
 from megatron_async.config.reward import ASYNCHRONOUS, RewardConfig, ScorerSettings
 from megatron_async.errors import UserError, shown
-from megatron_async.runtime.import_path import described, load_object
+from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.scoring.rewards.sample import RewardScore, Sample, score_of
 
 _CLASSES: Final[Mapping[str, str]] = MappingProxyType(
@@ -111,7 +111,7 @@ def _own(config: RewardConfig) -> Reward:
     found = load_object(config.name, "reward")
     if not callable(found):
         raise UserError(f"reward is {config.name!r}, which is neither a function nor a class")
-    file = _file_of(found)
+    file = file_of(found)
     if not inspect.isclass(found):
         return Reward(config, partial(found, **config.arguments), file)
     if "__call__" not in dir(found) or not inspect.isfunction(found.__call__):
@@ -121,10 +121,3 @@ def _own(config: RewardConfig) -> Reward:
         return Reward(config, made(**config.arguments), file)
     except Exception as error:  # The user's class may raise anything.
         raise UserError(f"reward is {config.name!r}: {described(error, file)}") from error
-
-
-def _file_of(found: Any) -> str:
-    try:
-        return inspect.getfile(inspect.unwrap(found))
-    except TypeError:  # a callable object, or one that is not written in Python
-        return ""
