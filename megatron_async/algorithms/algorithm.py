@@ -297,7 +297,7 @@ class Algorithm:
 
 
 def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) -> DeviceBatch:
-    """Give tokens their sequence's, and what their turn returns more, times `scale_S`."""
+    """Advantages of tokens: their sequence's, and what their turn returns more times `scale_S`."""
     cu_S1, returns_T = batch.cu_seqlens_S1, batch.columns.get(TURN_RETURNS)
     advantages_T = spread(advantages_S, cu_S1)
     if returns_T is not None:
