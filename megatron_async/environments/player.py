@@ -108,13 +108,22 @@ async def _outcome_of(work: Awaitable[Any]) -> Outcome:
 
 
 def built(build: Build, name: str) -> Any:
-    """An object of the user's. Raises UserError where its class raises."""
+    """An object of the user's. Raises UserError where its class raises, or has half a snapshot."""
     try:
-        return build()
+        made = build()
     except Exception as error:  # the user's code may raise anything
         raise UserError(
             f"environment.name is {name!r}, and building it raised {described_error(error)}"
         ) from error
+    has = [
+        way for way in ("state", "restore") if inspect.isfunction(getattr(type(made), way, None))
+    ]
+    if len(has) == 1:
+        raise UserError(
+            f"environment.name is {name!r}, which has `{has[0]}` alone of `state` and `restore`; "
+            "an episode goes on from a snapshot with both: add the other, or take it away"
+        )
+    return made
 
 
 class Player:

@@ -28,6 +28,14 @@ import os
 from megatron_async.environments import Step
 
 
+class HalfKept:
+    def reset(self, **row):
+        return "x"
+    def step(self, answer):
+        return Step(done=True)
+    async def state(self):
+        return b""
+
 class NotBuilt:
     def __init__(self):
         raise RuntimeError("no licence")
@@ -113,6 +121,7 @@ def checked(name: str, folder: Path, longest: int = 100, **settings: Any) -> Che
         ("Tools", {}, "a class of tools, and environment.tool_parser is not set"),
         ("Tools", {"tool_parser": "qwen99"}, "environment.tool_parser is 'qwen99'; it must be"),
         ("Untyped", {}, "the tool 'work' cannot be described"),
+        ("HalfKept", {}, "own.py:HalfKept', which has `state` alone of `state` and `restore`"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(
