@@ -280,9 +280,9 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("leave_one_out=rapid.leave_one_out", "leave_one_out=False"),
         ("groups_E, normalize_std=False)", "groups_E)"),
         ("rewards_E = batch.rewards_S.double()[first_E]", "rewards_E = batch.rewards_S.double()"),
-        ("spread(advantages_E[index_S], batch", "spread(advantages_E, batch"),
+        ("batch, advantages_E[index_S], scale", "batch, advantages_E, scale"),
         ("more_T * (batch.loss_mask_T != 0)", "more_T * 0"),
-        ("more_T * spread(scale_E[index_S], batch.cu_seqlens_S1)", "more_T"),
+        ("more_T * spread(scale_S, cu_S1)", "more_T"),
         (
             "trained_E = _of_episodes(batch.trained_S, batch)",
             "trained_E = batch.trained_S[first_E]",

@@ -273,9 +273,11 @@ class _Process:
 
     def _reap(self) -> int:
         """Wait for its end; what it has started in its group ends with it."""
-        # Unreaped, its number is no other group's.
-        os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
-        os.killpg(self._running.pid, signal.SIGKILL)
+        # Unreaped, its number is no other group's; code of the user's may wait for any child.
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            os.killpg(self._running.pid, signal.SIGKILL)
         return self._running.wait()
 
     def _close(self) -> None:

@@ -71,7 +71,7 @@ def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
 @pytest.mark.parametrize("preset", PRESETS)
 def test_faults_are_done_to_presets_and_not_to_something_near(tmp_path: Path, preset: str) -> None:
     """`sync` with a bound of 4 is another schedule: its check of the lag would pass on lag 1."""
-    programme = Programme(preset, "simulated", tmp_path, "run", "1.0")
+    programme = Programme(preset, "simulated", tmp_path, "run", "1.0", "local")
     configs = [
         settings(preset),
         episode_settings(preset, tmp_path / "episodes" / "run"),

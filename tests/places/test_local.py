@@ -205,6 +205,20 @@ def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
             placed.ask("pid", limit=LIMIT)
 
 
+def test_a_child_that_somebody_else_waited_for_is_started_again(tmp_path: Path) -> None:
+    """Code of the user's beside a run may wait for any child; here the system does."""
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject", restarts=1)
+        process = psutil.Process(placed.ask("pid", limit=LIMIT))
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            process.kill()
+            until(lambda: not psutil.pid_exists(process.pid), 20)
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        assert placed.ask("pid", limit=LIMIT) != process.pid
+
+
 def _socket(place: LocalPlace) -> Path:
     return directory_of(place) / "subject"
 
