@@ -284,7 +284,7 @@ def test_an_agent_that_only_fails_ends_the_run_with_a_sentence_and_nothing_is_lo
         fails.touch()
         sentence = (
             r"64 calls of agent.command \[.*\] failed in a row and none succeeded; the last: "
-            rf"agent.command '{re.escape(sys.executable)}' ended with exit code 3"
+            r"agent.command \[.*\] ended with exit code 3"
         )
         with pytest.raises(ComponentFailure, match=sentence):
             await one.train(range(1, 1000))
