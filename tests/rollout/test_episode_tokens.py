@@ -102,7 +102,7 @@ def assert_every_token_is_kept(one: Run, batches: list[TokenBatch]) -> dict[int,
     stops = stop_tokens(config.model.path, load_tokenizer(config.model.path))
     assert_requests_are_prefixes(one, episodes)
     for episode in episodes.values():
-        for before, token in own_tokens(episode):
+        for before, token in own_tokens(episode, left=True):
             assert token in arrived[episode.trajectory_id][before]
         assert_answers_end(episode, stops, config.sampling.max_new_tokens)
     assert_trained_once(batches, episodes)
@@ -173,8 +173,11 @@ def path_of(episode: Trajectory, turn: Turn) -> list[int]:
     return [int(token) for part in (episode.prompt.token_ids, *parts) for token in part]
 
 
-def own_tokens(episode: Trajectory) -> Iterator[tuple[Before, Token]]:
-    """Each token of the policy, once, with what is before it in its branch."""
+def own_tokens(episode: Trajectory, *, left: bool) -> Iterator[tuple[Before, Token]]:
+    """Each token of the policy, once, with what is before it in its branch.
+
+    `left`: also those of answers that a program never got.
+    """
     ends: dict[int | None, Before] = {None: 0}
     for token in episode.prompt.token_ids.tolist():
         ends[None] = after(ends[None], token)
@@ -183,7 +186,7 @@ def own_tokens(episode: Trajectory) -> Iterator[tuple[Before, Token]]:
         for segment in episode.segments_of(turn):
             pairs = zip(segment.token_ids.tolist(), segment.logprobs.tolist(), strict=True)
             for token, logprob in pairs:
-                if not segment.from_environment:
+                if not segment.from_environment and (left or not turn.left):
                     yield before, (token, logprob, segment.version)
                 before = after(before, token)
         ends[turn.number] = before
@@ -255,6 +258,6 @@ def assert_trained_once(batches: list[TokenBatch], episodes: dict[int, Trajector
         for number, found in trained.items():
             written = Counter(
                 (before, token, logprob, version.number)
-                for before, (token, logprob, version) in own_tokens(episodes[number])
+                for before, (token, logprob, version) in own_tokens(episodes[number], left=False)
             )
             assert +found == written
