@@ -66,7 +66,8 @@ class ScheduleConfig(Settings):
     oversample: float = Field(1.0, ge=1.0, le=8.0)
     """Groups started per batch, as a multiple of B."""
     dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal do not count and are dropped."""
+    """DAPO: groups whose rewards are all equal do not count and are dropped. An episode's is that
+    of all its turns, also under `credit: turn`."""
     overlap: bool = False
     """Whether generation goes on while the trainer works on a batch."""
 

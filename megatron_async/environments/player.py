@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from megatron_async.environments.interface import (
+    LARGEST_OBSERVATION,
     LARGEST_STATE,
     Answer,
     EnvironmentFault,
@@ -169,7 +170,15 @@ class Player:
         if hasattr(self._object, "step"):
             return reply_of(await self._call("step", answer), self._where("step"))
         end = time.monotonic() + self._seconds  # of all calls of the answer
-        replies = [await self._tool(call, end - time.monotonic()) for call in answer.tool_calls]
+        # The policy chooses what it asks for: a long result is no fault of the environment.
+        most = LARGEST_OBSERVATION // 2 // max(1, len(answer.tool_calls))
+        replies = []
+        for call in answer.tool_calls:
+            reply = await self._tool(call, end - time.monotonic())
+            if (length := len(reply["content"])) > most:
+                what = f"Error: the result has {length:,} characters; at most {most:,} are shown"
+                reply = tool_message(call.name, what)
+            replies.append(reply)
         replies += [tool_message("error", complaint)] if complaint else []
         messages = messages_of(replies, self._name) if replies else ()
         return Reply(messages, 0.0, not replies, {})

@@ -23,7 +23,7 @@ from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.errors import UserError, how_ended, shown
 from megatron_async.runtime.import_path import described, file_of, load_object
-from megatron_async.scoring.sandbox.launcher import PDEATHSIG, prctl
+from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 """From a base URL, a key and a row to what it returns."""

@@ -5,7 +5,6 @@ Invariants
 - `stop` first asks (SIGTERM), then kills; it touches only the child's own session.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,14 +17,13 @@ from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory
-
-_PR_SET_PDEATHSIG = 1
+from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 
 def _prepare_child() -> None:
     """Ask the kernel for SIGTERM when the parent process ends, and ignore SIGUSR2."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 

@@ -9,16 +9,15 @@ Invariants
 - Nothing that it starts inherits the pipe.
 """
 
-import ctypes
 import os
 import select
 import signal
 import threading
 from collections.abc import Callable
-from typing import Final
+
+from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
@@ -51,5 +50,5 @@ def _end_when_ready(descriptor: int, last_act: Callable[[], None] = lambda: None
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    prctl(PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -3,5 +3,6 @@
 - time_limits: limits that count only the seconds in which the process could run.
 - garbage_collection: searches for garbage, in processes that hold thousands of streams.
 - import_path: the user's code by import path. host_buffers: host memory that copies use again.
-- gpus: whether there is a GPU, without importing torch where there cannot be one.
+- gpus: whether there is a GPU, without importing torch where there cannot be one. prctl: attributes
+  of a process on Linux.
 """

@@ -38,6 +38,7 @@ import psutil
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
+from megatron_async.runtime.prctl import PDEATHSIG, SUBREAPER, prctl
 from megatron_async.scoring.frames import (
     END_ID,
     START_ID,
@@ -48,7 +49,6 @@ from megatron_async.scoring.frames import (
 )
 from megatron_async.scoring.rewards.reward import Reward, asynchronous, build_reward
 from megatron_async.scoring.rewards.sample import RewardScore, Sample, Unavailable, sample_of
-from megatron_async.scoring.sandbox.launcher import PDEATHSIG, SUBREAPER, prctl
 
 _HIGH_DESCRIPTOR = 1000
 _LOG_BYTES = 16 << 10

@@ -111,10 +111,12 @@ def peaks_of_stages(config: RunConfig, raw: dict[str, Any], folder: Path) -> lis
     `raw` is the model's config.json.
     """
     deep = raw["num_hidden_layers"] // config.parallel.pipeline
+    # The optimizer steps experts by themselves: they are the most it holds from two layers on.
+    fewest = 2 if "num_experts" in raw else 1
     found = []
     for stage in range(config.parallel.pipeline):
-        two, three = (stage_peaks(config, raw, folder, stage, layers) for layers in (2, 3))
-        found.append(three.at(deep - 3, two, 1))
+        less, more = (stage_peaks(config, raw, folder, stage, few) for few in (fewest, fewest + 1))
+        found.append(more.at(deep - fewest - 1, less, 1))
     return found
 
 

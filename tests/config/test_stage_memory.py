@@ -68,18 +68,18 @@ def depths(folder: Path) -> Any:
     config, raw = file("qwen2.5-7b")
     few = {"microbatch_tokens": 2048, "logprob_chunk_tokens": 2048}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=few)})
-    found = [stage_peaks(config, raw, folder, 0, layers) for layers in (2, 3, 5)]
+    found = [stage_peaks(config, raw, folder, 0, layers) for layers in (1, 2, 4)]
     kept = config.trainer.model_copy(update={"recompute_activations": False})
     config = config.model_copy(update={"trainer": kept})
-    return found, [stage_peaks(config, raw, folder, 0, layers) for layers in (2, 3)]
+    return found, [stage_peaks(config, raw, folder, 0, layers) for layers in (1, 2)]
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_two_depths_give_any_other_and_recomputation_is_seen(tmp_path: Path) -> None:
     [(found, kept)] = run_ranks(depths, 1, tmp_path, timeout_seconds=400)
-    two, three, five = found
-    for mine, expected in zip(vars(three.at(2, two, 1)).values(), vars(five).values(), strict=True):
+    one, two, four = found
+    for mine, expected in zip(vars(two.at(2, one, 1)).values(), vars(four).values(), strict=True):
         assert mine == pytest.approx(expected, rel=1e-3)
 
     def activations(deep: Any, shallow: Any) -> float:
@@ -87,7 +87,7 @@ def test_two_depths_give_any_other_and_recomputation_is_seen(tmp_path: Path) -> 
         return float((deep.gradients - deep.state) - (shallow.gradients - shallow.state))
 
     hidden = 2 * 2048 * 3584 / 2
-    assert activations(three, two) == pytest.approx(hidden, rel=1e-3)
+    assert activations(two, one) == pytest.approx(hidden, rel=1e-3)
     assert activations(kept[1], kept[0]) > 15 * hidden
 
 

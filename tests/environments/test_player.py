@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_async.environments import Answer, Step
-from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.interface import LARGEST_OBSERVATION, EnvironmentFault
 from megatron_async.environments.player import Player, Threads, environment_builder
 from megatron_async.environments.tools import CallReader, described
 from megatron_async.errors import UserError
@@ -254,6 +254,29 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
 
     call = qwen_call('{"name": "echo", "arguments": {"text": "a\\ud800b"}}')
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
+
+
+def test_a_policy_that_asks_for_too_much_reads_so(threads: Threads) -> None:
+    class Long:
+        def reset(self, **row: Any) -> None:
+            pass
+
+        def fill(self, count: int) -> str:
+            """Write a long text.
+
+            Args:
+                count: Its characters.
+            """
+            return "x" * count
+
+    def call(count: int) -> str:
+        return qwen_call(f'{{"name": "fill", "arguments": {{"count": {count}}}}}')
+
+    long, short = calls_of(threads, Long, call(LARGEST_OBSERVATION) + call(3)).messages
+    assert long["content"] == (
+        "Error: the result has 1,048,576 characters; at most 262,144 are shown"
+    )
+    assert short["content"] == "xxx"
 
 
 def test_no_parser_raises_whatever_is_written_where_a_call_is_expected() -> None:
