@@ -16,6 +16,7 @@ import torch
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.data import FileConfig
 from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
 from megatron_async.environments.workers import EnvironmentWorkers
@@ -158,6 +159,50 @@ def test_the_agent_of_an_example_is_short_and_can_be_played(tmp_path: Path) -> N
     played = asyncio.run(workers.rehearse(prompt.payload))
     assert "Guess my number, 1 to 100." in played.text
     assert played.observation > 0, "a wrong answer gets a hint"
+
+
+STUB = """
+import json, sys
+from openai import OpenAI
+
+for line in sys.stdin:
+    row = json.loads(line)
+    client = OpenAI(base_url=row["base_url"], api_key=row["api_key"])
+    if sys.argv[1:] == ["end"]:
+        sys.exit()
+    messages = [{"role": "user", "content": f"Task {row['seed']}."}]
+    client.chat.completions.create(model="policy", messages=messages)
+    print(json.dumps({"number": row["number"], "reward": 1.0, "errors": sys.argv[1:]}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ([], ""),
+        (["the task is broken"], "RuntimeError: the task is broken"),
+        (["end"], "RuntimeError: the process that plays the taskset has ended"),
+    ],
+)
+def test_a_process_beside_a_worker_plays_the_episodes_of_a_taskset(
+    argument: list[str], sentence: str, tmp_path: Path
+) -> None:
+    """Without `verifiers`: what plays a taskset is a process that reads and writes lines."""
+    build_tiny_model(tmp_path / "model", seed=1)
+    (tmp_path / "stub.py").write_text(STUB)
+    command = json.dumps([sys.executable, str(tmp_path / "stub.py"), *argument])
+    settings = [f"model.path={tmp_path / 'model'}", f"agent.arguments.command={command}"]
+    config = load_config(EXAMPLES / "taskset" / "config.yaml", settings)
+    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
+    config = config.model_copy(
+        update={"agent": config.agent.model_copy(update={"memory_mib": 1 << 20})}
+    )
+    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+    if sentence:
+        with pytest.raises(EnvironmentFault, match=sentence):
+            asyncio.run(workers.rehearse(prompt.payload))
+    else:
+        assert "Task " in asyncio.run(workers.rehearse(prompt.payload)).text
 
 
 def test_the_page_on_environments_shows_the_examples() -> None:

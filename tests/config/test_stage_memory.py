@@ -45,7 +45,7 @@ def stated_peaks(name: str, folder: Path) -> Any:
 @pytest.mark.one_core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_peak_of_each_stage_is_near_the_stated_one(name: str, tmp_path: Path) -> None:
-    [stages] = run_ranks(stated_peaks, 1, name, tmp_path, timeout_seconds=400)
+    [stages] = run_ranks(stated_peaks, 1, name, tmp_path, timeout_seconds=580)
     config, _ = file(name)
     print(name, *(vars(stage) for stage in stages), sep="\n")
     state, stated = figure(name, r"state ([\d.]+) GB"), figure(name, r"peak ([\d.]+) of")
@@ -77,7 +77,7 @@ def depths(folder: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_two_depths_give_any_other_and_recomputation_is_seen(tmp_path: Path) -> None:
-    [(found, kept)] = run_ranks(depths, 1, tmp_path, timeout_seconds=400)
+    [(found, kept)] = run_ranks(depths, 1, tmp_path, timeout_seconds=580)
     one, two, four = found
     for mine, expected in zip(vars(two.at(2, one, 1)).values(), vars(four).values(), strict=True):
         assert mine == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,62 @@
+"""A taskset of one's own: a number is found by guesses, which the game answers as the user."""
+
+import random
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+__all__ = ["GuessNumber", "GuessNumberEnv"]
+
+
+class GuessNumberConfig(vf.TasksetConfig):
+    high: int = 100
+
+
+class GuessNumberData(vf.TaskData):
+    number: int
+
+
+class GuessNumberTask(vf.Task[GuessNumberData, vf.State, vf.TaskConfig]):
+    pass
+
+
+class GuessNumber(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
+    INFINITE = True
+
+    def load(self) -> Iterator[GuessNumberTask]:
+        seed = 0
+        while True:
+            number = random.Random(seed).randint(1, self.config.high)
+            prompt = f"Guess my number, 1 to {self.config.high}."
+            yield GuessNumberTask(GuessNumberData(prompt=prompt, number=number), self.config.task)
+            seed += 1
+
+
+def hint_at(guess: str, number: int) -> str:
+    if not guess.strip().isdecimal():
+        return "Only a number."
+    return "higher" if int(guess) < number else "lower"
+
+
+class GuessNumberEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class GuessNumberEnv(vf.Env[GuessNumberEnvConfig]):
+    async def run(self, task, agents):
+        won, number = 0.0, task.data.number
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            for _ in range(6):
+                if segment.terminated:
+                    break
+                guess = segment.last_reply
+                if guess.strip() == str(number):
+                    won = 1.0
+                    break
+                known = guess.isdecimal()
+                hint = (
+                    "Only a number." if not known else "higher" if int(guess) < number else "lower"
+                )
+                segment = await interaction.turn(hint)
+        interaction.trace.record_reward("won", won, 1.0)
