@@ -214,8 +214,7 @@ class RunUnderFire:
 
     def last_life(self, steps: int, *overrides: str) -> None:
         """Kill all of it and resume for the last `steps` steps. Raises RunFailed."""
-        end = self.step() + steps
-        self.kill("tree", f"steps={end}", *overrides)
+        self.kill("tree", *overrides, more_steps=steps)
 
     def evidence(self) -> Evidence:
         """What is known of it once it has ended."""
@@ -298,10 +297,13 @@ class RunUnderFire:
 
     # ------------------------------------------------------------ kills
 
-    def kill(self, target: Target, *overrides: str, patient: bool = True) -> None:
+    def kill(
+        self, target: Target, *overrides: str, patient: bool = True, more_steps: int | None = None
+    ) -> None:
         """SIGKILL, then wait for (or resume to) a further step; not if not `patient`.
 
-        `overrides` are settings to resume with. Raises RunFailed when the run does not go on.
+        `overrides` are settings to resume a tree with, `more_steps` how long for. Raises RunFailed
+        when the run does not go on.
         """
         self.looks.append(look(self.directory))
         # Agents begin again and get their answers again; `more than a chunk lost` covers them.
@@ -312,6 +314,8 @@ class RunUnderFire:
         if target == "tree":
             self._kill_tree()
             self.looks.append(look(self.directory))
+            if more_steps is not None:  # counted now: the run went on until it was killed
+                overrides = (*overrides, f"steps={self.step() + more_steps}")
             self.resume(*overrides)
         else:
             self._kill_one(target)
