@@ -33,7 +33,7 @@ class GuessNumber(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
 
 
 def hint_at(guess: str, number: int) -> str:
-    if not guess.strip().isdecimal():
+    if not guess.isdecimal():
         return "Only a number."
     return "higher" if int(guess) < number else "lower"
 
@@ -44,19 +44,13 @@ class GuessNumberEnvConfig(vf.EnvConfig):
 
 class GuessNumberEnv(vf.Env[GuessNumberEnvConfig]):
     async def run(self, task, agents):
-        won, number = 0.0, task.data.number
+        won, hint, number = 0.0, None, task.data.number
         async with agents.player.interaction(task) as interaction:
-            segment = await interaction.turn()
-            for _ in range(6):
-                if segment.terminated:
-                    break
-                guess = segment.last_reply
-                if guess.strip() == str(number):
-                    won = 1.0
-                    break
-                known = guess.isdecimal()
-                hint = (
-                    "Only a number." if not known else "higher" if int(guess) < number else "lower"
-                )
+            for _ in range(7):
                 segment = await interaction.turn(hint)
+                guess = segment.last_reply.strip()
+                won = float(guess == str(number))
+                if won or segment.terminated:
+                    break
+                hint = hint_at(guess, number)
         interaction.trace.record_reward("won", won, 1.0)
