@@ -47,12 +47,23 @@ def paths_of(example: str, folder: Path) -> list[str]:
     return [*named, *([f"task.path={data / 'products.jsonl'}"] * (example == "calculator"))]
 
 
+def untrained_model(example: str, folder: Path) -> Path:
+    """The model that an example begins with, made with its data where it is not there yet."""
+    model = folder / example / "model"
+    if not model.exists():
+        script = [
+            sys.executable,
+            str(ROOT / "examples" / example / "prepare.py"),
+            str(model.parent),
+        ]
+        subprocess.run(script, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
+    return model
+
+
 def prepare(example: str, folder: Path) -> Path:
     """The fine-tuned model of an example, made where it is not there yet."""
     source, model = ROOT / "examples" / example, folder / "fine_tuned" / example
-    if not (folder / example / "model").exists():
-        script = [sys.executable, str(source / "prepare.py"), str(folder / example)]
-        subprocess.run(script, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
+    untrained_model(example, folder)
     if not model.exists():
         own = [f"root={folder}", f"name={example}", *paths_of(example, folder)]
         words = ["sft", "--config", str(source / "config.yaml"), "--out", str(model)]

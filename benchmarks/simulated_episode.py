@@ -2,11 +2,11 @@
 
     python -m benchmarks.simulated_episode --folder runs/episodes
 
-`benchmarks.simulated_step` for the example `calculator`, with a tool that takes --seconds. The
-model and its data are those of `benchmarks.episodes`, which are made where they are missing. Beside
-what it gets there, the simulator gets of the first half of the steps the mean number of turns, the
-mean seconds of a reply, the mean length of what the environment sends, and the lengths of answers.
-Goal: within 15 %.
+`benchmarks.simulated_step` for episodes of --turns turns with a tool that takes --seconds
+(`slow_tool.py`). The model is the untrained one of the example `guessing_game`, which is made where
+it is missing: its answers have any length up to --tokens. Beside what it gets there, the simulator
+gets of the first half of the steps the mean number of turns, the mean seconds of a reply, the mean
+length of what the environment sends, and the lengths of answers. Goal: within 15 %.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 
 from benchmarks import simulated_step
 from benchmarks.command import command_line
-from benchmarks.episodes import ROOT, prepare
+from benchmarks.episodes import ROOT, untrained_model
 from megatron_async.config import build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
@@ -34,14 +34,15 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.trajectory.types import Trajectory
 
-EXAMPLE = ROOT / "examples" / "calculator"
+EXAMPLE = ROOT / "examples" / "guessing_game"
 
 
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The example's, in one process, with a slow tool, and nothing learned."""
     environment = {
-        "name": f"{ROOT / 'benchmarks' / 'slow_calculator.py'}:SlowCalculator",
-        "arguments": {"seconds": options.seconds},
+        "name": f"{ROOT / 'benchmarks' / 'slow_tool.py'}:SlowTool",
+        "arguments": {"turns": options.turns, "seconds": options.seconds},
+        "max_turns": options.turns,
     }
     changes = {
         "name": "measured",
@@ -49,13 +50,12 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
         "steps": options.warm_up + options.steps,
         "model": {"path": str(model)},
         "parallel": {"ranks": 1},
-        "task": {"path": str(options.folder / "calculator" / "products.jsonl")},
-        "environment": environment,
+        "sampling": {"max_new_tokens": options.tokens},
         "eval": {"prompts": 8},
         "checkpoint": {"every_steps": 10_000, "export_hf": False},
         "optimizer": {"lr": 1e-12, "warmup_steps": 0},
     }
-    return merge(read_yaml(EXAMPLE / "config.yaml"), changes)
+    return {**merge(read_yaml(EXAMPLE / "config.yaml"), changes), "environment": environment}
 
 
 def episodes_of(directory: RunDirectory) -> list[Trajectory]:
@@ -82,13 +82,15 @@ def shape_of(episodes: list[Trajectory]) -> tuple[dict[str, Any], list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a tool's reply")
+    parser.add_argument("--turns", type=int, default=5, help="of an episode")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a tool's reply")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer, at most")
     parser.add_argument("--steps", type=int, default=16, help="measured steps (two halves)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps left out before them")
     parser.add_argument("--out", type=Path, help="write the table here too")
     options = parser.parse_args()
     options.folder = options.folder.absolute()
-    model = prepare("calculator", options.folder)
+    model = untrained_model("guessing_game", options.folder)
     with tempfile.TemporaryDirectory(prefix="simulated-episode-") as scratch:
         root = Path(scratch)
         base = settings(model, root, options)

@@ -38,6 +38,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import NoScorers
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
@@ -49,7 +50,7 @@ from megatron_async.testing.local import train_locally
 GOAL = 0.15
 BATCHES = (1, 8, 24, 48, 96)
 CONTEXTS = (16, 96)
-NEW_TOKENS = 64
+NEW_TOKENS = 192
 
 
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -89,10 +90,11 @@ def train(config: RunConfig, url: str) -> RunDirectory:
     """A whole run in this process, on the engine at `url`."""
     directory = RunDirectory.create(config)
     pool = LocalScorerPool(config.scorers, config.model.path)
+    scorers = pool if config.scores else NoScorers()
     try:
         with local_place(directory.logs) as place:
             workers = EnvironmentWorkers(config, place) if config.plays else None
-            train_locally(config, directory, [url], pool, workers)
+            train_locally(config, directory, [url], scorers, workers)
     finally:
         pool.close()
     return directory
