@@ -125,8 +125,8 @@ def row_of(metrics: Path) -> Row:
     }
 
 
-def pieces(examples: Sequence[str], seeds: int) -> list[Row]:
-    """The keys of all runs: first seeds and the controls first."""
+def pieces(examples: Sequence[str], seeds: int, controls: int = 1) -> list[Row]:
+    """The keys of all runs: first seeds and their controls first, controls of others last."""
     runs = [
         {"example": example, "preset": preset, "seed": seed, "shuffled": False}
         for seed in range(1, seeds + 1)
@@ -134,8 +134,8 @@ def pieces(examples: Sequence[str], seeds: int) -> list[Row]:
         for preset in PRESETS
     ]
     first = len(examples) * len(PRESETS)
-    controls = [{**key, "shuffled": True} for key in runs[:first]]
-    return [*runs[:first], *controls, *runs[first:]]
+    shuffled = [{**key, "shuffled": True} for key in runs[: controls * first]]
+    return [*runs[:first], *shuffled[:first], *runs[first:], *shuffled[first:]]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -172,13 +172,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/episodes.jsonl")
+    parser.add_argument("--controls", type=int, default=1, help="seeds that have a control")
     parser.add_argument("--table", action="store_true", help="only print the table of the rows")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parsed()
-    wanted = pieces(options.examples, options.seeds)
+    wanted = pieces(options.examples, options.seeds, options.controls)
     todo: list[Any] = [] if options.table else missing(wanted, read(options.rows))
     for key in todo[: options.pieces]:
         row: Row = measure(key, options.folder.absolute())

@@ -14,7 +14,7 @@ from megatron_async.scoring.rewards import Sample
 from megatron_async.telemetry.metrics import MetricsWriter
 
 
-@pytest.mark.parametrize("key", pieces(["guessing_game", "calculator"], 3), ids=name_of)
+@pytest.mark.parametrize("key", pieces(["guessing_game", "calculator"], 3, 2), ids=name_of)
 def test_every_run_is_its_example_with_a_schedule_and_a_seed(
     key: dict[str, object], tmp_path: Path
 ) -> None:
