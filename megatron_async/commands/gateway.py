@@ -18,7 +18,7 @@ from megatron_async.config.files import vocabulary_of
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.calls import Call
-from megatron_async.environments.chat import CallRefused, ChatCall
+from megatron_async.environments.chat import CallRefused, ChatCall, context_exceeded
 from megatron_async.environments.gateway import MODEL, Gateway
 from megatron_async.environments.texts import Texts
 from megatron_async.errors import ComponentFailure, UserError
@@ -37,7 +37,7 @@ def gateway_command(
     config = derive(config, Machine.here(config)).config
     path = model or Path(config.model.path)
     check_model(path)
-
+    typer.echo("an engine starts; its address and key follow", err=True)
     with (
         tempfile.TemporaryDirectory(prefix="megatron-async-gateway-") as logs,
         engine_here(path, config, Path(logs) / "engine.log") as process,
@@ -107,7 +107,7 @@ class ServedPolicy:
             ids = texts.opening(asked.messages)
             response = await respond(self._wanted, ids, name, self._engines)
             if response is None:
-                raise CallRefused(f"an engine refuses a prompt of {len(ids)} tokens", "messages")
+                raise context_exceeded(f"an engine refuses a prompt of {len(ids)} tokens: too long")
             answer, ended = (response.token_ids, response.logprobs), response.end
             stored = texts.stored(asked, *answer, len(ids), ended=ended is FinishReason.STOP)
             call.answer.set_result(texts.answer(name, stored))

@@ -160,7 +160,9 @@ def describe(error: ValidationError) -> str:
     if first["type"] == "value_error":
         named = not first["loc"] or message.startswith(f"{where}.")
         return message if named else f"{where}: {message}"
-    return f"{where} is {shown(first['input'])}: {message[0].lower()}{message[1:]}"
+    how = {"string_type": "; write it in quotes", "list_type": "; write it as [one, two]"}
+    remedy = how.get(first["type"], "")
+    return f"{where} is {shown(first['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

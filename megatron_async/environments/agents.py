@@ -23,7 +23,7 @@ from typing import Any
 from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
-from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall
+from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall, context_exceeded
 from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
 from megatron_async.environments.matching import Match
@@ -243,14 +243,14 @@ class AgentWorker:
             match = calls.match(call)
             try:
                 if last:
-                    raise _refusal(
+                    raise context_exceeded(
                         f"this episode has had its {self._settings.max_turns} answers "
                         "(agent.max_turns) or its time (agent.episode_seconds)"
                     )
                 token_ids = self._render(attempt, call, match)
                 before = 0 if match.parent is None else attempt.taken[match.parent]
                 if most is not None and before + len(token_ids) > most:
-                    raise _refusal(
+                    raise context_exceeded(
                         f"the conversation has {before + len(token_ids)} tokens; with room for an "
                         f"answer an engine takes {most}"
                     )
@@ -281,8 +281,10 @@ class AgentWorker:
                 return 0.0, {}
             raise
         if returned is None and not self._scored:
+            what = "printed nothing, or null," if self._settings.command else "returned None,"
             raise EnvironmentFault(
-                f"{shown} returned None, and there is no `reward` to score the conversation"
+                f"{shown} {what} and there is no `reward` to score the conversation: give a number "
+                "or set `reward`"
             )
         return number_of(0.0 if returned is None else returned, shown)
 
@@ -308,12 +310,6 @@ class AgentWorker:
                 f"{self._settings.shown} made no call and did not end for "
                 f"{self._settings.step_seconds:g} s (agent.step_seconds)"
             ) from error
-
-
-def _refusal(sentence: str) -> CallRefused:
-    refused = CallRefused(sentence, "messages")
-    refused.code = "context_length_exceeded"
-    return refused
 
 
 class AgentProcess(AgentWorker):

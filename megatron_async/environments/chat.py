@@ -65,6 +65,13 @@ class CallRefused(Exception):
         return {"error": found}
 
 
+def context_exceeded(sentence: str) -> CallRefused:
+    """The refusal that programs know as a full context."""
+    refused = CallRefused(sentence, "messages")
+    refused.code = "context_length_exceeded"
+    return refused
+
+
 @dataclass(frozen=True)
 class ChatCall:
     """A checked call. `notices`: what it asks of sampling that the run's settings do not do."""

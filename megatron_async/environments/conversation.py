@@ -103,7 +103,10 @@ class Conversation:
         for schema in self._tools:
             name = str(schema["function"]["name"])
             if name not in text:
-                raise _refusal(f"leaves out the tools (no {name!r} in the first prompt)")
+                raise UserError(
+                    f"the chat template in use leaves out the tools (no {name!r} in the first "
+                    "prompt); use a model whose template shows them"
+                )
         for role in sorted(roles):
             new = [{"role": role, "content": _NEXT}]
             short = self._after_answer([_EARLIER], new)
@@ -138,5 +141,5 @@ class Conversation:
 def _refusal(what: str) -> UserError:
     return UserError(
         f"the chat template of model.path cannot show conversations of many turns: it {what}; use "
-        "a model whose template can, or task.chat_template: never for plain text"
+        "a model whose template can, or set `task.chat_template: never` for plain text"
     )

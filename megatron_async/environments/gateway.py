@@ -135,7 +135,10 @@ class Gateway:
             key = request.headers.get("x-api-key", "")
         owner = self._owners.get(key.strip())
         if owner is None:
-            raise CallRefused("the key belongs to no agent that runs now", status=401)
+            raise CallRefused(
+                "the key belongs to no agent that runs now; use the one given with this address",
+                status=401,
+            )
         self._strangers.pop(request.protocol, None)  # type: ignore[call-overload]
         return owner
 

@@ -101,7 +101,9 @@ def _command(command: list[str]) -> Program:
                 limit=_LARGEST_OUTPUT,
             )
         except OSError as error:
-            raise EnvironmentFault(f"{where} cannot be started: {error}") from error
+            remedy = "; name a program on PATH, or a file that may be executed (chmod +x)"
+            known = isinstance(error, FileNotFoundError | PermissionError)
+            raise EnvironmentFault(f"{where} cannot be started: {error}{remedy * known}") from error
         try:
             output, errors = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
         finally:

@@ -112,7 +112,7 @@ class Texts:
         if not self._parser:
             raise CallRefused(
                 "the call has tools, and agent.tool_parser is not set: name the form in which the "
-                "model calls them",
+                "model calls them, as qwen25 or llama3",
                 "tools",
             )
         schemas = json.loads(tools)

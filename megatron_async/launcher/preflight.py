@@ -318,8 +318,8 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
     has = f"the task has {heldout} held-out problems (task.heldout_share {share:g})"
     if heldout == 0 or "prompts" in config.eval.model_fields_set:
         raise UserError(
-            f"eval.prompts is {wanted}, and {has}; lower eval.prompts, raise task.heldout_share or "
-            "add problems"
+            f"eval.prompts is {wanted}, and {has}, equal prompts being one; lower eval.prompts, "
+            "raise task.heldout_share, add problems, or hold none out (task.heldout_share 0)"
         )
     return Checked(
         config.with_section("eval", prompts=heldout),

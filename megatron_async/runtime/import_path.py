@@ -6,6 +6,7 @@ Invariants
   exception in the user's code, the file and line.
 """
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -57,7 +58,9 @@ def load_object(path: str, setting: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        raise UserError(f"{setting} is {path!r}: {where} has no {name!r}") from error
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"{setting} is {path!r}: {where} has no {name!r}{hint}") from error
 
 
 def described(error: BaseException, file: str = "") -> str:

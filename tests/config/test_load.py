@@ -93,6 +93,11 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
             r"engines\.max_total_tokens is True: true and false, also yes, no",
         ),
         (["seed=-1"], r"seed is -1: input should be greater than or equal to 0"),
+        (
+            ["agent.command=[python, play.py, 5]"],
+            r"^agent\.command\.2 is 5: .*; write it in quotes",
+        ),
+        (["agent.command=python play.py"], r"^agent\.command is 'py.*; write it as \[one, two\]"),
         (["sampling.max_new_tokens=99999999"], r"does not fit into engines\.max_total_tokens"),
         (["nonsense"], r"override 'nonsense' is not of the form"),
         (["schedule=4"], r"schedule must be a mapping"),

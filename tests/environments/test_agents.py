@@ -298,6 +298,19 @@ def test_what_is_wrong_with_a_program_is_one_sentence(model: str, program: str) 
     run(body())
 
 
+def test_a_command_that_cannot_be_started_is_answered_with_what_can(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "play.sh").write_text("#!/bin/sh\n")
+
+    async def body(command: str) -> None:
+        with pytest.raises(EnvironmentFault, match=r"cannot be started: .*PATH.*chmod"):
+            await worker_of(model, "", command=[command]).begin("a.5.0", PAYLOAD)
+
+    run(body(str(tmp_path / "play.sh")))
+    run(body("a-program-that-is-not-there"))
+
+
 def test_nothing_returned_needs_a_reward(model: str) -> None:
     async def body() -> None:
         with pytest.raises(EnvironmentFault, match="returned None, and there is no `reward`"):
@@ -313,6 +326,7 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
     [
         ("import sys; sys.exit('no luck')", "ended with exit code 1: no luck"),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
+        ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
     ],
 )
@@ -440,8 +454,9 @@ def test_the_gateway_command_serves_a_policy_without_training(model: str) -> Non
         for reply in replies:
             assert reply.usage is not None and reply.usage.completion_tokens <= 8
             assert reply.choices[0].logprobs is not None
-        with pytest.raises(BadRequestError, match="refuses a prompt of 2"):
+        with pytest.raises(BadRequestError, match="refuses a prompt of 2") as refused:
             await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
+        assert refused.value.code == "context_length_exceeded"
         await gateway.close()
 
     run(body())

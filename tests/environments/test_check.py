@@ -115,6 +115,7 @@ def checked(name: str, folder: Path, longest: int = 100, **settings: Any) -> Che
     [
         ("NotBuilt", {}, "own.py:NotBuilt', and building it raised RuntimeError: no licence at"),
         ("Gone", {}, "has no 'Gone'"),
+        ("NotBuild", {}, "has no 'NotBuild'; did you mean 'NotBuilt'?"),
         ("Long", {"arguments": {"high": 3}}, "environment.arguments do not fit"),
         ("Long", {"arguments": {"opening": 90}}, "the opening has 91 tokens, which with "),
         ("Long", {"arguments": {"observation": 90}}, "an observation has 93 tokens, which with "),

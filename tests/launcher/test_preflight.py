@@ -95,7 +95,9 @@ def test_a_number_of_held_out_rows_that_was_set_is_not_shrunk(folder: Path) -> N
 
 
 def test_none_held_out_at_all_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"has 0 held-out problems.*raise task.heldout_share"):
+    with pytest.raises(
+        UserError, match=r"has 0 held-out problems.*equal prompts.*task.heldout_share 0"
+    ):
         check_run(settings(folder, task={"heldout_share": 1e-9}))
 
 
