@@ -42,6 +42,7 @@ ROOMS = (
     "launcher",
     "commands",
     "cli",
+    "__main__",
     "testing",
 )
 KERNELS = PACKAGE.parent / "kernels" / "megatron_async_kernels"

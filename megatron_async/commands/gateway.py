@@ -18,7 +18,7 @@ from megatron_async.config.files import vocabulary_of
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.calls import Call
-from megatron_async.environments.chat import CallRefused, ChatCall, context_exceeded
+from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatCall
 from megatron_async.environments.gateway import MODEL, Gateway
 from megatron_async.environments.texts import Texts
 from megatron_async.errors import ComponentFailure, UserError
@@ -107,7 +107,8 @@ class ServedPolicy:
             ids = texts.opening(asked.messages)
             response = await respond(self._wanted, ids, name, self._engines)
             if response is None:
-                raise context_exceeded(f"an engine refuses a prompt of {len(ids)} tokens: too long")
+                why = f"an engine refuses a prompt of {len(ids)} tokens: too long"
+                raise CallRefused(why, "messages", code=TOO_LONG)
             answer, ended = (response.token_ids, response.logprobs), response.end
             stored = texts.stored(asked, *answer, len(ids), ended=ended is FinishReason.STOP)
             call.answer.set_result(texts.answer(name, stored))

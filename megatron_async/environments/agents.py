@@ -4,7 +4,8 @@ The rollout side calls it as it calls environments (`worker.py`): `begin` return
 call of a program, `step` gives that call its answer and returns with the next one.
 
 Invariants
-- A key is one attempt's, made when its program starts, taken back when that ends or is forgotten.
+- A key is one attempt's, made when its program starts, taken back when that ends or is forgotten;
+  what waits for an answer then is refused. No sentence about a program holds its key.
 - A call that cannot be a turn (too long for an engine, one too many, a template that fails) is
   refused to the program, which may go on; only what it returns or raises ends its episode.
 - After a restoring a program runs from its beginning: what it asks again gets the stored answers.
@@ -14,6 +15,7 @@ Invariants
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,8 +25,8 @@ from typing import Any
 from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
-from megatron_async.environments.chat import CallRefused, ChatAnswer, ChatCall, context_exceeded
-from megatron_async.environments.gateway import Gateway
+from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatAnswer, ChatCall
+from megatron_async.environments.gateway import LOOPBACK, Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
 from megatron_async.environments.matching import Match
 from megatron_async.environments.programs import program_of
@@ -56,7 +58,7 @@ class _Attempt:
     program: "asyncio.Task[Any]"
     taken: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
-    refused: bool = False
+    refused: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -69,6 +71,7 @@ class AgentWorker:
         """Take settings as JSON; `scored`: rewards come from scorers too. Raises UserError."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
+        _pass_proxies()
         self._settings = AgentConfig.model_validate_json(settings)
         self._scored = scored
         tokenizer = load_tokenizer(model_path)
@@ -82,14 +85,20 @@ class AgentWorker:
         self._gateway = Gateway(SamplingConfig.model_validate_json(sampling))
         self._attempts: dict[str, _Attempt] = {}
 
-    async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
-        """Start a program; its first call is the first turn. Raises EnvironmentFault."""
+    async def begin(self, key: str, payload: Mapping[str, Any], room: int | None = None) -> Opened:
+        """Start a program; its first call, of `room` tokens at most, is the first turn.
+
+        Raises EnvironmentFault.
+        """
         attempt = await self._start(key, payload, ())
         async with attempt.lock:
-            found = await self._next(attempt, None, last=False)
+            found = await self._next(attempt, room, last=False)
             if found is None:
                 self._returned(attempt)
-                raise EnvironmentFault(f"{self._settings.shown} ended without a call of the policy")
+                raise EnvironmentFault(
+                    f"{self._settings.shown} ended without a call of the policy"
+                    + (f" that can be a turn: {attempt.refused}" if attempt.refused else "")
+                )
             match, token_ids, state = found
             return Opened(match.new, token_ids, state, attempt.calls.take_notices())
 
@@ -164,6 +173,7 @@ class AgentWorker:
         if attempt is not None:
             self._gateway.end(attempt.key)
             attempt.program.cancel()
+            attempt.calls.end()  # a thread that waits for an answer has no other end
             await asyncio.wait([attempt.program], timeout=self._settings.step_seconds)
         return None
 
@@ -232,30 +242,39 @@ class AgentWorker:
     ) -> tuple[Match, IntArray, bytes] | None:
         """The next call as a turn: what it continues, its tokens, and what is kept of it.
 
-        `most`: tokens that its input may have. None: the program has ended.
+        `most`: tokens that its input may have. None: the program has ended, or has had its time
+        since a call that was too long or too late.
         """
-        calls = attempt.calls
+        calls, seconds, full = attempt.calls, self._settings.step_seconds, False
+        until = time.monotonic() + seconds
         while True:
-            with self._limit():
-                call = await calls.next(self._settings.step_seconds)
+            left = until - time.monotonic() if full else seconds
+            call = None
+            with self._limit(ends=full):
+                call = await calls.next(left) if left > 0 else None
             if call is None:
                 return None
             match = calls.match(call)
             try:
                 if last:
-                    raise context_exceeded(
+                    raise CallRefused(
                         f"this episode has had its {self._settings.max_turns} answers "
-                        "(agent.max_turns) or its time (agent.episode_seconds)"
+                        "(agent.max_turns) or its time (agent.episode_seconds)",
+                        "messages",
+                        code=TOO_LONG,
                     )
                 token_ids = self._render(attempt, call, match)
                 before = 0 if match.parent is None else attempt.taken[match.parent]
                 if most is not None and before + len(token_ids) > most:
-                    raise context_exceeded(
+                    raise CallRefused(
                         f"the conversation has {before + len(token_ids)} tokens; with room for an "
-                        f"answer an engine takes {most}"
+                        f"answer an engine takes {most}",
+                        "messages",
+                        code=TOO_LONG,
                     )
             except CallRefused as refused:
-                attempt.refused = attempt.refused or refused.code is not None
+                if refused.code is not None:
+                    attempt.refused, full = str(refused), True
                 calls.refuse(call, refused)
                 continue
             calls.begin(call, match)
@@ -272,21 +291,25 @@ class AgentWorker:
         return texts.next(match.new, ended=attempt.ended[match.parent])
 
     def _returned(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
-        """The reward of a program that has ended. Raises EnvironmentFault."""
+        """The reward of a program that has ended, or had its time. Raises EnvironmentFault."""
         shown = self._settings.shown
+        if not attempt.program.done():
+            return 0.0, {}
         try:
             returned = attempt.program.result()
-        except EnvironmentFault:
+            if returned is None and not self._scored:
+                what = "printed nothing, or null," if self._settings.command else "returned None,"
+                raise EnvironmentFault(
+                    f"{shown} {what} and there is no `reward` to score the conversation: give a "
+                    "number or set `reward`"
+                )
+            return number_of(0.0 if returned is None else returned, shown)
+        except asyncio.CancelledError:
+            raise EnvironmentFault(f"{shown} has cancelled itself") from None
+        except EnvironmentFault as fault:
             if attempt.refused:  # most programs have no other way to end at a full context
                 return 0.0, {}
-            raise
-        if returned is None and not self._scored:
-            what = "printed nothing, or null," if self._settings.command else "returned None,"
-            raise EnvironmentFault(
-                f"{shown} {what} and there is no `reward` to score the conversation: give a number "
-                "or set `reward`"
-            )
-        return number_of(0.0 if returned is None else returned, shown)
+            raise EnvironmentFault(str(fault).replace(attempt.key, "(key)")) from None
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
         """A sentence about a program of which every call forks at a message that it has changed."""
@@ -302,14 +325,24 @@ class AgentWorker:
         )
 
     @contextmanager
-    def _limit(self) -> Iterator[None]:
+    def _limit(self, *, ends: bool = False) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
+            if ends:
+                return
             raise EnvironmentFault(
                 f"{self._settings.shown} made no call and did not end for "
                 f"{self._settings.step_seconds:g} s (agent.step_seconds)"
             ) from error
+
+
+def _pass_proxies() -> None:
+    """Let clients here, and in what is started here, call the gateway without the site's proxy."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if given != "*" and LOOPBACK not in given.split(","):
+        passed = f"{given},{LOOPBACK}" if given else LOOPBACK
+        os.environ.update(no_proxy=passed, NO_PROXY=passed)
 
 
 class AgentProcess(AgentWorker):

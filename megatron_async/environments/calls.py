@@ -4,7 +4,7 @@ Invariants
 - Calls are answered one after the other, in the order in which they came.
 - An answer is given to one call. A call that was left by its client, or whose answer did not reach
   it, is taken up by the next equal call; so is a stored turn, the k-th by the k-th equal call.
-- A call that nobody waits for when its turn comes is forgotten.
+- A call that nobody waits for when its turn comes is set aside until it is asked again.
 """
 
 import asyncio
@@ -21,12 +21,14 @@ from megatron_async.trajectory.types import Turn
 class Call:
     """A call on its way to an answer. `clients`: those that wait; `given`: one has its answer.
 
-    `asked`: of a stored turn, with the beginning of its branch as messages.
+    `asked`: of a stored turn, with the beginning of its branch as messages. `aside`: it was left
+    before its turn came.
     """
 
     asked: ChatCall
     clients: int = 0
     given: bool = False
+    aside: bool = False
     answer: asyncio.Future[ChatAnswer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -65,6 +67,9 @@ class AgentCalls:
             call = Call(asked)
             equal.append(call)
             self._queue.append(call)
+        elif call.aside:
+            call.aside = False
+            self._queue.append(call)
         elif call.answer.done() and call in self.turns[: self._stored] and not call.given:
             self.counts["turns_replayed"] += 1
         self.news()
@@ -87,7 +92,7 @@ class AgentCalls:
                 call = self._queue.popleft()
                 if call.clients:
                     return call
-                self._forget(call)
+                call.aside = True
             async with asyncio.timeout(seconds):
                 await self._news.wait()
         return None
@@ -122,6 +127,14 @@ class AgentCalls:
         """Answer a turn's call."""
         self._branches.answer(turn, answer.message)
         self.turns[turn].answer.set_result(answer)
+
+    def end(self) -> None:
+        """Refuse every call that waits: none will be answered."""
+        ended = CallRefused("this episode has ended, and its key with it", status=401)
+        for call in (one for equal in self._known.values() for one in equal):
+            if not call.answer.done():
+                call.answer.set_exception(ended)
+                call.answer.exception()  # as in `refuse`
 
     def store(self, turn: Turn, call: Call) -> None:
         """Know the call of a stored turn; those before it are known."""

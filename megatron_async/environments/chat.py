@@ -16,8 +16,11 @@ from typing import Any, Final
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.matching import TOOLS_ROLE, Message
+from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
 from megatron_async.errors import shown
 
+TOO_LONG: Final = "context_length_exceeded"
+"""The code by which programs know that they may shorten their messages and go on."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _IGNORED: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -53,23 +56,17 @@ _PIECE: Final = 32
 class CallRefused(Exception):
     """A call that cannot be honoured, as the API reports it."""
 
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
-        self.code: str | None = None
+        self.param, self.status, self.code = param, status, code
 
     def body(self) -> dict[str, Any]:
         """The API's form of an error."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": found}
-
-
-def context_exceeded(sentence: str) -> CallRefused:
-    """The refusal that programs know as a full context."""
-    refused = CallRefused(sentence, "messages")
-    refused.code = "context_length_exceeded"
-    return refused
 
 
 @dataclass(frozen=True)
@@ -233,12 +230,12 @@ def _refuse_unknown(asked: Mapping[str, Any]) -> None:
 def _notices(asked: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str]:
     for name, value in asked.items():
         if name in _UNSEEDED:
-            yield f"an agent asks for {name} {shown(value)}, which has no effect here"
+            yield f"an agent asks for {name}, which has no effect here"
         elif name in _SAMPLING:
             used = getattr(sampling, _SAMPLING[name])
             if value != used:
                 yield (
-                    f"an agent asks for {name} {shown(value)}; the run's "
+                    f"an agent asks for another {name}; the run's "
                     f"sampling.{_SAMPLING[name]} {used:g} is used"
                 )
 
@@ -285,10 +282,10 @@ def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
             function = call["function"]
             given = {"name": str(function["name"]), "arguments": _arguments(function["arguments"])}
             found.append({"id": str(call["id"]), "type": "function", "function": given})
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CallRefused(
             f"{where} has the tool_calls {shown(calls)}; each has an id and a function with a name "
-            "and arguments, a JSON object as text",
+            f"and arguments, a JSON object as text, nested {MOST_NESTED} times at most",
             "messages",
         ) from error
     return found
@@ -296,14 +293,14 @@ def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
 
 def _arguments(text: Any) -> dict[str, Any]:
     found = json.loads(text or "{}") if isinstance(text, str) else text
-    if not isinstance(found, dict):
-        raise ValueError("no object")
+    if not isinstance(found, dict) or is_nested_deeply(found):
+        raise ValueError("no object that can be shown")
     return found
 
 
 def _tools(tools: Any) -> tuple[Message, ...]:
-    if not isinstance(tools, list):
-        raise CallRefused(f"tools is {shown(tools)}; it must be a list", "tools")
+    if not isinstance(tools, list) or is_nested_deeply(tools):
+        raise CallRefused(f"tools is {shown(tools)}; it must be a list of few levels", "tools")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -135,7 +135,8 @@ class Conversation:
         return self._template.text(messages, begin=begin, **self._arguments)
 
     def _encode(self, text: str) -> IntArray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        whole = text.encode(errors="replace").decode()  # half of a surrogate pair is no text
+        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
 
 def _refusal(what: str) -> UserError:

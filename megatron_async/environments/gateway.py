@@ -96,7 +96,9 @@ class Gateway:
         """A connection is there; it is a stranger's until it shows a key."""
         self._connections[connection] = self._strangers[connection] = None
         if len(self._strangers) > _STRANGERS:
-            next(iter(self._strangers)).drop()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # its end comes later, and a thousand may come before it
+            oldest.drop()
         if len(self._connections) > self._most:
             connection.drop()
         asyncio.get_running_loop().call_later(_SHOW_KEY_SECONDS, self._drop_stranger, connection)
@@ -148,34 +150,33 @@ class Gateway:
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
-            if asked.stream:
-                return await self._stream(request, asked, call, answer)
             call.given = True  # before it is sent: the client may be quicker than this
             try:
-                reply = _json(answer.completion(asked.model, self._began))
+                reply = self._reply(asked, answer)
                 await reply.prepare(request)
-                await reply.write_eof()
+                if not asked.stream:
+                    await reply.write_eof()
             except (OSError, asyncio.CancelledError):
                 call.given = False
                 raise
+            if asked.stream:
+                await self._stream(reply, asked, answer)
             return reply
         finally:
             call.clients -= 1
 
-    async def _stream(
-        self, request: web.BaseRequest, asked: ChatCall, call: Call, answer: ChatAnswer
-    ) -> web.StreamResponse:
+    def _reply(self, asked: ChatCall, answer: ChatAnswer) -> web.StreamResponse:
+        if asked.stream:
+            kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            return web.StreamResponse(headers=kind)
+        return _json(answer.completion(asked.model, self._began))
+
+    async def _stream(self, reply: web.StreamResponse, asked: ChatCall, answer: ChatAnswer) -> None:
         """Send the answer, which is complete, as events; one event is enough to have it."""
-        reply = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        call.given = True
-        await reply.prepare(request)
         for chunk in answer.chunks(asked.model, self._began, with_usage=asked.with_usage):
             await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
-        return reply
 
 
 class _Connection(web.RequestHandler):

@@ -27,10 +27,10 @@ TOOLS_ROLE: Final = "tools"
 class Fork:
     """A branch that begins beside another one: why, and the first message that differs.
 
-    `repeated`: an equal call; `shortened`: the beginning of one; `thread`: no message in common;
-    `tools`: other tools; `answer`: an answer of the policy was changed; `message`: another one was.
-    `at`: its place; `was` is empty where the branch has no message there, `now` where the call has
-    none.
+    `repeated`: an equal call; `shortened`: the beginning of one; `thread`: a conversation begins,
+    with no message in common; `tools`: other tools; `answer`: an answer of the policy was changed;
+    `message`: another one was. `at`: its place; `was` is empty where the branch has no message
+    there, `now` where the call has none.
     """
 
     why: Why
@@ -104,17 +104,19 @@ class Branches:
         common = max(n for n, h in enumerate(chain) if h in self._next or h in self._asked)
         was = self._next.get(chain[common], "")
         now = _text(messages[common]) if common < len(messages) else ""
-        return Fork(self._why(chain, common, was, now), common, was, now)
-
-    def _why(self, chain: Sequence[bytes], common: int, was: str, now: str) -> Why:
-        roles = [json.loads(text)["role"] for text in (was, now) if text]
         if not now:
-            return "repeated" if chain[-1] in self._asked else "shortened"
-        if TOOLS_ROLE in roles:
-            return "tools"
-        if common == 0:
-            return "thread"
-        return "answer" if was and roles[0] == "assistant" else "message"
+            return Fork("repeated" if chain[-1] in self._asked else "shortened", common, was, now)
+        begins = common == 0 and not any(m["role"] == "assistant" for m in messages)
+        return Fork(_why(was, now, begins=begins), common, was, now)
+
+
+def _why(was: str, now: str, *, begins: bool) -> Why:
+    roles = [json.loads(text)["role"] for text in (was, now) if text]
+    if TOOLS_ROLE in roles:
+        return "tools"
+    if begins:
+        return "thread"
+    return "answer" if was and roles[0] == "assistant" else "message"
 
 
 def call_digest(messages: Sequence[Message]) -> bytes:

@@ -6,7 +6,7 @@ None; of a command that is the last line of its output, as JSON.
 Invariants
 - A program that is cancelled makes no further call, since its key has ended; a command's process
   group is killed.
-- What it raises is an `EnvironmentFault` in one sentence, without its key.
+- What it raises is an `EnvironmentFault` in one sentence.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 """From a base URL, a key and a row to what it returns."""
 
 _LARGEST_OUTPUT: Final = 1 << 20
+_OUTPUT_SECONDS: Final = 2.0
 _SHOWN_ERROR: Final = 300
 
 
@@ -68,10 +69,8 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
             loop = asyncio.get_running_loop()
             returned = await loop.run_in_executor(threads, lambda: function(**fitting))
             return await returned if inspect.isawaitable(returned) else returned
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            raise EnvironmentFault(
-                f"{settings.shown} raised {described(error, file).replace(key, '(key)')}"
-            ) from None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
+            raise EnvironmentFault(f"{settings.shown} raised {described(error, file)}") from None
 
     return run
 
@@ -105,13 +104,14 @@ def _command(command: list[str]) -> Program:
             known = isinstance(error, FileNotFoundError | PermissionError)
             raise EnvironmentFault(f"{where} cannot be started: {error}{remedy * known}") from error
         try:
-            output, errors = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
+            found = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
+            output, errors = (text.replace(key.encode(), b"(key)") for text in found)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:
-            last = errors.decode(errors="replace").strip()[-_SHOWN_ERROR:].replace(key, "(key)")
+            last = errors.decode(errors="replace").strip()[-_SHOWN_ERROR:]
             raise EnvironmentFault(f"{where} {how_ended(process.returncode)}: {last}")
         return _last_line(output, where)
 
@@ -121,9 +121,10 @@ def _command(command: list[str]) -> Program:
 async def _run_to_its_end(
     process: asyncio.subprocess.Process, row: bytes, where: str
 ) -> tuple[bytes, bytes]:
-    """Give the row; read both outputs to their ends."""
+    """Give the row; read both outputs to their ends, or for a moment after the program's."""
     given, out, err = process.stdin, process.stdout, process.stderr
     assert given is not None and out is not None and err is not None
+    output, errors = bytearray(), bytearray()
 
     async def give() -> None:
         with suppress(ConnectionError):  # it need not read the row
@@ -132,19 +133,22 @@ async def _run_to_its_end(
                 await given.drain()
             given.close()
 
-    async def read(stream: asyncio.StreamReader) -> bytes:
-        found = b""
+    async def read(stream: asyncio.StreamReader, found: bytearray) -> None:
         while part := await stream.read(1 << 16):
-            found = (found + part)[-_LARGEST_OUTPUT:]
-        return found
+            found += part
+            del found[:-_LARGEST_OUTPUT]
 
-    async def end() -> None:
+    work = asyncio.gather(give(), read(out, output), read(err, errors))
+    try:
+        while process.returncode is None and not work.done():
+            await asyncio.wait([work], timeout=_OUTPUT_SECONDS)
         await process.wait()
         with suppress(ProcessLookupError):  # what it has started may hold the outputs open
             os.killpg(process.pid, signal.SIGKILL)
-
-    _, output, errors, _ = await asyncio.gather(give(), read(out), read(err), end())
-    return output, errors
+        await asyncio.wait([work], timeout=_OUTPUT_SECONDS)  # what has left its group still may
+    finally:
+        work.cancel()
+    return bytes(output), bytes(errors)
 
 
 def _last_line(output: bytes, where: str) -> Any:

@@ -116,12 +116,13 @@ class Texts:
                 "tools",
             )
         schemas = json.loads(tools)
-        conversation = Conversation(*self._made, schemas)
+        conversation, reader = Conversation(*self._made, schemas), CallReader(self._parser, schemas)
         try:
             conversation.check([{"role": "user", "content": "?"}], {"tool", "user"})
-        except UserError as error:
-            raise CallRefused(str(error), "tools") from error
-        return ToolTexts(conversation, CallReader(self._parser, schemas))
+            reader.read("")
+        except (UserError, ValueError) as error:  # also of a schema that no parser takes
+            raise CallRefused(" ".join(str(error).split()), "tools") from error
+        return ToolTexts(conversation, reader)
 
 
 def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:

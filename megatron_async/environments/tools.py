@@ -21,7 +21,7 @@ NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward",
 """Public methods of an environment that are no tools."""
 _UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
 """What parsers get where nothing describes a tool: without any they look for no call."""
-_MOST_NESTED: Final = 64
+MOST_NESTED: Final = 64
 """Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
 Tool = Callable[..., Any]
@@ -82,6 +82,10 @@ class CallReader:
             raise UserError(
                 f"{setting} is {self._parser!r}; it must be one of {', '.join(sorted(known))}"
             )
+        try:
+            self.read("")
+        except ValueError as error:  # one that needs what no setting gives
+            raise UserError(f"{setting} is {self._parser!r}: {error}") from error
 
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
         """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""
@@ -114,12 +118,17 @@ def _call(name: str, parameters: str) -> ToolCall:
     arguments = json.loads(parameters or "{}")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name!r} are {shown(arguments)}, not an object")
-    level: list[Any] = [arguments]
-    for _ in range(_MOST_NESTED):
-        level = [inner for outer in level for inner in _inside(outer)]
-    if level:
-        raise ValueError(f"the arguments of {name!r} are nested more than {_MOST_NESTED} times")
+    if is_nested_deeply(arguments):
+        raise ValueError(f"the arguments of {name!r} are nested more than {MOST_NESTED} times")
     return ToolCall(name, arguments)
+
+
+def is_nested_deeply(value: Any) -> bool:
+    """Return whether a value of JSON is nested more than `MOST_NESTED` times."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [inner for outer in level for inner in _inside(outer)]
+    return bool(level)
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -85,7 +85,8 @@ class EnvironmentWorkers:
             model_path or config.model.path,
         )
         what: type = EnvironmentProcess
-        if config.agent.used:
+        self._of_agents = config.agent.used
+        if self._of_agents:
             from megatron_async.environments.agents import AgentProcess
 
             what = AgentProcess
@@ -102,9 +103,12 @@ class EnvironmentWorkers:
         async with self._doors[number % len(self._doors)].through(alone=alone):
             yield
 
-    async def begin(self, number: int, key: str, payload: Mapping[str, Any]) -> Opened:
-        """See `EnvironmentWorker.begin`; `number` is the episode's."""
-        return await self._call(number, 1, "begin", key, payload)  # type: ignore[no-any-return]
+    async def begin(
+        self, number: int, key: str, payload: Mapping[str, Any], room: int | None = None
+    ) -> Opened:
+        """See `EnvironmentWorker.begin`; `number` is the episode's, `room` for agents alone."""
+        asked = ("begin", key, payload, *((room,) if self._of_agents else ()))
+        return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """See `EnvironmentWorker.rehearse`."""
@@ -156,11 +160,13 @@ class HeldEpisodes:
         self._keys: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
 
-    async def begin(self, number: int, payload: Mapping[str, Any]) -> Opened:
-        """Begin an episode. Raises EnvironmentFault."""
+    async def begin(
+        self, number: int, payload: Mapping[str, Any], room: int | None = None
+    ) -> Opened:
+        """Begin an episode; `room`: tokens of a first call. Raises EnvironmentFault."""
 
         async def begun() -> Opened:
-            return await self._workers.begin(number, self._new_key(number), payload)
+            return await self._workers.begin(number, self._new_key(number), payload, room)
 
         return await self._tried(number, begun)
 

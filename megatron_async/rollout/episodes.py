@@ -145,10 +145,12 @@ class Episodes:
 
     async def _begin(self, trajectory_id: int, call: RequestKey) -> ev.Event:
         prompt = self._store.load_trajectory(trajectory_id).prompt
-        opened = await self._held.begin(trajectory_id, prompt.payload)
+        taken = len(prompt.token_ids)
+        room = room_after(self._longest(), taken, self._max_new_tokens)
+        opened = await self._held.begin(trajectory_id, prompt.payload, room)
         self._notice(opened.notices)
-        added, taken = len(opened.token_ids), len(prompt.token_ids)
-        if added > room_after(self._longest(), taken, self._max_new_tokens):
+        added = len(opened.token_ids)
+        if added > room:
             raise EnvironmentFault(
                 f"the first prompt has {taken + added} tokens, which with sampling.max_new_tokens "
                 f"{self._max_new_tokens} is longer than the {self._longest()} that an engine takes"

@@ -74,7 +74,7 @@ async def play(
     began, played = time.monotonic(), PlayedEpisode()
     branches: list[IntArray] = []  # up to the end of each turn
     try:
-        opened = await held.begin(number, payload)
+        opened = await held.begin(number, payload, room_after(longest, 0, wanted.limit))
         ids = opened.token_ids
         played.turns.append(Turn(0, None, 0, opened.messages, state=opened.state))
         while True:

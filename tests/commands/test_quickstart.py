@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_ci.yaml"
 
 
 def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_async.cli", "quickstart", "--config", str(CONFIG)]
+    command = [sys.executable, "-m", "megatron_async", "quickstart", "--config", str(CONFIG)]
     done = subprocess.run(
         [*command, f"root={tmp_path}", "name=ci"],
         capture_output=True,

@@ -7,10 +7,12 @@ import json
 import random
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+import aiohttp
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 ADD = {
     "type": "function",
@@ -292,6 +294,87 @@ async def wants_more(base_url: str, api_key: str, level: int, **row: Any) -> flo
 
 async def sleeps(base_url: str, api_key: str, **row: Any) -> float:
     await asyncio.sleep(3600)
+    return 1.0
+
+
+async def quits(base_url: str, api_key: str, **row: Any) -> float:
+    sys.exit(3)
+
+
+def quits_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
+    sys.exit(3)
+
+
+async def cancels_itself(base_url: str, api_key: str, **row: Any) -> float:
+    raise asyncio.CancelledError
+
+
+async def returns_its_key(base_url: str, api_key: str, prompt: str, **row: Any) -> Any:
+    await solve(base_url, api_key, prompt, "")
+    return api_key
+
+
+async def sends(
+    base_url: str, api_key: str, prompt: str, bodies: list[str], **row: Any
+) -> tuple[float, dict[str, int]]:
+    """Sends bodies as they are, and returns the status of each reply."""
+    found = {}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for number, body in enumerate(bodies):
+            url = f"{base_url}/chat/completions"
+            async with session.post(url, data=body.encode()) as reply:
+                found[f"status_{number}"] = reply.status
+                assert reply.status == 200 or (await reply.json())["error"]["message"]
+    return 1.0, found
+
+
+async def asks_for_ever(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    policy = client(base_url, api_key)
+    while True:
+        with suppress(BadRequestError):
+            await policy.chat.completions.create(model="policy", messages=[user(prompt)])
+
+
+async def shortens(base_url: str, api_key: str, prompt: str, words: int = 400, **row: Any) -> float:
+    """Halves its only message until it fits."""
+    policy = client(base_url, api_key)
+    while True:
+        try:
+            text = f"{prompt} {'x ' * words}"
+            await policy.chat.completions.create(model="policy", messages=[user(text)])
+            return float(words)
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            words //= 2
+
+
+async def reads_the_clock(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Its instructions are others in each call."""
+    policy = client(base_url, api_key)
+    messages: list[Any] = [user(prompt)]
+    for _ in range(4):
+        now: Any = {"role": "system", "content": f"now {time.monotonic_ns()}"}
+        reply = await policy.chat.completions.create(model="policy", messages=[now, *messages])
+        text = reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, user("on")]
+    return 1.0
+
+
+async def echoes(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Sends answers back with all that the SDK adds to them, and texts in parts."""
+    policy = client(base_url, api_key)
+    messages: list[Any] = [{**user(""), "content": [{"type": "text", "text": prompt}]}]
+    for form in ("object", "dump", "parts"):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        message: Any = reply.choices[0].message
+        if form != "object":
+            message = message.model_dump()
+        if form == "parts":
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        messages += [message, user("on")]
+    await policy.chat.completions.create(model="policy", messages=messages)
     return 1.0
 
 

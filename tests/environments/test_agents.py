@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -283,6 +285,9 @@ FAULTS = {
     "raises": r"raises' raised ValueError: no good with \(key\) at .*agent_programs.py:\d+",
     "asks_for_two": r"raised BadRequestError: .*n is 2.* at .*agent_programs.py:\d+$",
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
+    "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
+    "quits_in_a_thread": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
+    "cancels_itself": "has cancelled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
 }
 
@@ -327,6 +332,8 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
         ("import sys; sys.exit('no luck')", "ended with exit code 1: no luck"),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
         ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
+        ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' at last"),
+        ("import os, sys; sys.exit(os.environ['OPENAI_API_KEY'] + 280 * 'x')", r": \(key\)x{280}$"),
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
     ],
 )
@@ -335,6 +342,30 @@ def test_a_command_that_fails_is_one_sentence(model: str, code: str, sentence: s
         worker = worker_of(model, "", command=[sys.executable, "-c", code])
         with pytest.raises(EnvironmentFault, match=sentence):
             await worker.begin("a.5.0", PAYLOAD)
+
+    run(body())
+
+
+LEAVES = """
+import subprocess, sys
+left = subprocess.Popen(["sleep", "300"], start_new_session=True)
+open(sys.argv[1], "w").write(str(left.pid))
+"""
+
+
+def test_a_command_ends_when_what_it_has_left_behind_does_not(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "left"
+
+    async def body() -> None:
+        worker = worker_of(model, "", command=[sys.executable, "-S", "-c", LEAVES, str(file)])
+        try:
+            with pytest.raises(
+                EnvironmentFault, match="printed nothing, or null, and there is no `reward`"
+            ):
+                await asyncio.wait_for(worker.begin("a.5.0", PAYLOAD), 50)
+        finally:
+            os.kill(int(file.read_text()), signal.SIGKILL)  # it holds the outputs open
+            await asyncio.sleep(0.5)
 
     run(body())
 
@@ -456,7 +487,7 @@ def test_the_gateway_command_serves_a_policy_without_training(model: str) -> Non
             assert reply.choices[0].logprobs is not None
         with pytest.raises(BadRequestError, match="refuses a prompt of 2") as refused:
             await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
-        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.code == "context_length_exceeded", "as in a run"
         await gateway.close()
 
     run(body())

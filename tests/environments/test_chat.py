@@ -139,10 +139,12 @@ def test_values_that_ask_for_nothing_more_are_taken() -> None:
 def test_other_sampling_than_the_runs_is_noted() -> None:
     call = checked_call({**ASKED, "temperature": 0.2, "max_tokens": 5, "seed": 1}, SAMPLING)
     assert call.notices == (
-        "an agent asks for temperature 0.2; the run's sampling.temperature 1 is used",
-        "an agent asks for max_tokens 5; the run's sampling.max_new_tokens 16 is used",
-        "an agent asks for seed 1, which has no effect here",
+        "an agent asks for another temperature; the run's sampling.temperature 1 is used",
+        "an agent asks for another max_tokens; the run's sampling.max_new_tokens 16 is used",
+        "an agent asks for seed, which has no effect here",
     )
+    again = checked_call({**ASKED, "temperature": 0.3, "max_tokens": 6, "seed": 2}, SAMPLING)
+    assert again.notices == call.notices, "one warning, whatever the values of a call"
 
 
 def test_a_call_is_read_as_a_chat_template_takes_it() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import aiohttp
@@ -156,19 +156,20 @@ def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
 
 
 @pytest.mark.slow
-def test_ten_thousand_connections_do_no_harm() -> None:
+def test_ten_thousand_connections_that_are_held_do_no_harm() -> None:
     async def body() -> None:
         gateway = Gateway(SamplingConfig())
         url, key = await gateway.start(), gateway.open(Answers())
         port = int(url.rpartition(":")[2].partition("/")[0])
-        for _ in range(10_000):
-            one = socket.socket()
-            one.setblocking(False)
-            with suppress(BlockingIOError):
-                one.connect(("127.0.0.1", port))
-            await asyncio.sleep(0)
-            one.close()
-        await assert_serves(url, key)
+        with ExitStack() as held:
+            for _ in range(10_000):
+                one = held.enter_context(socket.socket())
+                one.setblocking(False)
+                with suppress(BlockingIOError):
+                    one.connect(("127.0.0.1", port))
+                await asyncio.sleep(0)
+            await assert_serves(url, key)
+            assert len(gateway._strangers) <= gateway_module._STRANGERS
         await gateway.close()
 
     run(body())
@@ -187,6 +188,29 @@ def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
         while call.clients:
             await asyncio.sleep(0.01)
         assert not call.given and not call.answer.done()
+        await gateway.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url = await gateway.start()
+
+        class Leaves(Answers):
+            def call(self, asked: ChatCall, *, retry: bool) -> Call:
+                for connection in list(gateway._connections):
+                    connection.drop()  # the client has gone at the moment of the answer
+                return owner.call(asked, retry=retry)
+
+        key = gateway.open(Leaves())
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await ask(url, key, json={**BODY, "stream": stream})
+        while owner.calls[0].clients:
+            await asyncio.sleep(0.01)
+        assert not owner.calls[0].given
         await gateway.close()
 
     run(body())

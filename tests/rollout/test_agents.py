@@ -308,6 +308,23 @@ def test_an_agent_that_only_fails_ends_the_run_with_a_sentence_and_nothing_is_lo
     run(second())
 
 
+def test_a_first_call_that_no_engine_takes_is_refused_to_the_program(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    one = Run(tmp_path, with_agent(tokenizer, tmp_path / "rows.jsonl", "shortens"))
+
+    async def body() -> None:
+        await one.begin(ResumePoint(0))
+        await one.train(range(1))
+        warned = one.manager._driver.statistics.warnings.keys()
+        assert not warned & {"environment_failed"}
+        await one.manager.stop()
+
+    run(body())
+    ended = [e for e in episodes_of(one).values() if e.state == "batched"]
+    assert {(e.reward, len(e.turns), e.finish_reason) for e in ended} == {(200.0, 1, "length")}
+
+
 def test_other_sampling_is_one_warning(tmp_path: Path, tokenizer: Path) -> None:
     one = Run(tmp_path, with_agent(tokenizer, tmp_path / "rows.jsonl", "cool"))
 
@@ -315,7 +332,7 @@ def test_other_sampling_is_one_warning(tmp_path: Path, tokenizer: Path) -> None:
         await one.begin(ResumePoint(0))
         await one.train(range(1))
         assert one.manager._driver.statistics.warnings["agent"] == (
-            "an agent asks for temperature 0.1; the run's sampling.temperature 1 is used"
+            "an agent asks for another temperature; the run's sampling.temperature 1 is used"
         )
         await one.manager.stop()
 
