@@ -152,7 +152,9 @@ def sft(
 @app.command()
 def gateway(
     model: Annotated[Path | None, Option(help="Hugging Face checkpoint; else model.path.")] = None,
-    port: Annotated[int, Option(help="Port on the loopback address; 0: any.")] = 0,
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port on the loopback address; 0: any.")
+    ] = 0,
     overrides: Overrides = None,
     config: ConfigOption = None,
 ) -> None:

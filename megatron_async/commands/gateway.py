@@ -5,6 +5,7 @@ It answers as a run does, but each call alone: nothing is stored, and calls run 
 
 import asyncio
 import itertools
+import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.calls import Call
 from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatCall
-from megatron_async.environments.gateway import MODEL, Gateway
+from megatron_async.environments.gateway import LOOPBACK, MODEL, Gateway
 from megatron_async.environments.texts import Texts
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
@@ -37,25 +38,27 @@ def gateway_command(
     config = derive(config, Machine.here(config)).config
     path = model or Path(config.model.path)
     check_model(path)
+    try:
+        bound = socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise UserError(f"--port {port} cannot be listened on: {error}") from error
     typer.echo("an engine starts; its address and key follow", err=True)
     with (
+        bound,
         tempfile.TemporaryDirectory(prefix="megatron-async-gateway-") as logs,
         engine_here(path, config, Path(logs) / "engine.log") as process,
         suppress(KeyboardInterrupt),
     ):
-        asyncio.run(_serve(config, path, process.url, port))
+        asyncio.run(_serve(config, path, process.url, bound))
 
 
-async def _serve(config: RunConfig, model: Path, engine_url: str, port: int) -> None:
+async def _serve(config: RunConfig, model: Path, engine_url: str, bound: socket.socket) -> None:
     vocabulary = vocabulary_of(str(model))
     client = await SGLangClient.connect("gateway", engine_url, config.engines, vocabulary)
     try:
         await client.load_from_disk(model, PolicyVersion(0, 0))
         gateway = Gateway(config.sampling)
-        try:
-            address = await gateway.start(port)
-        except OSError as error:
-            raise UserError(f"--port {port} cannot be listened on: {error}") from error
+        address = await gateway.start(bound)
         key = gateway.open(ServedPolicy(config, str(model), SharedEngines(lambda: [client])))
         typer.echo(instructions(address, key))
         await asyncio.Event().wait()

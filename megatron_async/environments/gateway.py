@@ -13,6 +13,7 @@ import asyncio
 import json
 import resource
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
@@ -61,15 +62,19 @@ class Gateway:
         self._most = 0
         self.url = ""
 
-    async def start(self, port: int = 0) -> str:
-        """The base URL; begins to listen if it does not. Raises OSError."""
+    async def start(self, bound: socket.socket | None = None) -> str:
+        """The base URL; begins to listen if it does not, with a `bound` socket or at any port.
+
+        Raises OSError.
+        """
         async with self._starting:
             if self._listening is None:
                 self._most = _most_files() - _SPARE_FILES
                 server = _Server(self)
                 loop = asyncio.get_running_loop()
-                self._listening = await loop.create_server(server, LOOPBACK, port, backlog=4096)
-                port = self._listening.sockets[0].getsockname()[1]
+                bound = bound or socket.create_server((LOOPBACK, 0))
+                self._listening = await loop.create_server(server, sock=bound, backlog=4096)
+                port = bound.getsockname()[1]
                 self.url = f"http://{LOOPBACK}:{port}/v1"
         return self.url
 

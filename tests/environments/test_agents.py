@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -471,7 +472,9 @@ def test_the_gateway_command_serves_a_policy_without_training(model: str) -> Non
 
     async def body() -> None:
         gateway = Gateway(config.sampling)
-        url = await gateway.start()
+        bound = socket.create_server(("127.0.0.1", 0))
+        url = await gateway.start(bound)
+        assert url == f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
         key = gateway.open(ServedPolicy(config, model, SharedEngines(lambda: [engine])))
         shown = instructions(url, key)
         assert f"OPENAI_BASE_URL={url}" in shown and f"OPENAI_API_KEY={key}" in shown
