@@ -273,7 +273,7 @@ class AgentWorker:
                         code=TOO_LONG,
                     )
             except CallRefused as refused:
-                if refused.code is not None:
+                if refused.code:
                     attempt.refused, full = str(refused), True
                 calls.refuse(call, refused)
                 continue

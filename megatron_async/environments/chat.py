@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.matching import TOOLS_ROLE, Message
 from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
 from megatron_async.errors import shown
@@ -53,20 +54,18 @@ _UNSEEDED: Final = ("seed", "reasoning_effort")
 _PIECE: Final = 32
 
 
-class CallRefused(Exception):
+class CallRefused(EnvironmentFault):
     """A call that cannot be honoured, as the API reports it."""
 
-    def __init__(
-        self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, param: str = "", *, status: int = 400, code: str = "") -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 
     def body(self) -> dict[str, Any]:
         """The API's form of an error."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+        found = {"message": str(self), "type": kind}
+        return {"error": {**found, "param": self.param or None, "code": self.code or None}}
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,24 @@ async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> fl
             )
 
 
+async def asks_for_text(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+    """Talks, then has no tool called and wants log-probs."""
+    policy = client(base_url, api_key)
+    reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
+    answered = {"role": "assistant", "content": reply.choices[0].message.content}
+    messages: list[Any] = [user(prompt), answered, user("and")]
+    last = await policy.chat.completions.create(
+        model="policy",
+        messages=messages,
+        tools=[ADD],  # type: ignore[list-item]
+        tool_choice="none",
+        logprobs=True,
+    )
+    assert not last.choices[0].message.tool_calls
+    assert last.choices[0].logprobs is not None
+    return float(len(last.choices[0].message.content or ""))
+
+
 async def talks_on(
     base_url: str, api_key: str, prompt: str, log: str = "", calls: int = 4, **row: Any
 ) -> float:

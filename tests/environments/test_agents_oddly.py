@@ -8,9 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from megatron_async.environments.agents import AgentWorker
 from megatron_async.environments.calls import AgentCalls
 from megatron_async.environments.chat import ChatAnswer, ChatCall
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.trajectory.types import FinishReason, Turn
 from tests.environments.templates import template_of
 from tests.environments.test_agents import (
     PAYLOAD,
@@ -25,7 +27,7 @@ from tests.environments.test_agents import (
 
 __all__ = ["model"]
 
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def nested(levels: int) -> str:
@@ -173,6 +175,63 @@ def test_calls_pass_by_the_proxy_of_a_site(model: str, monkeypatch: pytest.Monke
     async def body() -> None:
         played = await play(worker_of(model, "solve"), lambda turn: "7")
         assert played.ended is not None and played.ended.reward == 1.0
+
+    run(body())
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_call_is_answered_as_it_asked_also_after_a_kill(model: str, dies: bool) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def started() -> AgentWorker:
+        worker = worker_of(model, "asks_for_text", tool_parser="qwen25")
+        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
+        worker._texts._known.clear()
+        return worker
+
+    async def body() -> None:
+        worker = started()
+        played = Played(load_tokenizer_once(worker))
+        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
+        await go_on(worker, played, lambda turn: "hm", turns=1)
+        if dies:
+            worker = started()
+            await worker.restore("a.5.0", PAYLOAD, played.turns)
+        await go_on(worker, played, lambda turn: call)
+        assert played.ended is not None and played.ended.reward == len(call)
+
+    run(body())
+
+
+def test_an_agent_whose_calls_can_no_longer_be_read_is_a_fault(model: str) -> None:
+    """Its run was resumed without the parser."""
+
+    async def body() -> None:
+        tools = {"role": "tools", "content": json.dumps([{"function": {"name": "add"}}])}
+        answer = {"text": "yes", "truncated": False, "tool_calls": [], "tokens": [5, 3]}
+        turns = [
+            Turn(0, None, 0, (tools, *HELLO["messages"]), end=FinishReason.STOP, answer=answer),
+            Turn(1, 0, 1, HELLO["messages"], state=b"{}"),
+        ]
+        worker = worker_of(model, "solve")
+        with pytest.raises(EnvironmentFault, match=r"agent\.tool_parser is not set"):
+            await worker.restore("a.5.0", PAYLOAD, turns)
+        await worker.forget("a.5.0")
+
+    run(body())
+
+
+def test_a_retry_gets_the_answer_that_was_lost_and_an_equal_call_another() -> None:
+    async def body() -> None:
+        calls, asked = AgentCalls(lambda: False), ChatCall(({"role": "user", "content": "a"},))
+        first = calls.call(asked, retry=False)
+        first.clients = 1
+        assert await calls.next(1) is first
+        calls.begin(first, calls.match(first))
+        calls.reply(0, ChatAnswer("5-0", "one"))
+        first.given, first.clients = True, 0  # it was sent, and its client had just given up
+        assert calls.call(asked, retry=True) is first
+        assert calls.call(asked, retry=False) is not first
 
     run(body())
 

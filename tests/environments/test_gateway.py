@@ -27,8 +27,10 @@ class Answers:
     def __init__(self, *, waits: bool = False) -> None:
         self.waits = waits
         self.calls: list[Call] = []
+        self.retries: list[bool] = []
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
+        self.retries.append(retry)
         call = Call(asked)
         self.calls.append(call)
         if not self.waits:
@@ -211,6 +213,37 @@ def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> 
         while owner.calls[0].clients:
             await asyncio.sleep(0.01)
         assert not owner.calls[0].given
+        await gateway.close()
+
+    run(body())
+
+
+def test_a_client_states_that_it_asks_again() -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url, key = await gateway.start(), gateway.open(owner)
+        for stated in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "2"}):
+            await ask(url, key, headers={"Authorization": f"Bearer {key}", **stated})
+        assert owner.retries == [False, False, True]
+        await gateway.close()
+
+    run(body())
+
+
+def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "_BODY_SECONDS", 0.2)
+
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url, key = await gateway.start(), gateway.open(owner)
+
+        async def parts() -> Any:
+            yield b"{"
+            await asyncio.sleep(30)
+
+        status, reply = await ask(url, key, json=None, data=parts())
+        assert status == 408 and "did not come within 0.2 s" in reply["error"]["message"]
+        assert not owner.calls
         await gateway.close()
 
     run(body())
