@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,10 +95,8 @@ class AgentWorker:
             found = await self._next(attempt, room, last=False)
             if found is None:
                 self._returned(attempt)
-                raise EnvironmentFault(
-                    f"{self._settings.shown} ended without a call of the policy"
-                    + (f" that can be a turn: {attempt.refused}" if attempt.refused else "")
-                )
+                refused = attempt.refused
+                raise self._without_call(f" that can be a turn: {refused}" if refused else "")
             match, token_ids, state = found
             return Opened(match.new, token_ids, state, attempt.calls.take_notices())
 
@@ -130,6 +128,8 @@ class AgentWorker:
                 return replace(stepped, counts=counts, notices=notices)
             reward, parts = self._returned(attempt)
             left = attempt.calls.left()
+            if len(left) == len(attempt.calls.turns):  # it ran again, and asked for none of them
+                raise self._without_call(" whose answer it took")
             notices = (*notices, *self._needless_forks(attempt))
         await self.forget(key)
         return Stepped(
@@ -250,7 +250,7 @@ class AgentWorker:
         while True:
             left = until - time.monotonic() if full else seconds
             call = None
-            with self._limit(ends=full):
+            with suppress(TimeoutError) if full else self._limit():
                 call = await calls.next(left) if left > 0 else None
             if call is None:
                 return None
@@ -311,6 +311,9 @@ class AgentWorker:
                 return 0.0, {}
             raise EnvironmentFault(str(fault).replace(attempt.key, "(key)")) from None
 
+    def _without_call(self, more: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{self._settings.shown} ended without a call of the policy{more}")
+
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
         """A sentence about a program of which every call forks at a message that it has changed."""
         forks = attempt.calls.forks
@@ -325,12 +328,10 @@ class AgentWorker:
         )
 
     @contextmanager
-    def _limit(self, *, ends: bool = False) -> Iterator[None]:
+    def _limit(self) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
-            if ends:
-                return
             raise EnvironmentFault(
                 f"{self._settings.shown} made no call and did not end for "
                 f"{self._settings.step_seconds:g} s (agent.step_seconds)"

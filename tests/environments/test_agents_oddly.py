@@ -179,6 +179,21 @@ def test_calls_pass_by_the_proxy_of_a_site(model: str, monkeypatch: pytest.Monke
     run(body())
 
 
+def test_a_program_that_asks_nothing_when_it_runs_again_is_a_fault(model: str) -> None:
+    async def body() -> None:
+        first, second = worker_of(model, "solve"), worker_of(model, "calls_nobody")
+        opened = await first.begin("a.5.0", PAYLOAD)
+        await first.forget("a.5.0")
+        await second.restore("b.5.1", PAYLOAD, [Turn(0, None, 0, opened.messages)])
+        with pytest.raises(
+            EnvironmentFault, match=r"without a call of the policy whose answer it took$"
+        ):
+            await second.step("b.5.1", [3, 4], 0, 1 << 30, False, [-0.5, -0.5])
+        await second.forget("b.5.1")
+
+    run(body())
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_call_is_answered_as_it_asked_also_after_a_kill(model: str, dies: bool) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
