@@ -54,18 +54,19 @@ def gateway_command(
 
 async def _serve(config: RunConfig, model: Path, engine_url: str, bound: socket.socket) -> None:
     vocabulary = vocabulary_of(str(model))
-    client = await SGLangClient.connect("gateway", engine_url, config.engines, vocabulary)
     try:
-        await client.load_from_disk(model, PolicyVersion(0, 0))
-        gateway = Gateway(config.sampling)
-        address = await gateway.start(bound)
-        key = gateway.open(ServedPolicy(config, str(model), SharedEngines(lambda: [client])))
-        typer.echo(instructions(address, key))
-        await asyncio.Event().wait()
+        client = await SGLangClient.connect("gateway", engine_url, config.engines, vocabulary)
+        try:
+            await client.load_from_disk(model, PolicyVersion(0, 0))
+            gateway = Gateway(config.sampling)
+            address = await gateway.start(bound)
+            key = gateway.open(ServedPolicy(config, str(model), SharedEngines(lambda: [client])))
+            typer.echo(instructions(address, key))
+            await asyncio.Event().wait()
+        finally:
+            await client.close()
     except EngineError as error:
         raise ComponentFailure(f"the engine of the gateway failed: {error}") from error
-    finally:
-        await client.close()
 
 
 def instructions(address: str, key: str) -> str:
