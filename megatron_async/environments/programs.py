@@ -138,16 +138,17 @@ async def _run_to_its_end(
             found += part
             del found[:-_LARGEST_OUTPUT]
 
-    work = asyncio.gather(give(), read(out, output), read(err, errors))
+    work = [asyncio.ensure_future(one) for one in (give(), read(out, output), read(err, errors))]
     try:
-        while process.returncode is None and not work.done():
-            await asyncio.wait([work], timeout=_OUTPUT_SECONDS)
+        while process.returncode is None and not all(one.done() for one in work):
+            await asyncio.wait(work, timeout=_OUTPUT_SECONDS)
         await process.wait()
         with suppress(ProcessLookupError):  # what it has started may hold the outputs open
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([work], timeout=_OUTPUT_SECONDS)  # what has left its group still may
+        await asyncio.wait(work, timeout=_OUTPUT_SECONDS)  # what has left its group still may
     finally:
-        work.cancel()
+        for one in work:
+            one.cancel()
     return bytes(output), bytes(errors)
 
 

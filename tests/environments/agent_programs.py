@@ -25,7 +25,8 @@ ADD = {
 
 
 def client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
+    patient = {"timeout": 300.0, **options}  # the SDK's 5 s to connect are few on a busy machine
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, **patient)
 
 
 def user(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -369,6 +370,19 @@ def test_a_command_ends_when_what_it_has_left_behind_does_not(model: str, tmp_pa
             await asyncio.sleep(0.5)
 
     run(body())
+
+
+def test_a_command_that_is_forgotten_leaves_nothing_in_the_log(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        worker = worker_of(model, "", command=[sys.executable, PROGRAMS])
+        await worker.begin("a.5.0", PAYLOAD)
+        await worker.forget("a.5.0")
+        gc.collect()  # which names exceptions that nobody has asked for
+
+    run(body())
+    assert not caplog.records
 
 
 def test_functions_that_cannot_be_called_are_refused_at_once(model: str) -> None:
