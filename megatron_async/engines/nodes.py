@@ -73,6 +73,17 @@ def free_port(host: str = _EVERY_INTERFACE) -> int:
         return int(opened.getsockname()[1])
 
 
+def hold_port(host: str) -> socket.socket:
+    """A port that no connection and no other server gets while this is open, but one told of it.
+
+    It does not listen, so that on Linux a server that sets SO_REUSEADDR, as they do, may beside it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
 def communication_environment(
     base: Mapping[str, str], *, one_machine: bool, nvls: bool
 ) -> dict[str, str]:

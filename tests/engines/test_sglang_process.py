@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.host import EngineHost
+from megatron_async.engines.nodes import hold_port
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     SGLangProcess,
@@ -50,6 +53,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 _SILENT = "echo thinking; exec sleep 600"  # for a shell, which is quick to start
 _BROKEN = "import sys; print('no such model: elephant', flush=True); sys.exit(3)"
 _PORT_TAKEN = "print('[Errno 98] Address already in use', flush=True); raise SystemExit(1)"
+_LIVES_ON = "echo '[Errno 98] error while binding: address already in use'; exec sleep 600"
 
 
 def _pretend(
@@ -142,13 +146,45 @@ def test_a_server_that_never_answers_is_stopped_at_the_limit(
     assert not server.alive() and server.pid is None
 
 
+@pytest.mark.parametrize(
+    ("script", "by"), [(_PORT_TAKEN, (sys.executable, "-c")), (_LIVES_ON, ("sh", "-c"))]
+)
 def test_a_lost_race_for_the_port_is_run_again_with_another_one(
+    script: str, by: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also by a server that lives on without listening, as SGLang's has."""
+    ports = _pretend(monkeypatch, script, by)
+    with pytest.raises(ComponentFailure, match="already in use"):
+        _process(tmp_path, start_timeout_seconds=60.0).start()
+    assert len(ports) == len(set(ports)) == 3
+
+
+def test_nobody_else_gets_the_port_of_a_server_that_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ports = _pretend(monkeypatch, _PORT_TAKEN)
-    with pytest.raises(ComponentFailure, match="already in use"):
+    ports = _pretend(monkeypatch, _SERVER)
+    spawn, stolen = subprocess.Popen, []
+
+    def spawned(*arguments: Any, **options: Any) -> Any:
+        with socket.socket() as other:
+            stolen.append(other.bind(("127.0.0.1", ports[0])) if ports else None)
+        return spawn(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", spawned)
+    with pytest.raises(OSError, match="in use"):
         _process(tmp_path).start()
-    assert len(ports) == len(set(ports)) == 3
+    assert stolen == []
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_server_listens_on_the_port_that_is_held_for_it(new_loop: Any) -> None:
+    async def body(port: int) -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", port)
+        (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        server.close()
+
+    with hold_port("127.0.0.1") as held, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(body(int(held.getsockname()[1])))
 
 
 def test_the_rendezvous_of_each_start_is_a_file_that_only_this_user_reaches(

@@ -31,7 +31,7 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.engines.nodes import LOOPBACK, communication_environment, free_port
+from megatron_async.engines.nodes import LOOPBACK, communication_environment, hold_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
@@ -248,17 +248,17 @@ class SGLangProcess:
             return
         deadline = time.monotonic() + self.settings.start_timeout_seconds
         for attempt in range(_PORT_ATTEMPTS):
-            port = free_port(self.settings.host)
-            self._spawn(port)
-            try:
-                self._wait_until_ready(port, deadline)
-                return
-            except BaseException as error:
-                self.stop()
-                taken = _PORT_TAKEN in self._log()[-_LOG_TAIL_CHARACTERS:].lower()
-                last = attempt + 1 == _PORT_ATTEMPTS
-                if last or not taken or not isinstance(error, ComponentFailure):
-                    raise
+            with hold_port(self.settings.host) as held:
+                port = int(held.getsockname()[1])
+                self._spawn(port)
+                try:
+                    self._wait_until_ready(port, deadline)
+                    return
+                except BaseException as error:
+                    self.stop()
+                    last = attempt + 1 == _PORT_ATTEMPTS
+                    if last or not self._port_taken() or not isinstance(error, ComponentFailure):
+                        raise
 
     def stop(self) -> None:
         """End the server and all its processes; returns when none is left. Idempotent."""
@@ -277,6 +277,10 @@ class SGLangProcess:
         with self.log_path.open("rb") as file:
             file.seek(self._log_begins)
             return file.read().decode(errors="replace")
+
+    def _port_taken(self) -> bool:
+        """Return whether this start has met a port of somebody else: its own, or an inner one."""
+        return _PORT_TAKEN in self._log()[-_LOG_TAIL_CHARACTERS:].lower()
 
     def _why(self) -> str:
         """Return the cause of a death from the log of this start, or else the end of that log."""
@@ -340,6 +344,8 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
+            if self._port_taken():  # SGLang may live on without ever listening
+                raise ComponentFailure(f"the inference server found its port taken{self._why()}")
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     "the inference server was not ready within engines.start_timeout_seconds = "
