@@ -186,7 +186,7 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
 class Abandons:
     """A program of two calls: when it ends, it has never got the answer of the second."""
 
-    async def begin(self, number: int, payload: Mapping[str, Any]) -> Opened:
+    async def begin(self, number: int, payload: Mapping[str, Any], room: int | None) -> Opened:
         return Opened(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
 
     async def step(self, *of_episode: Any, **given: Any) -> Stepped:
