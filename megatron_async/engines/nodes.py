@@ -74,7 +74,7 @@ def free_port(host: str = _EVERY_INTERFACE) -> int:
 
 
 def hold_port(host: str) -> socket.socket:
-    """A port that no connection gets while this is open, nor a server but one that is started with it.
+    """A port that no connection gets while this is open, and no server but one started with it.
 
     It does not listen, so that on Linux a server that sets SO_REUSEADDR, as they do, may beside it.
     """
