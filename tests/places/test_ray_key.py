@@ -96,7 +96,8 @@ def test_the_key_is_in_no_command_line_and_no_log(started: tuple[str, Path]) -> 
             continue  # it has ended
     from megatron_async.places.ray_cluster import ray_directory
 
-    logs = ray_directory() / "session_latest" / "logs"
-    texts = [path for path in logs.rglob("*") if path.is_file()]
+    # Of every session: the newest may be another run's.
+    found = ray_directory().glob("session_[0-9]*/logs/**/*")
+    texts = [path for path in found if path.is_file()]
     assert texts
     assert not [path for path in texts if key.encode() in path.read_bytes()]
