@@ -87,9 +87,8 @@ class EngineConfig(Settings):
     """Inference engines: how many, how they are started, and when one counts as dead."""
 
     kind: Literal["sglang", "simulated"] = "sglang"
-    """`simulated`: made-up tokens behind the same endpoints (with `weights.transport: disk` and
-    `weights.verify: never`), for crash tests of the processes
-    around it."""
+    """`simulated`: made-up tokens behind the same endpoints, for crash tests of the processes
+    around it; needs `weights.transport` tensor or disk, and `weights.verify: never`."""
     simulated: SimulatedEngineConfig = SimulatedEngineConfig()
     """Tokens and speed of `kind: simulated`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"

@@ -66,10 +66,10 @@ def node_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def free_port(host: str = _EVERY_INTERFACE) -> int:
-    """A port that was free on this interface, or on all of them, a moment ago."""
+def free_port() -> int:
+    """A port that was free on every interface a moment ago."""
     with socket.socket() as opened:
-        opened.bind((host, 0))
+        opened.bind((_EVERY_INTERFACE, 0))
         return int(opened.getsockname()[1])
 
 
