@@ -4,7 +4,8 @@
 
 Each run is `megatron-async train` of a tiny model with a real engine on CPU; it ends by SIGKILL a
 few seconds after its first request, whose time its recorded events have. CPU seconds are those at
-that moment, memory is what each process has for itself and its share of what several have (PSS).
+that moment. Memory is what each process has for itself and its share of what several have (PSS),
+looked at once, when the request has been seen: a look takes time of the process that it looks at.
 `--loaded`: beside so many processes that do nothing but count.
 """
 
@@ -22,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -92,18 +93,18 @@ def kind_of(line: str) -> str:
     return next((kind for mark, kind in _KINDS if mark in line), "other")
 
 
-def uses(root: psutil.Process) -> Iterator[tuple[int, Use]]:
-    """What this process and all below it use at this moment."""
+def uses(root: psutil.Process, memory: bool = False) -> Iterator[tuple[int, Use]]:
+    """What this process and all below it use at this moment; `memory`: with their memory."""
     for process in (root, *root.children(recursive=True)):
         try:
             with process.oneshot():
                 line = " ".join(process.cmdline())
                 kind = kind_of(line)
                 times = process.cpu_times()
-                memory = process.memory_full_info().pss / 2**20
+                mib = process.memory_full_info().pss / 2**20 if memory else 0.0
         except psutil.Error:
             continue
-        yield process.pid, Use(kind, times.user + times.system, memory)
+        yield process.pid, Use(kind, times.user + times.system, mib)
 
 
 def first_submitted(directory: RunDirectory) -> float | None:
@@ -139,6 +140,7 @@ def start(root: Path, name: str, settings: list[str]) -> Start:
                 )
             seen.append((time.time(), dict(uses(family))))
             time.sleep(_LOOK_SECONDS)
+        last = dict(uses(family, memory=True))
     finally:
         everyone = [family, *(family.children(recursive=True) if process.poll() is None else ())]
         for member in everyone:
@@ -150,7 +152,9 @@ def start(root: Path, name: str, settings: list[str]) -> Start:
     for when, found in seen:
         if when <= at:
             latest |= found
-    return Start(at - began, latest)
+    held = {pid: use.mib for pid, use in last.items()}
+    at_that_moment = {pid: replace(use, mib=held.get(pid, 0.0)) for pid, use in latest.items()}
+    return Start(at - began, at_that_moment)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typer import Argument, Option
 
 from megatron_async.errors import ComponentFailure, Terminated, UserError
 from megatron_async.files.disk import naming_disk_errors
+from megatron_async.runtime.garbage_collection import unsearched
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,8 +116,9 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
-    from megatron_async.commands import train as commands
-    from megatron_async.config import load_config
+    with unsearched():
+        from megatron_async.commands import train as commands
+        from megatron_async.config import load_config
 
     _check_start(config, resume, from_step)
     if resume is not None:

@@ -37,6 +37,7 @@ from megatron_async.launcher.preflight import (
 )
 from megatron_async.launcher.supervisor import supervise
 from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.runtime.garbage_collection import unsearched
 from megatron_async.telemetry.metrics import read_metrics
 
 _PASSED: Final = "all checks have passed, also of the reward; nothing was started"
@@ -125,7 +126,8 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
     check_one_machine(config)
     machine = Machine.here(config)
     derived = derive(config, machine)
-    checked = check_run(derived.config)
+    with unsearched():  # the packages of tasks and tokenizers
+        checked = check_run(derived.config)
     checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
     check_memory(checked.config, machine)

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from megatron_async.places.lifeline import hold_lifeline
 from megatron_async.places.placed import PlacedObject
 from megatron_async.places.sockets import serve
+from megatron_async.runtime.garbage_collection import unsearched
 
 
 async def _serve(listening: socket.socket) -> None:
-    what, arguments = pickle.load(sys.stdin.buffer)
+    with unsearched():  # finding the class imports all that it needs
+        what, arguments = pickle.load(sys.stdin.buffer)
     placed = PlacedObject(what, *arguments)
     await serve(listening, placed.handle)
 

@@ -49,22 +49,25 @@ class ManagerHost:
 
         from megatron_async.config import build_config
         from megatron_async.engines.host import HostedEngines
-        from megatron_async.environments.workers import EnvironmentWorkers
         from megatron_async.places.addresses import place_at
-        from megatron_async.rollout.fleet import EngineLauncher
-        from megatron_async.rollout.manager import RolloutManager
         from megatron_async.run_directory import RunDirectory
-        from megatron_async.runtime.import_path import load_object
-        from megatron_async.scoring.interface import NoScorers, Scorers
-        from megatron_async.scoring.workers import scorer_pool
 
         config_yaml, run_directory, place_address = self._arguments
         config = build_config(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
         place = place_at(place_address, directory.logs)
-        launcher: EngineLauncher = (engines := HostedEngines(config, directory.logs, place))
-        engines.begin()  # beside what is imported for the task
+        engines = HostedEngines(config, directory.logs, place)
+        engines.begin()  # beside all that is imported from here on
         task = await asyncio.to_thread(_task_of, config)
+
+        from megatron_async.environments.workers import EnvironmentWorkers
+        from megatron_async.rollout.fleet import EngineLauncher
+        from megatron_async.rollout.manager import RolloutManager
+        from megatron_async.runtime.import_path import load_object
+        from megatron_async.scoring.interface import NoScorers, Scorers
+        from megatron_async.scoring.workers import scorer_pool
+
+        launcher: EngineLauncher = engines
         if config.experiment.ledger is not None:
             ledger = load_object(config.experiment.ledger, "experiment.ledger")
             launcher = ledger(directory.path).launcher(launcher)

@@ -11,6 +11,7 @@ import sys
 from megatron_async.config import RunConfig
 from megatron_async.places.lifeline import follow_parent
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.garbage_collection import unsearched
 from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
@@ -22,10 +23,11 @@ def train(
     directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
 ) -> None:
     """Run one rank, from the newest checkpoint to the export."""
-    from megatron_async.trainer.device import import_megatron
+    with unsearched():
+        from megatron_async.trainer.device import import_megatron
 
-    import_megatron()
-    from megatron_async.train_loop import assembly
+        import_megatron()
+        from megatron_async.train_loop import assembly
 
     assembly.train(directory, config, place_address, stop)
 

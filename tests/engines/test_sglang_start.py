@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.hooks import forked, no_detokenizer
+from megatron_async.engines.sglang.process import server_environment
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.weight_sync.receiver import make_root, remove_roots
 from tests.engine import EngineUnderTest
@@ -82,3 +84,32 @@ def test_a_real_server_is_two_processes(sglang_engine: EngineUnderTest) -> None:
     assert pid is not None
     names = [child.name() for child in psutil.Process(pid).children(recursive=True)]
     assert names == ["sglang::scheduler"]
+    log = sglang_engine.process.log_path.read_text()
+    assert "fired up" in log
+    assert "sglang.srt.models." not in log, "it imports all models, of which some complain"
+    assert "Megatron" not in log
+    assert "Traceback" not in log
+
+
+FINDS = """
+import sys
+from megatron_async.engines.sglang import server
+server.install()
+from sglang.srt.models.registry import ModelRegistry
+_, name = ModelRegistry.resolve_model_cls([sys.argv[1]])
+print(name, ModelRegistry._default_models_loaded)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "all_imported"), [("Gemma3ForCausalLM", False), ("Olmo2ForCausalLM", True)]
+)
+def test_all_models_are_imported_for_one_of_another_family(
+    architecture: str, all_imported: bool
+) -> None:
+    environment = server_environment(EngineConfig(), "cpu", None, os.environ)
+    command = [sys.executable, "-c", FINDS, architecture]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert out.stdout.splitlines()[-1:] == [f"{architecture} {all_imported}"], out.stderr

@@ -221,6 +221,15 @@ def assert_log_agrees(log: Path, episodes: dict[int, Trajectory]) -> None:
         assert (prompt, place, text) in stored or prompt in unfinished
 
 
+def open_with_turns(one: Run) -> dict[int, Trajectory]:
+    """Episodes of the store that wait or are in a turn after their first."""
+    return {
+        number: episode
+        for number, episode in episodes_of(one).items()
+        if episode.state in ("waiting", "partial") and episode.turns
+    }
+
+
 def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenizer: Path) -> None:
     config = with_agent(tokenizer, tmp_path / "rows.jsonl", "talks_on")
     open_ids: dict[int, list[int]] = {}
@@ -229,11 +238,12 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
         one = Run(tmp_path, config)
         await one.begin(ResumePoint(0))
         await one.train(range(2))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while not open_with_turns(one):
+                await asyncio.sleep(0.01)
         await one.manager.stop()
-        for number, episode in episodes_of(one).items():
-            if episode.state in ("waiting", "partial") and episode.turns:
-                open_ids[number] = stored_path(episode, len(episode.turns) - 1)
+        for number, episode in open_with_turns(one).items():
+            open_ids[number] = stored_path(episode, len(episode.turns) - 1)
 
     async def second() -> None:
         one = Run(tmp_path, config)

@@ -8,5 +8,6 @@
 - in_flight: weights that change under requests that keep their KV cache.
 - prefix: keeps prompt prefixes of one policy version from requests of another.
 - weight_updater: receives one bucket ahead. receiver: makes published weights whole here.
+- models: SGLang's models of our families, found without importing all others.
 - cpu, attention, sampling: what SGLang needs on a CPU without `sgl-kernel`.
 """

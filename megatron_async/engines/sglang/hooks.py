@@ -6,8 +6,11 @@
 - Without a tokenizer nothing is turned into text, yet SGLang starts a process for it.
 - A scheduler process is spawned, and imports all of SGLang once more. On CPU it is forked from the
   HTTP process instead, which has imported everything and runs nothing yet. (CUDA forbids that.)
+  What is imported is out of the reach of garbage collection before, so that SGLang need not ask
+  itself for that later: without a warm-up it asks before it listens.
 """
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +22,7 @@ _ABORT = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _DETOKENIZERS = f"{_ENGINE}._launch_detokenizer_subprocesses"
 _SCHEDULERS = f"{_ENGINE}._launch_scheduler_processes"
+_FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 
 
 def put_in(hooks: Sequence[Hook]) -> None:
@@ -51,12 +55,17 @@ def no_detokenizer(
 
 def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) -> Any:
     """Around the start of schedulers on CPU."""
+    gc.freeze()  # a search in the new process would copy the pages that it shares
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
     try:
         return original(engine, *args, **asked)
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+def frozen_already(_original: Callable[..., None], _server_args: Any) -> None:
+    """Around the request to freeze, on CPU."""
 
 
 def register(on_cpu: bool) -> None:
@@ -66,4 +75,7 @@ def register(on_cpu: bool) -> None:
         (_ABORT, forget_earlier_abort, "BEFORE", "aborts would be lost"),
         (_DETOKENIZERS, no_detokenizer, "AROUND", slow),
     ]
-    put_in([*hooks, (_SCHEDULERS, forked, "AROUND", slow)] if on_cpu else hooks)
+    if on_cpu:
+        hooks.append((_SCHEDULERS, forked, "AROUND", slow))
+        hooks.append((_FREEZE, frozen_already, "AROUND", "each start would log an error"))
+    put_in(hooks)

@@ -32,6 +32,7 @@ import psutil
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
 from megatron_async.engines.nodes import LOOPBACK, communication_environment, hold_port
+from megatron_async.engines.sglang import models
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
@@ -110,6 +111,7 @@ def server_command(
     if device == "cpu":
         # An idle scheduler otherwise polls without pause and takes the trainer's cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
+        command += ["--skip-server-warmup"]  # nothing is compiled; it would take two seconds
     if settings.max_total_tokens is not None:
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:
@@ -161,6 +163,8 @@ def server_environment(
     environment["PYTHONUNBUFFERED"] = "1"
     # Otherwise /health generates a token, and a paused engine looks dead.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    # Otherwise it imports all of its models at each start, not only for one that is not in here.
+    environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", models.__name__)
     if device == "cpu":
         environment[CPU_VARIABLE] = "1"
         # More threads fight the server's own processes: 150 -> 8 tokens/s at concurrency 1.

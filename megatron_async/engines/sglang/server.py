@@ -28,6 +28,7 @@ import sys
 from typing import Any
 
 from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.runtime.garbage_collection import unsearched
 
 # The key that clients must show: every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
@@ -59,6 +60,8 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
 def install() -> None:
     """Prepare this process to run SGLang; a second call changes nothing."""
     on_cpu = os.environ.get(CPU_VARIABLE) == "1"
+    # SGLang's tensor dumper imports megatron-core where it finds it; no engine needs that.
+    sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     if on_cpu:
         from megatron_async_kernels.cpu_matmul import use_onednn
 
@@ -114,13 +117,14 @@ def main() -> None:
     key = take_key()
     # One word: a key may begin with a dash.
     arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
-    from sglang.launch_server import run_server
-    from sglang.srt.entrypoints.http_server import app
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with unsearched():
+        from sglang.launch_server import run_server
+        from sglang.srt.entrypoints.http_server import app
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    from megatron_async.engines.sglang import hooks
-    from megatron_async.engines.sglang.receiver import receiver_of
+        from megatron_async.engines.sglang import hooks
+        from megatron_async.engines.sglang.receiver import receiver_of
 
     hooks.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
     try:
@@ -131,7 +135,8 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    install()
+    with unsearched():
+        install()
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,26 @@
+"""Imports are not searched for garbage, and a process that is not searched at all stays so."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megatron_async.runtime.garbage_collection import unsearched
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_searches_go_on_as_before_imports(searched: bool) -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        (gc.enable if searched else gc.disable)()
+        with pytest.raises(ImportError), unsearched():
+            assert not gc.isenabled()
+            made = [[]]
+            raise ImportError
+        assert gc.isenabled() == searched
+        assert gc.get_freeze_count() > frozen, "what was made would be searched at once"
+        assert made == [[]]
+    finally:
+        gc.unfreeze()
+        gc.enable()
