@@ -93,7 +93,7 @@ class EngineUnderTest:
         return asyncio.run(body())
 
 
-def start_engine(folder: Path) -> EngineUnderTest:
+def start_engine(folder: Path, settings: EngineConfig = SETTINGS) -> EngineUnderTest:
     """Make the models and start the server on `a`."""
     directories = {name: folder / name for name in ("a", "b")}
     models = {
@@ -102,7 +102,7 @@ def start_engine(folder: Path) -> EngineUnderTest:
         )
         for seed, (name, path) in enumerate(directories.items())
     }
-    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log")
+    process = SGLangProcess(directories["a"], settings, folder / "engine.log")
     # Room for a whole response is kept free, so that a test can fill the engine with a few.
     with mock.patch.dict(os.environ, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096"}):
         process.start()

@@ -209,10 +209,9 @@ def test_the_rendezvous_of_each_start_is_a_file_that_only_this_user_reaches(
     assert len(set(seen)) == 2 and not any(file.parent.exists() for file in seen)
 
 
-@pytest.mark.parametrize("changes", [{"host": "10.0.0.1"}, {"tensor": 2}])
-def test_other_servers_keep_sglangs_own_store(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert rendezvous_of_ranks(EngineConfig(**changes), tmp_path, 7) == {}
-    assert RENDEZVOUS in rendezvous_of_ranks(EngineConfig(), tmp_path, 7)
+def test_servers_that_others_reach_keep_sglangs_own_store(tmp_path: Path) -> None:
+    assert rendezvous_of_ranks(EngineConfig(host="10.0.0.1"), tmp_path, 7) == {}
+    assert RENDEZVOUS in rendezvous_of_ranks(EngineConfig(tensor=2), tmp_path, 7)
 
 
 @pytest.mark.engine

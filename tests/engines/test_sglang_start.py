@@ -10,15 +10,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import TokenChunk
 from megatron_async.engines.sglang.hooks import forked, no_detokenizer
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.weight_sync.receiver import make_root, remove_roots
-from tests.engine import EngineUnderTest
+from tests.engine import (
+    SETTINGS,
+    EngineUnderTest,
+    collect,
+    logprobs_of,
+    make_request,
+    reference_logprobs,
+    start_engine,
+)
+from tests.listening import listening
 
 
 @pytest.mark.parametrize(("without_tokenizer", "started"), [(True, []), (False, ["detokenizer"])])
@@ -89,6 +100,29 @@ def test_a_real_server_is_two_processes(sglang_engine: EngineUnderTest) -> None:
     assert "sglang.srt.models." not in log, "it imports all models, of which some complain"
     assert "Megatron" not in log
     assert "Traceback" not in log
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_two_ranks_find_each_other_without_a_store_of_sglangs(tmp_path: Path) -> None:
+    """SGLang's listens on every interface; both ranks have the weights of each update."""
+    engine = start_engine(tmp_path, SETTINGS.model_copy(update={"tensor": 2}))
+    try:
+        assert engine.process.pid is not None
+        server = psutil.Process(engine.process.pid)
+        members = [server, *server.children(recursive=True)]
+        assert {f"sglang::scheduler_TP{rank}" for rank in (0, 1)} < {m.name() for m in members}
+        assert listening(members) == {("engine", "loopback")}
+        prompt = [5, 9, 17, 3]
+        request = make_request("r", prompt, 20)
+        for name, model in engine.models.items():
+            engine.hold(name)
+            chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
+            ids = [*prompt, *(int(token) for chunk in chunks for token in chunk.token_ids)]
+            expected = reference_logprobs(model, ids)[len(prompt) - 1 :]
+            assert np.abs(logprobs_of(chunks) - expected).max() < 1e-4
+    finally:
+        engine.process.stop()
 
 
 FINDS = """

@@ -182,12 +182,12 @@ def server_environment(
 
 
 def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
-    """Environment in which a server's rank makes its process group by a file.
+    """Environment in which a server's ranks make their process group by a file.
 
-    SGLang's own store listens on every interface, without a key. Not tried with several ranks, nor
-    over several machines: those keep the store.
+    SGLang's own store listens on every interface, without a key. Engines that other machines reach
+    keep it: with several ranks this was tried on CPUs alone.
     """
-    if settings.host not in LOOPBACK or settings.tensor > 1:
+    if settings.host not in LOOPBACK:
         return {}
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
