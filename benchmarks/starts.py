@@ -5,9 +5,10 @@
 Each run is `megatron-async train` of a tiny model with a real engine on CPU; it ends by SIGKILL a
 few seconds after its first request, whose time its recorded events have. CPU seconds are those at
 that moment. Memory is what each process has for itself and its share of what several have (PSS),
-looked at once, when the request has been seen: a look takes time of the process that it looks at.
+looked at once, at most half a second later: a look takes time of the process that it looks at.
 `--loaded`: beside so many processes that do nothing but count. `--idle`: what the processes use
-over so many seconds in which all of them wait, for a reward that does not come.
+over so many seconds in which all of them wait, for a reward that does not come, and their memory
+then.
 """
 
 from __future__ import annotations
@@ -170,10 +171,9 @@ def start(root: Path, name: str, settings: list[str], idle: float = 0.0) -> Star
                 )
             seen.append((time.time(), dict(uses(family))))
             time.sleep(_LOOK_SECONDS)
-        last = dict(uses(family, memory=True))
         if idle:
             (root / "waits").touch()
-            return Start(at - began, waiting(family, idle))
+        last = waiting(family, idle) if idle else dict(uses(family, memory=True))
     finally:
         (root / "waits").unlink(missing_ok=True)
         everyone = [family, *(family.children(recursive=True) if process.poll() is None else ())]
@@ -186,9 +186,12 @@ def start(root: Path, name: str, settings: list[str], idle: float = 0.0) -> Star
     for when, found in seen:
         if when <= at:
             latest |= found
-    held = {pid: use.mib for pid, use in last.items()}
-    at_that_moment = {pid: replace(use, mib=held.get(pid, 0.0)) for pid, use in latest.items()}
-    return Start(at - began, at_that_moment)
+    later = {pid: replace(use, cpu_seconds=0.0) for pid, use in last.items()}
+    then = {
+        pid: replace(later.get(pid, use), cpu_seconds=use.cpu_seconds)
+        for pid, use in latest.items()
+    }
+    return Start(at - began, later | then)
 
 
 @contextmanager
@@ -210,14 +213,15 @@ def report(starts: list[Start]) -> str:
     walls = ", ".join(f"{start.wall_seconds:.1f}" for start in starts)
     kinds = sorted(median.of_kinds().items(), key=lambda item: -item[1][1])
     kinds.append(("all", summed(median.uses.values())))
-    rows = [
-        [kind, str(n), f"{cpu:.1f}", f"{mib:.0f}", f"{idle:.1f}"]
-        for kind, (n, cpu, mib, idle) in kinds
-    ]
+    columns = ["process", "number", "CPU s", "MiB (PSS)"]
+    rows = [[kind, str(n), f"{cpu:.1f}", f"{mib:.0f}"] for kind, (n, cpu, mib, _) in kinds]
+    if any(idle for _, (*_, idle) in kinds):
+        columns.append("ms a second waiting")
+        rows = [[*row, f"{idle:.1f}"] for row, (_, (*_, idle)) in zip(rows, kinds, strict=True)]
     middle = statistics.median(start.wall_seconds for start in starts)
     return (
         f"Wall to the first submitted request: {middle:.1f} s (median of {walls}).\n\n"
-        + table(["process", "number", "CPU s", "MiB (PSS)", "ms a second waiting"], rows)
+        + table(columns, rows)
         + f"\n\n`{command_line('benchmarks.starts')}`, {os.cpu_count()} cores\n"
     )
 

@@ -110,7 +110,7 @@ def engine_here(model: Path, config: RunConfig, log_file: Path) -> Iterator[SGLa
 
     Raises ComponentFailure when it does not start.
     """
-    engines = config.engines.model_copy(update={"host": LOOPBACK[0]})
+    engines = config.engines.model_copy(update={"host": LOOPBACK})
     process = SGLangProcess(model, engines, log_file)
     process.start()
     try:

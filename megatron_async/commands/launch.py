@@ -24,7 +24,7 @@ from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.load import differences
-from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
+from megatron_async.engines.nodes import NODE_HOST, only_here
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
@@ -111,7 +111,7 @@ def seconds_of(time_limit: str) -> float:
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
     host, key = config.engines.host, config.engines.api_key
-    host = NODE_HOST if host == LOOPBACK[0] else host
+    host = NODE_HOST if only_here(host) else host
     return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 

@@ -26,8 +26,7 @@ INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
 RENDEZVOUS_VARIABLE: Final = "MEGATRON_ASYNC_RENDEZVOUS"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
-# Addresses of `engines.host` that only this machine reaches.
-LOOPBACK: Final = ("127.0.0.1", "localhost")
+LOOPBACK: Final = "127.0.0.1"
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
 # SGLang sets this and NCCL_NVLS_ENABLE to 0 for its servers where they are not set
@@ -39,6 +38,11 @@ _NCCL: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def only_here(host: str) -> bool:
+    """Return whether only this machine reaches an engine with this `engines.host`."""
+    return host == "localhost" or host.startswith("127.")
 
 
 def node_address() -> str:

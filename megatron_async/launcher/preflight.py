@@ -22,6 +22,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.config import RunConfig
 from megatron_async.config.files import TOKENIZER_FILES, tokenizer_digest
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.nodes import only_here
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
@@ -70,7 +71,7 @@ def check_served(path: Path | str) -> None:
 
 def check_engines(engines: EngineConfig) -> None:
     """Check that other hosts reach engines only with a key: a client can change weights."""
-    if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
+    if not (only_here(engines.host) or engines.api_key):
         raise UserError(
             f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
             "is empty; set a key, or leave engines.host at 127.0.0.1"

@@ -19,7 +19,7 @@ from megatron_async.runtime.garbage_collection import unsearched
 
 
 async def _serve(listening: socket.socket) -> None:
-    with unsearched():  # finding the class imports all that it needs
+    with unsearched(frozen=True):  # finding the class imports all that it needs
         what, arguments = pickle.load(sys.stdin.buffer)
     placed = PlacedObject(what, *arguments)
     await serve(listening, placed.handle)

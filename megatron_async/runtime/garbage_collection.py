@@ -21,13 +21,17 @@ def search_rarely() -> None:
 
 
 @contextmanager
-def unsearched() -> Iterator[None]:
-    """Around imports: what they make lives on, and is never searched."""
+def unsearched(*, frozen: bool = False) -> Iterator[None]:
+    """Around imports, whose modules live on.
+
+    `frozen`: what exists at the end is never searched, for a process that is ours alone.
+    """
     searched = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if frozen:
+            gc.freeze()
         if searched:
             gc.enable()

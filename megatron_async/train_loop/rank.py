@@ -23,7 +23,7 @@ def train(
     directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
 ) -> None:
     """Run one rank, from the newest checkpoint to the export."""
-    with unsearched():
+    with unsearched(frozen=True):
         from megatron_async.trainer.device import import_megatron
 
         import_megatron()

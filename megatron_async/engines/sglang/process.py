@@ -31,11 +31,12 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.engines.nodes import LOOPBACK, communication_environment, hold_port
+from megatron_async.engines.nodes import communication_environment, hold_port, only_here
 from megatron_async.engines.sglang import models
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
+    DIRECTORY_VARIABLE,
     KEY_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
@@ -156,7 +157,7 @@ def server_environment(
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
-    local = settings.host in LOOPBACK
+    local = only_here(settings.host)
     environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
@@ -184,10 +185,10 @@ def server_environment(
 def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
     """Environment in which a server's ranks make their process group by a file.
 
-    SGLang's own store listens on every interface, without a key. Engines that other machines reach
-    keep it: with several ranks this was tried on CPUs alone.
+    SGLang's own store listens on every interface, without a key. An engine that other machines
+    reach keeps it. Several ranks were tried on CPUs alone.
     """
-    if settings.host not in LOOPBACK:
+    if not only_here(settings.host):
         return {}
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
@@ -308,6 +309,7 @@ class SGLangProcess:
             )
             shared = self._files.enter_context(own_directory())
             environment |= rendezvous_of_ranks(self.settings, shared, port)
+            environment[DIRECTORY_VARIABLE] = str(shared)
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         try:

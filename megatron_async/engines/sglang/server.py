@@ -22,9 +22,13 @@ Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
 """
 
+import importlib
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_async.places.lifeline import hold_lifeline
@@ -33,11 +37,15 @@ from megatron_async.runtime.garbage_collection import unsearched
 # The key that clients must show: every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+# A directory of the server's own, removed with it: SGLang leaves its sockets where they are.
+DIRECTORY_VARIABLE = "MEGATRON_ASYNC_ENGINE_DIRECTORY"
 # Named here: whoever only starts servers need not import torch, which the backend does.
 CPU_ATTENTION_BACKEND = "torch_batched"
 _ACCEPT = (
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
 )
+
+_LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 
 
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
@@ -57,11 +65,26 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
         )
 
 
+def _import_dumper() -> None:
+    """Import SGLang's tensor dumper, which imports megatron-core if it can: no engine needs it."""
+    if "megatron.core" in sys.modules:
+        return
+    sys.modules["megatron.core"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("sglang.srt.debug_utils.dumper")
+    finally:
+        del sys.modules["megatron.core"]
+
+
+def _loads_in_own_directory(original: Callable[[str], str], name: str) -> str:
+    """Around the path of the file in which schedulers tell their load: /dev/shm is memory."""
+    path = original(name)
+    return str(Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm", Path(path).name))
+
+
 def install() -> None:
     """Prepare this process to run SGLang; a second call changes nothing."""
     on_cpu = os.environ.get(CPU_VARIABLE) == "1"
-    # SGLang's tensor dumper imports megatron-core where it finds it; no engine needs that.
-    sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
     if on_cpu:
         from megatron_async_kernels.cpu_matmul import use_onednn
 
@@ -70,6 +93,7 @@ def install() -> None:
         use_onednn()
         cpu.install_stand_ins()
         attention.register(CPU_ATTENTION_BACKEND)
+    _import_dumper()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from megatron_async.engines.sglang import hooks, in_flight, prefix, queue, sampling
@@ -83,6 +107,7 @@ def install() -> None:
         [
             *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
+            (_LOADS, _loads_in_own_directory, "AROUND", "each start leaves a file"),
             (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
             (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
             (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
@@ -113,11 +138,12 @@ def take_key() -> str:
 def main() -> None:
     """Run the server until a signal stops it."""
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
+    tempfile.tempdir = os.environ.get(DIRECTORY_VARIABLE)
     hold_lifeline(_remove_files)
     key = take_key()
     # One word: a key may begin with a dash.
     arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
-    with unsearched():
+    with unsearched(frozen=True):
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints.http_server import app
         from sglang.srt.server_args import prepare_server_args
@@ -135,7 +161,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    with unsearched():
+    with unsearched(frozen=True):
         install()
 
 if __name__ == "__main__":
