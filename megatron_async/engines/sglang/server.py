@@ -77,7 +77,7 @@ def _import_dumper() -> None:
 
 
 def _loads_in_own_directory(original: Callable[[str], str], name: str) -> str:
-    """Around the path of the file in which schedulers tell their load: /dev/shm is memory."""
+    """Around the path of the file in which schedulers write their load: /dev/shm is memory."""
     path = original(name)
     return str(Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm", Path(path).name))
 
