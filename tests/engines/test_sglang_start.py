@@ -108,15 +108,13 @@ def test_a_real_server_is_two_processes(sglang_engine: EngineUnderTest) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_what_a_real_server_makes_is_in_a_directory_that_goes_with_it(
+def test_what_a_real_server_maps_is_in_a_directory_that_goes_with_it(
     sglang_engine: EngineUnderTest,
 ) -> None:
     pid = sglang_engine.process.pid
     assert pid is not None
     own, loads = "/tmp/megatron-async-", []
     for member in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        sockets = [found.laddr for found in member.net_connections("unix") if found.laddr]
-        assert [path for path in sockets if not path.startswith(own)] == []
         mapped = Path(f"/proc/{member.pid}/maps").read_text()
         assert "/dev/shm/sgl" not in mapped
         loads.append(re.search(rf"{own}\d+/\w+/sglang_loads_", mapped) is not None)

@@ -26,7 +26,6 @@ import importlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from megatron_async.runtime.garbage_collection import unsearched
 # The key that clients must show: every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# A directory of the server's own, removed with it: SGLang leaves its sockets where they are.
+# A directory of the server's own, removed with it.
 DIRECTORY_VARIABLE = "MEGATRON_ASYNC_ENGINE_DIRECTORY"
 # Named here: whoever only starts servers need not import torch, which the backend does.
 CPU_ATTENTION_BACKEND = "torch_batched"
@@ -138,7 +137,6 @@ def take_key() -> str:
 def main() -> None:
     """Run the server until a signal stops it."""
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
-    tempfile.tempdir = os.environ.get(DIRECTORY_VARIABLE)
     hold_lifeline(_remove_files)
     key = take_key()
     # One word: a key may begin with a dash.
