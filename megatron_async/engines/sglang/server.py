@@ -17,6 +17,7 @@ the work; a forked one has it already):
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. (To SIGTERM alone SGLang listens every five seconds.)
 - A quicker start, and aborts that can be repeated (hooks.py).
+- The load of schedulers is written in the server's own directory, which is removed with it.
 
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
