@@ -23,7 +23,8 @@ LOSS_COPY_GOAL, LOSS_EAGER_GOAL = 0.75, 10.0
 
 def device_tests(_stage: Stage) -> Findings:
     """Every test marked `gpu`: the kernels against float64 and the CPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short"]
+    command += ["-p", "no:cacheprovider", "-W", "ignore"]
     if importlib.util.find_spec("xdist") is not None:
         # With a cold cache the time goes to about 130 compilations, one core each.
         command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]

@@ -78,14 +78,10 @@ def test_head_matches_float64(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_matches_the_reference(name: str) -> None:
     inputs = make_inputs([5, 0, 4091, 600, 1, 9000], dtype=torch.float32)
-    on_gpu = LossInputs(
-        **{key: None if value is None else value.cuda() for key, value in vars(inputs).items()}
-    )
+    streams = {key: x.cuda() for key, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
+    on_gpu = LossInputs(**streams)
     wide = LossInputs(
-        **{
-            key: value.double() if value is not None and value.is_floating_point() else value
-            for key, value in vars(on_gpu).items()
-        }
+        **{key: x.double() if x.is_floating_point() else x for key, x in streams.items()}
     )
     expected = policy_loss(wide, CONFIGS[name], DENOMINATORS)
     actual = is_loss(on_gpu, CONFIGS[name], DENOMINATORS, backend="triton")
