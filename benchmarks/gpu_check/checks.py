@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from benchmarks.gpu_check import kernels, state, trainer
+from benchmarks.gpu_check import kernels, learning, state, trainer
 from benchmarks.gpu_check.check import Check, Findings, Stage
 
 PART_SECONDS: Final = 540
@@ -33,7 +33,8 @@ CHECKS: Final = (
     Check("trainer_updates", 2, 300, trainer.updates, _TRAINER),
     Check("head_rates", 2, 140, kernels.head, ("triton",), cuda=True),
     Check("loss_rates", 2, 80, kernels.loss, ("triton",), cuda=True),
-    Check("head_peers", 3, 300, kernels.peers, ("triton",), cuda=True),
+    Check("head_peers", 3, 240, kernels.peers, ("triton",), cuda=True),
+    Check("learning", 3, 120, learning.learning, (*_TRAINER, "transformers")),
     Check("trainer_window", 3, 120, trainer.window, _TRAINER),
     Check("host_copies", 4, 300, state.host_copies, _TRAINER),
 )

@@ -131,7 +131,7 @@ def ragged_batch(
 
 
 @contextmanager
-def trainer_on(directory: Path, /, **changes: Mapping[str, Any]) -> Iterator[PolicyTrainer]:
+def trainer_on(directory: Path, /, **changes: Any) -> Iterator[PolicyTrainer]:
     """One rank's trainer with local layers, in the environment that `train` would give it."""
     from megatron_async.config import build_config
     from megatron_async.config.load import merge

@@ -38,7 +38,7 @@ def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.const
     """Add a block of tokens to a sequence rule's sum or maximum."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level != "token":
-            value = divergence(weight, clamped, SPEC.config.rejection[RULE].divergence)
+            value = divergence(weight, clamped, RULE, SPEC)
             if SPEC.config.rejection[RULE].level == "seq_max":
                 total = tl.maximum(total, tl.where(trained, value, -1e30))
             else:

@@ -35,11 +35,15 @@ def k3_of(exp_x, x):
 
 
 @triton.jit
-def divergence(exp_x, x, KIND: tl.constexpr):
-    """k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x of the clamped log-ratio to the behaviour policy."""
-    if KIND == "k1":
+def divergence(exp_x, x, RULE: tl.constexpr, SPEC: tl.constexpr):
+    """Divergence of a rejection rule, from the clamped log-ratio x to the behavior policy.
+
+    k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x. The rule's kind is read here, because Triton 3.6
+    passes a string to a device function as a plain `str`, which the function cannot compile.
+    """
+    if SPEC.config.rejection[RULE].divergence == "k1":
         return -x
-    if KIND == "k2":
+    if SPEC.config.rejection[RULE].divergence == "k2":
         return 0.5 * x * x
     return k3_of(exp_x, x)
 
@@ -51,7 +55,7 @@ def token_keep(trained, exp_x, x, SPEC: tl.constexpr):
     NUM_RULES: tl.constexpr = SPEC.num_rules
     for i in tl.static_range(NUM_RULES):
         if SPEC.config.rejection[i].level == "token":
-            value = divergence(exp_x, x, SPEC.config.rejection[i].divergence)
+            value = divergence(exp_x, x, i, SPEC)
             inside = (value >= SPEC.config.rejection[i].lower) & (
                 value <= SPEC.config.rejection[i].upper
             )
