@@ -71,7 +71,7 @@ def _stats_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Kern
         "targets": "*i64",
         **dict.fromkeys(outputs, "*fp32"),
         **dict.fromkeys(("num_rows", "num_columns", "depth", "out_stride"), "i32"),
-        **dict.fromkeys(("tiles_per_split", "num_splits"), "i32"),
+        **dict.fromkeys(("columns_per_split", "num_splits"), "i32"),
         "inv_temperature": "fp32",
     }
     pointers = () if tile.descriptors else ("hidden", "weight")

@@ -75,7 +75,7 @@ def head_stats_kernel(
     num_columns,
     depth,
     out_stride,
-    tiles_per_split,
+    columns_per_split,
     num_splits,
     inv_temperature,
     ROWS: tl.constexpr,
@@ -89,8 +89,9 @@ def head_stats_kernel(
     HALVES: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Partial statistics of one token tile over one run of vocabulary tiles.
+    """Partial statistics of one token tile over `columns_per_split` vocabulary rows.
 
+    `columns_per_split` is a multiple of COLUMNS.
     `max_out`, `sum_out` and `weighted_out` are [num_splits, out_stride]; `targets` and
     `target_out` are [num_rows], the latter zeroed before.
     """
@@ -105,10 +106,9 @@ def head_stats_kernel(
     running_weighted = tl.zeros((ROWS,), dtype=tl.float32)
     picked = tl.zeros((ROWS,), dtype=tl.float32)
     PARTS: tl.constexpr = 2 if HALVES else 1
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_columns, COLUMNS))
-    for tile in range(first, last):
-        column = tile * COLUMNS
+    first = split * columns_per_split
+    last = tl.minimum(first + columns_per_split, num_columns)
+    for column in range(first, last, COLUMNS):
         acc = logits_tile(
             hidden,
             weight,
@@ -146,7 +146,7 @@ def head_stats_kernel(
     tl.store(sum_out + at, running_sum, mask=row_inside)
     if ENTROPY:
         tl.store(weighted_out + at, running_weighted, mask=row_inside)
-    holds = (target >= first * COLUMNS) & (target < tl.minimum(last * COLUMNS, num_columns))
+    holds = (target >= first) & (target < last)
     tl.store(target_out + rows, picked, mask=row_inside & holds)
 
 

@@ -163,8 +163,9 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
     tiles = triton.cdiv(columns, config.vocab)
     arrays = 3 if want_entropy else 2
     most_splits = max(1, problem.workspace_bytes // 8 // (4 * arrays * rows))
-    tiles_per_split = triton.cdiv(tiles, min(tiles, most_splits))
-    splits = triton.cdiv(tiles, tiles_per_split)
+    # Not in tiles: rows that are not aligned are read with a smaller tile than `config`.
+    columns_per_split = triton.cdiv(tiles, min(tiles, most_splits)) * config.vocab
+    splits = triton.cdiv(columns, columns_per_split)
     max_PR = torch.empty((splits, rows), dtype=torch.float32, device=device)
     sum_PR = torch.empty_like(max_PR)
     weighted_PR = torch.empty_like(max_PR) if want_entropy else max_PR
@@ -187,7 +188,7 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
                 columns,
                 int(hidden_CD.shape[1]),
                 rows,
-                tiles_per_split,
+                columns_per_split,
                 splits,
                 problem.inv_temperature,
                 ENTROPY=want_entropy,

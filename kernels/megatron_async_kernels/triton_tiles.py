@@ -205,8 +205,8 @@ def head_configs(capability: tuple[int, int], dtype: torch.dtype) -> HeadConfigs
 def without_descriptors(config: TileConfig) -> TileConfig:
     """The tile for rows that are not aligned to 16 bytes: loaded through pointers.
 
-    Pointers take registers, so the tile has at most 128 columns.
+    Pointers take registers, so the tile has half as many columns.
     """
     if not config.descriptors:
         return config
-    return replace(config, descriptors=False, vocab=min(config.vocab, 128), halves=False)
+    return replace(config, descriptors=False, vocab=config.vocab // 2, halves=False)
