@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
+from megatron_async.tasks.procedural import ProceduralScorer
 
 _EVALUATED_AT_ONCE = 128
 
@@ -29,7 +29,7 @@ _EVALUATED_AT_ONCE = 128
 class Measurement(TrainerCallback):
     """Seconds of steps without the evaluations between them, and what these found."""
 
-    def __init__(self, job: dict[str, Any], scorer: ReasoningGymScorer, tokenizer: Any) -> None:
+    def __init__(self, job: dict[str, Any], scorer: ProceduralScorer, tokenizer: Any) -> None:
         self.job, self.scorer, self.tokenizer = job, scorer, tokenizer
         self.model: Any = None
         self.startup_seconds: float | None = None
@@ -100,7 +100,7 @@ def main(file: Path) -> None:
     loss = config["algorithm"]["loss"]
     path = config["model"]["path"]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    measured = Measurement(job, ReasoningGymScorer(TaskConfig(**config["task"])), tokenizer)
+    measured = Measurement(job, ProceduralScorer(TaskConfig(**config["task"])), tokenizer)
     rows = [{"prompt": r["prompt"], "payload": json.dumps(r["payload"])} for r in job["train"]]
     responses = schedule["groups_per_batch"] * schedule["group_size"]
     arguments = GRPOConfig(

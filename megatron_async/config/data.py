@@ -85,11 +85,12 @@ class DifficultyConfig(Settings):
 class DataConfig(FileConfig):
     """Sources of prompts: the part of `task` that ends where a response begins."""
 
-    kind: Literal["reasoning_gym", "files", "seeds"] = "reasoning_gym"
-    """Procedural tasks, or rows of files (the default where `path` or `sources` is set; formerly
-    `jsonl`), or rows {seed} for an environment."""
-    name: str = "chain_sum"
-    """reasoning-gym task; of files without `reward` the checker: exact, math."""
+    kind: Literal["chain_sum", "reasoning_gym", "files", "seeds"] = "chain_sum"
+    """Source of problems: `chain_sum`: sums of integers. `reasoning_gym`: the task `name` of that
+    optional package. `files`: rows of files (the default where `path` or `sources` is set; formerly
+    `jsonl`). `seeds`: rows {seed} for an environment."""
+    name: str = ""
+    """Name of the task of reasoning-gym; for files without `reward`, the checker: exact or math."""
     sources: list[SourceConfig] = Field(default_factory=list)
     """Several files with weights, in place of `path`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -149,6 +150,11 @@ class DataConfig(FileConfig):
             raise ValueError("task.path and task.sources are both set: put the path among them")
         if self.kind != "files" and (self.path or self.sources):
             raise ValueError(f"task.kind {self.kind} reads no files: leave task.path/sources out")
+        if self.kind == "chain_sum" and self.name:
+            raise ValueError(
+                f"task.name is {self.name!r}; task.kind chain_sum takes no name. Set task.kind to "
+                "reasoning_gym, or leave task.name out."
+            )
         if self.kind != "files" and self.heldout_share == 0:
             raise ValueError("task.heldout_share 0 needs task.kind files")
 

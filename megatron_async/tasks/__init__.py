@@ -4,8 +4,9 @@
 - text_task: single-turn text problems: chat template, tokens, stop tokens.
 - files, rows, layouts: problems from a user's files; every row is read before anything starts.
   kept_index: the index of a large one, for the next process.
-- reasoning_gym: procedural problems with their scorers, and worked answers. seeds: rows for
-  environments that make their own problems.
+- procedural: problems that are made as they are asked for, with their scorers. chain_sum: sums and
+  worked answers to them. reasoning_gym: the tasks of that optional package.
+- seeds: rows for environments that make their own problems.
 - answers: the final answer in a response.
 """
 

@@ -56,6 +56,6 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
         from megatron_async.tasks.seeds import SeedProblems
 
         return SeedProblems(config)
-    from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
+    from megatron_async.tasks.procedural import ProceduralProblems
 
-    return ReasoningGymProblems(config)
+    return ProceduralProblems(config)

@@ -213,7 +213,7 @@ REFUSED = {
     "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
     "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
     "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
-    "a reward": (["task.name=chain_sum"], "cannot score rows"),
+    "a reward": (["task.name=exactly"], "cannot score rows"),
 }
 
 

@@ -103,7 +103,7 @@ def test_none_held_out_at_all_is_refused(folder: Path) -> None:
 
 def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Path) -> None:
     one_digit = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
-    task = {"kind": "reasoning_gym", "name": "chain_sum", "params": one_digit}
+    task = {"kind": "chain_sum", "params": one_digit}
     few = build_config({"model": {"path": str(folder)}, "task": task | {"heldout_share": 0.5}})
     checked = check_run(few)
     assert 0 < checked.config.eval.prompts < 10 and len(checked.notices) == 1
@@ -164,9 +164,8 @@ def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path
 
 
 def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
-    """`task.name` has a default that is a generated task."""
-    with pytest.raises(UserError, match=r"task.name is 'chain_sum', which cannot score rows .* or"):
-        check_run(settings(folder, task={"name": "chain_sum"}))
+    with pytest.raises(UserError, match=r"task.name is 'exactly', which cannot score rows .* or"):
+        check_run(settings(folder, task={"name": "exactly"}))
 
 
 def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_a_hub(

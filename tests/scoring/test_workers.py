@@ -23,7 +23,7 @@ from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.work import Work
 from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool, ScorerWorker
-from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
+from megatron_async.tasks.procedural import ProceduralProblems
 from megatron_async.trajectory.types import Prompt
 
 HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
@@ -170,14 +170,14 @@ def test_an_error_of_the_scorer_is_a_wrong_answer(worker: ScorerWorker) -> None:
 
 def test_bad_settings_are_the_users_error() -> None:
     with pytest.raises(UserError, match="'nonsense' is not a task"):
-        ScorerWorker(ScorerSettings(task=TaskConfig(name="nonsense"))).start()
+        ScorerWorker(ScorerSettings(task=TaskConfig(kind="reasoning_gym", name="nonsense"))).start()
 
 
 def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", direct_share=1.0, scorer_workers=2)
     tokenizer = character_tokenizer()
-    pairs = ReasoningGymProblems(config).worked(40)
+    pairs = ProceduralProblems(config).worked(40)
     pool = LocalScorerPool(ScorerSettings(task=config), str(tmp_path))
 
     async def score_all() -> list[tuple[float | None, dict[str, float]]]:
@@ -200,7 +200,7 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", scorer_workers=2)
     tokenizer = character_tokenizer()
-    pairs = ReasoningGymProblems(config).worked(10)
+    pairs = ProceduralProblems(config).worked(10)
     with local_place(tmp_path) as place:
         pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
 

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from megatron_async.config import build_config
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.reasoning_gym import (
-    ReasoningGymProblems,
-    ReasoningGymScorer,
+from megatron_async.tasks.chain_sum import (
     chain_sum_answer,
     chain_sum_direct,
     chain_sum_full,
     chain_sum_terse,
 )
+from megatron_async.tasks.procedural import ProceduralProblems, ProceduralScorer
 
 NUMBERS = st.integers(0, 999)
 CHAINS = st.tuples(NUMBERS, st.lists(st.tuples(st.sampled_from("+-"), NUMBERS), max_size=20))
@@ -72,6 +71,6 @@ def test_shares_of_more_than_everything_are_refused() -> None:
 
 def test_the_scorer_gives_every_worked_answer_full_score() -> None:
     config = TaskConfig(answer_marker="#", direct_share=0.3, terse_share=0.3)
-    scorer = ReasoningGymScorer(config)
-    for problem, text in ReasoningGymProblems(config).worked(300):
+    scorer = ProceduralScorer(config)
+    for problem, text in ProceduralProblems(config).worked(300):
         assert scorer.score(problem.payload, text)[0] == 1.0

@@ -112,12 +112,12 @@ _CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
 
 
 class TaskReward(Settings):
-    """reasoning-gym's own scorer; for a file the checker that `task.name` names."""
+    """The procedural task's own scorer; for a file the checker that `task.name` names."""
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
         """The reward. Raises UserError."""
         task = settings.task
-        if task.kind != "reasoning_gym":
+        if task.kind not in ("chain_sum", "reasoning_gym"):
             if task.name not in _CHECKERS:
                 raise UserError(
                     f"task.name is {task.name!r}, which cannot score rows of a file: set it to "
@@ -126,7 +126,7 @@ class TaskReward(Settings):
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
             return checker.bound(settings, limit_seconds)
-        from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
+        from megatron_async.tasks.procedural import ProceduralScorer
 
-        scorer = ReasoningGymScorer(task)
+        scorer = ProceduralScorer(task)
         return lambda sample: scorer.score(sample.payload, sample.response)

@@ -1,18 +1,21 @@
-"""reasoning-gym tasks: a fixed order, a held-out side that training cannot reach, honest scores."""
+"""Procedural tasks: a fixed order, a held-out side that training cannot reach, honest scores."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
+import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import is_heldout
-from megatron_async.tasks.reasoning_gym import ReasoningGymProblems, ReasoningGymScorer
+from megatron_async.tasks.chain_sum import ChainSums
+from megatron_async.tasks.procedural import ProceduralProblems, ProceduralScorer
 
 MIXTURE = [
     {"weight": 0.7, "min_terms": 2, "max_terms": 3},
@@ -33,25 +36,25 @@ def _expression(question: str) -> str:
     return question.removesuffix(" =").rpartition(": ")[2]
 
 
-PROBLEMS = ReasoningGymProblems(_config())
-SCORER = ReasoningGymScorer(_config())
+PROBLEMS = ProceduralProblems(_config())
+SCORER = ProceduralScorer(_config())
 
 
 @given(st.integers(0, 10**7))
 @settings(max_examples=60)
 def test_a_problem_depends_on_settings_and_index_only(index: int) -> None:
-    assert PROBLEMS.train(index) == ReasoningGymProblems(_config()).train(index)
+    assert PROBLEMS.train(index) == ProceduralProblems(_config()).train(index)
 
 
 def test_another_seed_gives_other_problems() -> None:
-    other = ReasoningGymProblems(_config(train_seed=2))
+    other = ProceduralProblems(_config(train_seed=2))
     same = sum(PROBLEMS.train(i).question == other.train(i).question for i in range(200))
     assert same < 40  # the shortest problems coincide by chance
 
 
 @pytest.mark.parametrize("train_seed", [1, 2, 1_000_003])
 def test_no_training_problem_is_a_held_out_one(train_seed: int) -> None:
-    problems = ReasoningGymProblems(_config(train_seed=train_seed))
+    problems = ProceduralProblems(_config(train_seed=train_seed))
     heldout = {p.question for p in problems.heldout(300)}
     assert len(heldout) == 300
     trained = {problems.train(i).question for i in range(4000)}
@@ -69,7 +72,7 @@ def test_a_mixture_draws_its_parts_by_weight() -> None:
     assert 0.63 < short / 2000 < 0.75
 
 
-def test_payloads_survive_json_and_scores_are_those_of_reasoning_gym() -> None:
+def test_chain_sum_scores_the_right_total_after_its_payload_went_through_json() -> None:
     for index in range(50):
         problem = PROBLEMS.train(index)
         payload = json.loads(json.dumps(problem.payload))
@@ -79,13 +82,48 @@ def test_payloads_survive_json_and_scores_are_those_of_reasoning_gym() -> None:
         assert SCORER.score(payload, f"{total}")[1] == {"score": 0.0, "answered": 0.0}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"min_terms": 1, "max_terms": 18, "min_digits": 1, "max_digits": 1},
+        {"min_terms": 2, "max_terms": 6, "min_digits": 1, "max_digits": 4},
+    ],
+)
+def test_chain_sum_makes_the_problems_and_scores_of_reasoning_gym(
+    arguments: dict[str, int],
+) -> None:
+    theirs = reasoning_gym.create_dataset("chain_sum", seed=7, size=300, **arguments)
+    ours = ChainSums(seed=7, **arguments)
+    for index in range(300):
+        expected, found = theirs[index], ours[index]
+        assert (found["question"], found["answer"]) == (expected["question"], expected["answer"])
+        assert found["metadata"].items() <= expected["metadata"].items()
+        right = found["answer"]
+        for answer in (right, f"+{right}", f"{right}.0", f"0{right}", f"{right}x", "1,000", "x"):
+            full = theirs.score_answer(answer, expected) >= 1
+            assert ours.score_answer(answer, found) == float(full), (answer, right)
+
+
 def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
-    problem = next(p for p in map(PROBLEMS.train, range(1000)) if len(p.payload["answer"]) == 1)
+    gym = {"kind": "reasoning_gym", "name": "chain_sum"}
+    problems = ProceduralProblems(_config(**gym))
+    problem = next(p for p in map(problems.train, range(1000)) if len(p.payload["answer"]) == 1)
     text = "#" + problem.payload["answer"] + "x"
-    strict = SCORER.score(problem.payload, text)
-    lenient = ReasoningGymScorer(_config(full_score_only=False)).score(problem.payload, text)
+    strict = ProceduralScorer(_config(**gym)).score(problem.payload, text)
+    lenient = ProceduralScorer(_config(**gym, full_score_only=False)).score(problem.payload, text)
     assert strict == (0.0, {"score": 0.5, "answered": 1.0})
     assert lenient[0] == 0.5
+
+
+def test_reasoning_gym_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # type: ignore[arg-type]
+    assert ProceduralProblems(_config()).train(0)
+    with pytest.raises(UserError, match=r"reasoning_gym is not installed.*\[reasoning-gym\]"):
+        ProceduralProblems(_config(kind="reasoning_gym", name="letter_counting"))
 
 
 def test_a_payload_of_other_settings_is_not_scored() -> None:
@@ -95,10 +133,10 @@ def test_a_payload_of_other_settings_is_not_scored() -> None:
 
 
 def test_other_tasks_work_without_worked_answers() -> None:
-    config = TaskConfig(name="letter_counting")
-    problems = ReasoningGymProblems(config)
+    config = TaskConfig(kind="reasoning_gym", name="letter_counting")
+    problems = ProceduralProblems(config)
     problem = problems.train(0)
-    scorer = ReasoningGymScorer(config)
+    scorer = ProceduralScorer(config)
     right = f"<think>hm</think> <answer>{problem.payload['answer']}</answer>"
     assert scorer.score(problem.payload, right)[0] == 1.0
     with pytest.raises(UserError, match=r"letter_counting has no worked answers.*sft\.data"):
@@ -108,10 +146,23 @@ def test_other_tasks_work_without_worked_answers() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"name": "chain_sums"}, "'chain_sums' is not a task of reasoning-gym"),
-        ({"name": "game_of_life_halting"}, "full score to every answer"),
+        (
+            {"kind": "reasoning_gym", "name": "chain_sums"},
+            "'chain_sums' is not a task of reasoning-gym",
+        ),
+        ({"kind": "reasoning_gym", "name": "game_of_life_halting"}, "full score to every answer"),
         ({"params": {"min_term": 2}}, "min_term"),
         ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        ({"params": {"min_terms": 0}}, "min_terms must be at least 1, got 0"),
+        ({"params": {"max_digits": "3"}}, "max_digits must be an integer, got '3'"),
+        (
+            {
+                "kind": "reasoning_gym",
+                "name": "chain_sum",
+                "params": {"min_terms": 5, "max_terms": 2},
+            },
+            "max_terms must be >= min_terms",
+        ),
         ({"params": {"seed": 5}}, "may not set 'seed'"),
         ({"params": {"mixture": []}}, r"task\.params\.mixture must be a list"),
         ({"params": {"mixture": [{"min_terms": 2}]}}, "needs a positive `weight`"),
@@ -119,13 +170,13 @@ def test_other_tasks_work_without_worked_answers() -> None:
 )
 def test_bad_settings_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        ReasoningGymProblems(_config(**changes))
+        ProceduralProblems(_config(**changes))
 
 
 def test_too_few_held_out_problems_are_reported() -> None:
     tiny = _config(params={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
     with pytest.raises(UserError, match=r"different held-out problems.*eval\.prompts asks for 50"):
-        ReasoningGymProblems(tiny).heldout(50)
+        ProceduralProblems(tiny).heldout(50)
 
 
 def test_a_problems_metadata_reaches_its_scorer() -> None:

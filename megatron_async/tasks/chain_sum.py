@@ -1,0 +1,118 @@
+"""`task.kind: chain_sum`: sums and differences of integers, with a scorer and worked answers.
+
+Invariants
+- A problem depends on the arguments, the seed and its index only. It is the problem that
+  reasoning-gym 0.1.25 makes for the same arguments and seed, so that runs can be compared.
+- Every worked answer ends with `ANSWER_MARKER` and an answer that scores 1.
+- A worked answer is a pure function of the problem and `seed`.
+
+The demonstrations are of several styles, as collected data are: full ones write out every step (and
+are long), terse ones note the running results, direct ones state only the result. A model that
+imitates them all answers many problems without working and gets them wrong. That working pays is
+for RL to discover.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+ANSWER_MARKER: Final = "#"
+STEP_SEPARATOR: Final = ";"
+
+_CHAIN: Final = re.compile(r"\d+([+-]\d+)*")
+_QUESTION: Final = "State the final answer to the following arithmetic problem: {expression} ="
+
+
+@dataclass(frozen=True)
+class ChainSums:
+    """An endless sequence of problems; the numbers of one problem have equally many digits.
+
+    Raises ValueError for a range that is empty or does not start at 1 or above.
+    """
+
+    seed: int
+    min_terms: int = 2
+    max_terms: int = 6
+    min_digits: int = 1
+    max_digits: int = 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{field.name} must be an integer, got {value!r}")
+        for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
+            if getattr(self, low) < 1:
+                raise ValueError(f"{low} must be at least 1, got {getattr(self, low)}")
+            if getattr(self, high) < getattr(self, low):
+                raise ValueError(f"{high} must be >= {low}")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return problem `index`: `question`, `answer` and `metadata`."""
+        rng = random.Random(self.seed + index)
+        terms = rng.randint(self.min_terms, self.max_terms)
+        digits = rng.randint(self.min_digits, self.max_digits)
+        lowest = 0 if digits == 1 else 10 ** (digits - 1)
+        numbers = [rng.randint(lowest, 10**digits - 1) for _ in range(terms)]
+        signs = [rng.choice(("+", "-")) for _ in range(terms - 1)]
+        steps = [f"{sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True)]
+        expression = " ".join([str(numbers[0]), *steps])
+        totals, _ = chain_sum_steps(expression)
+        return {
+            "question": _QUESTION.format(expression=expression),
+            "answer": str(totals[-1]),
+            "metadata": {"num_terms": terms, "num_digits": digits, "expression": expression},
+        }
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """Return 1 for the right number (`+01,000.00` is 1000), else 0."""
+        try:
+            return float(Decimal(answer.replace(",", "")) == Decimal(entry["answer"]))
+        except InvalidOperation:
+            return 0.0
+
+
+def chain_sum_steps(expression: str) -> tuple[list[int], list[str]]:
+    """`4 - 1 + 2` as its running totals 4, 3, 5 and its steps -1, +2. ValueError otherwise."""
+    compact = expression.replace(" ", "")
+    if _CHAIN.fullmatch(compact) is None:
+        raise ValueError(f"{expression!r} is not a chain of sums")
+    numbers = re.findall(r"[+-]?\d+", compact)
+    steps = [f"{number[0]}{int(number[1:])}" for number in numbers[1:]]
+    return list(itertools.accumulate(map(int, numbers))), steps
+
+
+def chain_sum_full(expression: str) -> str:
+    """Every step: `4-1=3;3+2=5#5`."""
+    totals, steps = chain_sum_steps(expression)
+    written = [
+        f"{before}{step}={after}"
+        for before, step, after in zip(totals, steps, totals[1:], strict=False)
+    ]
+    return f"{STEP_SEPARATOR.join(written)}{ANSWER_MARKER}{totals[-1]}"
+
+
+def chain_sum_terse(expression: str) -> str:
+    """Running results: `3;5#5`."""
+    totals, _ = chain_sum_steps(expression)
+    return f"{STEP_SEPARATOR.join(map(str, totals[1:]))}{ANSWER_MARKER}{totals[-1]}"
+
+
+def chain_sum_direct(expression: str) -> str:
+    """The result: `#5`."""
+    return f"{ANSWER_MARKER}{chain_sum_steps(expression)[0][-1]}"
+
+
+def chain_sum_answer(metadata: dict[str, Any], direct: float, terse: float, seed: int) -> str:
+    """Return a worked answer: direct, terse or full; `direct`, `terse`: their shares."""
+    chance = random.Random(seed).random()
+    expression = str(metadata["expression"])
+    if chance < direct:
+        return chain_sum_direct(expression)
+    if chance < direct + terse:
+        return chain_sum_terse(expression)
+    return chain_sum_full(expression)

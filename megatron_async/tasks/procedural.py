@@ -1,0 +1,223 @@
+"""Problems that are made as they are asked for, and their scorers.
+
+The problems are this project's own sums (`chain_sum.py`) or those of a task of reasoning-gym, which
+is an optional package (`reasoning_gym.py`).
+
+Invariants
+- Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
+  chunk of problems, because a data set seeds item i with `seed + i`, so that nearby seeds would
+  share problems.
+- The payload names the problem: its component of the mixture, the chunk's seed and the offset in
+  the chunk. The scorer makes the problem again and refuses to score if the answer is another one.
+"""
+
+import random
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.base import (
+    Listed,
+    Problem,
+    is_heldout,
+    row_payload,
+    stable_hash,
+)
+from megatron_async.tasks.chain_sum import ChainSums, chain_sum_answer
+
+CHAIN_SUM: Final = "chain_sum"
+CHUNK: Final = 1000
+"""Problems that are made from one seed."""
+_MAX_REDRAWS: Final = 200
+_MAX_HELDOUT_DRAWS_EACH: Final = 40
+_SFT_SEED_OFFSET: Final = "worked"
+_SEED_RANGE: Final = 1 << 31
+
+
+class Dataset(Protocol):
+    """A chunk of problems with their scorer."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return problem `index`: `question`, `answer` and `metadata`."""
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """Return the score of `answer` to the problem `entry`; 1 is full score."""
+
+
+class ProceduralProblems:
+    """Draws problems of one task; `params.mixture` weighs several sets of its arguments."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.name = task_name(config)
+        self._config = config
+        self._datasets = _Datasets(config)
+        self._problem("check", config.train_seed, 0, 0)
+
+    def train(self, index: int) -> Problem:
+        """Training problem `index`; one whose text is held out is drawn again."""
+        return self._training_problem("train", index)
+
+    def longer(self, size: int) -> Iterator[Listed]:
+        """The first: problems are made as they are asked for."""
+        yield Listed((0, 0), f"{self.name}, problem 0", self.train(0))
+
+    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+        """Impossible, for the same reason."""
+        raise UserError(
+            f"task.filter_overlong leaves rows of files out; task {self.name} has none: make its "
+            "prompts shorter or the context longer"
+        )
+
+    def summary(self) -> str:
+        """The name of the task."""
+        return f"procedural problems of {self.name}"
+
+    def heldout(self, count: int) -> list[Problem]:
+        """The first `count` different held-out problems of `eval_seed`'s order."""
+        if not count:
+            raise UserError("eval.prompts 0 means all, and a procedural task has no end of them")
+        found = self._different_heldout(count)
+        if len(found) < count:
+            raise UserError(
+                f"task {self.name} with params {self._config.params} has only {len(found)} "
+                f"different held-out problems at task.heldout_share "
+                f"{self._config.heldout_share}, eval.prompts asks for {count}"
+            )
+        return found
+
+    def counts(self, heldout: int) -> tuple[None, int]:
+        """Training problems have no end; those held out may."""
+        return None, len(self._different_heldout(heldout))
+
+    def _different_heldout(self, count: int) -> list[Problem]:
+        found: dict[str, Problem] = {}
+        limit = int(count * _MAX_HELDOUT_DRAWS_EACH / self._config.heldout_share)
+        for index in range(limit):
+            if len(found) == count:
+                break
+            problem = self._problem("heldout", self._config.eval_seed, index, 0)
+            if is_heldout(problem.question, self._config.heldout_share):
+                found.setdefault(problem.question, problem)
+        return list(found.values())
+
+    def worked(self, count: int) -> list[tuple[Problem, str]]:
+        """Training problems (of an order of their own) with worked answers."""
+        if self._config.kind != CHAIN_SUM:
+            raise UserError(
+                f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
+                f"with `prompt` and `response` (only task.kind {CHAIN_SUM} has worked answers)"
+            )
+        shares = self._config.direct_share, self._config.terse_share
+        found = []
+        for index in range(count):
+            problem = self._training_problem(_SFT_SEED_OFFSET, index)
+            style_seed = stable_hash("style", self._config.train_seed, index)
+            found.append((problem, chain_sum_answer(problem.fields, *shares, style_seed)))
+        return found
+
+    def _training_problem(self, purpose: str, index: int) -> Problem:
+        for attempt in range(_MAX_REDRAWS):
+            problem = self._problem(purpose, self._config.train_seed, index, attempt)
+            if not is_heldout(problem.question, self._config.heldout_share):
+                return problem
+        raise UserError(
+            f"task {self.name} with params {self._config.params} has no training problem left at "
+            f"task.heldout_share {self._config.heldout_share}"
+        )
+
+    def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
+        """Draw the arguments, the chunk (as its seed) and the place in it."""
+        chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
+        weights = self._datasets.weights
+        component = chance.choices(range(len(weights)), weights)[0]
+        chunk, offset = divmod(index, CHUNK)
+        chunk_seed = stable_hash("chunk", purpose, seed, component, chunk, attempt) % _SEED_RANGE
+        entry = self._datasets.chunk(component, chunk_seed)[offset]
+        metadata = {k: v for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
+        texts = {k: str(v) for k, v in metadata.items()}
+        payload = row_payload(entry["question"], str(entry["answer"]), metadata)
+        payload |= {"component": component, "seed": chunk_seed, "index": offset}
+        return Problem(entry["question"], payload, texts)
+
+
+class ProceduralScorer:
+    """The scorer of a procedural task."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._config = config
+        self._datasets = _Datasets(config)
+
+    def score(self, payload: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+        """Return the reward of the answer that `text` ends in, and its components.
+
+        A text without an answer has reward 0. Raises ValueError when the problem cannot be made
+        again, and whatever the data set's scorer raises.
+        """
+        answer = final_answer(text, self._config.answer_marker)
+        if answer is None:
+            return 0.0, {"score": 0.0, "answered": 0.0}
+        dataset = self._datasets.chunk(payload["component"], payload["seed"])
+        entry = dataset[payload["index"]]
+        if str(entry["answer"]) != payload["answer"]:
+            raise ValueError(
+                f"{task_name(self._config)} made another problem for seed {payload['seed']}, index "
+                f"{payload['index']}: its answer is {entry['answer']!r}, not {payload['answer']!r}"
+            )
+        score = float(dataset.score_answer(answer, entry))
+        reward = float(score >= 1.0) if self._config.full_score_only else score
+        return reward, {"score": score, "answered": 1.0}
+
+
+def task_name(config: TaskConfig) -> str:
+    """Return the name of the procedural task that `config` chooses."""
+    return CHAIN_SUM if config.kind == CHAIN_SUM else config.name
+
+
+class _Datasets:
+    """Chunks of a task's problems, the newest ones kept. `weights` are those of the mixture.
+
+    `params` beside `mixture` are arguments of all components.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        """Raises UserError for settings that name no task or no mixture."""
+        if config.kind != CHAIN_SUM:
+            from megatron_async.tasks.reasoning_gym import check_name
+
+            check_name(config.name)
+        common = {key: value for key, value in config.params.items() if key != "mixture"}
+        components = config.params.get("mixture", [{"weight": 1.0}])
+        if not isinstance(components, list) or not components:
+            raise UserError(f"task.params.mixture must be a list of arguments, got {components!r}")
+        self.weights: list[float] = []
+        self._arguments: list[dict[str, Any]] = []
+        for component in components:
+            weight = component.get("weight") if isinstance(component, dict) else None
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
+                raise UserError(f"task.params.mixture: {component!r} needs a positive `weight`")
+            self.weights.append(float(weight))
+            own = {key: value for key, value in component.items() if key != "weight"}
+            self._arguments.append({**common, **own})
+        self._name = task_name(config)
+        self._kind = config.kind
+        self.chunk = lru_cache(maxsize=64)(self._make)
+
+    def _make(self, component: int, seed: int) -> Dataset:
+        """Make a chunk. Raises UserError for arguments that the task refuses."""
+        arguments = self._arguments[component]
+        reserved = {"seed", "size"} & arguments.keys()
+        if reserved:
+            raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")
+        try:
+            if self._kind == CHAIN_SUM:
+                return ChainSums(seed=seed, **arguments)
+            from megatron_async.tasks.reasoning_gym import make_dataset
+
+            return make_dataset(self._name, seed=seed, size=CHUNK, **arguments)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise UserError(
+                f"task.params {arguments} are refused by {self._name}: {error}"
+            ) from error
