@@ -10,7 +10,7 @@ Invariants
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,6 +112,16 @@ class Task(Protocol):
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
         """Supervised examples of training problems, or those of the file `data`."""
+
+
+class Dataset(Protocol):
+    """A chunk of problems with their scorer."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return problem `index`: `question`, `answer` and `metadata`."""
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """Return the score of `answer` to the problem `entry`; 1 is full score."""
 
 
 class ProblemSource(Protocol):

@@ -14,12 +14,13 @@ Invariants
 import random
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
+    Dataset,
     Listed,
     Problem,
     is_heldout,
@@ -35,16 +36,6 @@ _MAX_REDRAWS: Final = 200
 _MAX_HELDOUT_DRAWS_EACH: Final = 40
 _SFT_SEED_OFFSET: Final = "worked"
 _SEED_RANGE: Final = 1 << 31
-
-
-class Dataset(Protocol):
-    """A chunk of problems with their scorer."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Return problem `index`: `question`, `answer` and `metadata`."""
-
-    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Return the score of `answer` to the problem `entry`; 1 is full score."""
 
 
 class ProceduralProblems:
@@ -183,7 +174,7 @@ class _Datasets:
     """
 
     def __init__(self, config: TaskConfig) -> None:
-        """Raises UserError for settings that name no task or no mixture."""
+        """Check the task's name and the mixture. Raises UserError."""
         if config.kind != CHAIN_SUM:
             from megatron_async.tasks.reasoning_gym import check_name
 

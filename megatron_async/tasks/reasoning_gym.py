@@ -3,12 +3,10 @@
 The package is an extra because pycosat, which it needs, is built from source with a C compiler.
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from megatron_async.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_async.tasks.procedural import Dataset
+from megatron_async.tasks.base import Dataset
 
 # Tasks of reasoning-gym 0.1.25 on which RL would learn nonsense.
 UNUSABLE: Final = {"game_of_life_halting": "its scorer gives full score to every answer"}
@@ -31,7 +29,7 @@ def check_name(name: str) -> None:
         raise UserError(f"task.name {name!r} is not a task of reasoning-gym")
 
 
-def make_dataset(name: str, *, seed: int, size: int, **arguments: Any) -> "Dataset":
+def make_dataset(name: str, *, seed: int, size: int, **arguments: Any) -> Dataset:
     """Return `size` problems of task `name`. Raises what reasoning-gym raises for arguments."""
     import reasoning_gym
 
