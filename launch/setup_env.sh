@@ -1,31 +1,103 @@
 #!/usr/bin/env bash
-# Makes (or reuses) the virtual environment: pinned packages, SGLang for CPU or GPU, this project.
-# Sourced by quickstart.sh and test.sh; run by itself it only sets up.
+# Makes or reuses the virtual environment: pinned packages, SGLang for CPU or GPU, this project.
+#   bash launch/setup_env.sh [group ...]     run (default), test, docs, tasks
 #
-#   MEGATRON_ASYNC_VENV    where the environment lives       (default: .venv in the repository)
-#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 or 3.12 (default: python3.11, python3.12, python3)
+# quickstart.sh and test.sh source it with the groups that they need in SETUP_GROUPS. pip's output goes
+# to setup.log in the environment.
+#
+#   MEGATRON_ASYNC_VENV    where the environment is          (default: .venv in the repository)
+#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 to 3.13 (default: python3.11, 3.12, 3.13, python3)
 #   MEGATRON_ASYNC_FLAVOUR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
 #                          GPU nodes on a login node that has none.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}"
+LOG="$VENV/setup.log"
+NEEDED_GIB=8 # torch's CUDA build with its libraries takes 6.7 GB, pip's downloads come on top
 
 fail() { echo "setup: $*" >&2; exit 2; }
 
+# Prints the first interpreter whose version the pinned packages support.
 find_python() {
   local candidate
-  for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3; do
+  for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'; then
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
       command -v "$candidate"
       return
     fi
   done
-  fail "Python 3.11 or 3.12 is needed (the pinned packages are for it); set MEGATRON_ASYNC_PYTHON"
+  fail "Python 3.11, 3.12 or 3.13 is needed. Install one, or set MEGATRON_ASYNC_PYTHON."
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+# phase DESCRIPTION COMMAND...: runs it with its output in the log; one line with its seconds.
+phase() {
+  local description="$1" began=$SECONDS
+  shift
+  printf 'setup: %-42s' "$description"
+  echo "== $*" >>"$LOG"
+  if ! "$@" >>"$LOG" 2>&1; then
+    echo " failed"
+    { echo "setup: the last lines of $LOG:"; tail -n 15 "$LOG"; } >&2
+    return 1
+  fi
+  echo " $((SECONDS - began)) s"
+}
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# files_of GROUP: prints the files that name its packages; some groups lack the second.
+files_of() {
+  local name="$1"
+  if [ "$name" = run ]; then name="$flavour"; fi
+  echo "$ROOT/launch/requirements-$name.txt" "$ROOT/launch/requirements-$name-nodeps.txt"
+}
+
+# wanted GROUP: prints what identifies its packages, a digest of the files that name them.
+wanted() {
+  local files
+  read -ra files <<<"$(files_of "$1") $ROOT/launch/requirements-gpu-lock.txt"
+  echo "$flavour $(cat "${files[@]}" "$ROOT"/{,kernels/}pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)"
+}
+
+is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1")" ]; }
+
+make_venv() {
+  local python parent free
+  python="$(find_python)"
+  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$python cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv"
+  parent="$(dirname "$VENV")"
+  mkdir -p "$parent"
+  free="$(df -Pk "$parent" | awk 'NR == 2 {print int($4 / 1048576)}')"
+  [ "$free" -ge "$NEEDED_GIB" ] ||
+    fail "$parent has $free GiB of free space; $NEEDED_GIB are needed. Set MEGATRON_ASYNC_VENV to another disk."
+  mkdir -p "$VENV"
+  : >"$LOG"
+  echo "setup: $flavour environment in $VENV, $("$python" --version); pip's output is in $LOG"
+  phase "virtual environment" "$python" -m venv "$VENV"
+  phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77'
+}
+
+# install_group GROUP: the packages of one group; those of `run` first include this project.
+install_group() {
+  local group="$1" listed alone within=()
+  read -r listed alone <<<"$(files_of "$group")"
+  if [ "$flavour" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
+  phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}" || return 1
+  if [ -f "$alone" ]; then
+    phase "$(grep -c == "$alone") packages without theirs ($group)" pip install --no-deps -r "$alone" ||
+      return 1
+  fi
+  if [ "$group" = run ]; then
+    phase "megatron_async" pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT" ||
+      return 1
+  fi
+  wanted "$group" >"$VENV/.megatron_async-$group"
+}
 
 flavour="${MEGATRON_ASYNC_FLAVOUR:-}"
 if [ -z "$flavour" ]; then
@@ -33,29 +105,14 @@ if [ -z "$flavour" ]; then
   if has_gpu; then flavour=gpu; fi
 fi
 case "$flavour" in cpu | gpu) ;; *) fail "MEGATRON_ASYNC_FLAVOUR is '$flavour'; it must be cpu or gpu" ;; esac
-wanted="$flavour $(cat "$ROOT"/launch/requirements-*.txt "$ROOT"/{,kernels/}pyproject.toml | sha256sum | cut -c1-16)"
 
-if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
-  PYTHON="$(find_python)"
-  echo "setup: $flavour environment in $VENV (a few minutes, once)"
-  [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" \
-    || fail "$PYTHON cannot make a virtual environment (Debian: apt install python3-venv)"
-  pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-  echo "setup: pip and build tools"
-  pip install --upgrade 'pip>=25' 'setuptools>=77' wheel
-  lock="$ROOT/launch/requirements-$flavour-lock.txt" # the CPU's requirements are one themselves
-  listed="$ROOT/launch/requirements-$flavour.txt"
-  pinned="$listed" within=()
-  if [ -f "$lock" ]; then pinned="$lock" within=(-c "$lock"); fi
-  echo "setup: $(grep -c == "$pinned") packages, most of the time"
-  pip install -r "$listed" "${within[@]}"
-  if [ "$flavour" = cpu ]; then
-    echo "setup: SGLang, without its packages for GPUs"
-    pip install --no-deps -r "$ROOT/launch/requirements-nodeps.txt"
-  fi
-  echo "setup: megatron_async"
-  pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT"
-  echo "$wanted" >"$VENV/.megatron_async"
-fi
+groups="${SETUP_GROUPS:-run}"
+if [ "${BASH_SOURCE[0]}" = "$0" ] && [ $# -gt 0 ]; then groups="run $*"; fi
+for group in $groups; do
+  case "$group" in run | test | docs | tasks) ;; *) fail "'$group' is not a group; the groups are run, test, docs, tasks" ;; esac
+  if is_set_up "$group"; then continue; fi
+  [ -x "$VENV/bin/python" ] || make_venv || exit 2
+  install_group "$group" || exit 2
+done
 
 export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV" HF_HUB_OFFLINE=1

