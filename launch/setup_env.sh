@@ -110,6 +110,8 @@ groups="${SETUP_GROUPS:-run}"
 if [ "${BASH_SOURCE[0]}" = "$0" ] && [ $# -gt 0 ]; then groups="run $*"; fi
 for group in $groups; do
   case "$group" in run | test | docs | tasks) ;; *) fail "'$group' is not a group; the groups are run, test, docs, tasks" ;; esac
+done
+for group in $groups; do
   if is_set_up "$group"; then continue; fi
   [ -x "$VENV/bin/python" ] || make_venv || exit 2
   install_group "$group" || exit 2

@@ -1,10 +1,14 @@
-"""The file system of a path, by the table of mounts, and whether it belongs to one node.
+"""The file system of a path, and whether it belongs to one node.
+
+The kind comes from the table of mounts. In a chroot the table lacks the root file system; `stat`
+then reports the kind.
 
 Memory that processes share through a file, as SQLite's write-ahead log, reaches over one node: on a
 file system of several nodes it may seem to work and is wrong. So only kinds that are known to be
 local count as local.
 """
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +17,9 @@ import psutil
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs", "jfs"}
     | {"ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
+    | {"ext2/ext3", "overlayfs", "msdos"}  # as `stat` calls ext2 to ext4, overlay and vfat
 )
+_STAT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,17 @@ def file_system_of(path: Path) -> FileSystem:
     for place in (real, *real.parents):
         if str(place) in mounts:
             return FileSystem(mounts[str(place)], str(place))
-    return FileSystem("unknown", "/")
+    return FileSystem(_kind_by_stat(real), "/")
+
+
+def _kind_by_stat(path: Path) -> str:
+    """Return the kind that `stat` reports, `unknown` where it fails."""
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STAT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def existing(path: Path) -> Path:

@@ -8,15 +8,7 @@ import re
 from packaging.requirements import Requirement
 
 from megatron_async.files.package_files import ROOT
-
-
-def pins(name: str) -> dict[str, str]:
-    found = {}
-    for line in (ROOT / "launch" / name).read_text().splitlines():
-        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ #]+)", line)
-        if match:
-            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
-    return found
+from tests.launcher.test_requirements import pins
 
 
 def test_every_requirement_is_locked_at_its_version() -> None:

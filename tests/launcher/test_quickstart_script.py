@@ -71,4 +71,4 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     assert f"environment {tmp_path / environment}" in output
     assert f"GPUs {gpus}" in output
     assert output[-1] == "arguments quickstart --config configs/quickstart.yaml name=quickstart"
-    assert (tmp_path / environment / ".megatron_async").read_text().split()[0] == flavour
+    assert (tmp_path / environment / ".megatron_async-run").read_text().split()[0] == flavour

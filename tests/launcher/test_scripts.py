@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class Machine:
             timeout=30,
         )
 
+    def called(self, name: str) -> bool:
+        return self._records[name].exists()
+
     def calls(self, name: str) -> list[Call]:
         path = self._records[name]
         return [Call(**json.loads(line)) for line in path.read_text().splitlines()]
@@ -94,17 +98,108 @@ def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, fla
         "setup_env.sh",
         MEGATRON_ASYNC_FLAVOUR=flavour,
         MEGATRON_ASYNC_PYTHON=sys.executable,
-        **{"CODE_--quiet": "0"},  # the stand-in's answer to every `pip --quiet ...`
+        **{"CODE_--disable-pip-version-check": "0"},  # the stand-in's answer to every call of pip
     )
     installed = {word for call in machine.calls("python") for word in call.arguments}
     files = {Path(word).name for word in installed if "requirements" in word}
-    beside = "requirements-nodeps.txt" if flavour == "cpu" else "requirements-gpu-lock.txt"
+    beside = f"requirements-{'cpu-nodeps' if flavour == 'cpu' else 'gpu-lock'}.txt"
     assert files == {f"requirements-{flavour}.txt", beside}
-    note = machine.root / "venv" / ".megatron_async"
+    note = machine.root / "venv" / ".megatron_async-run"
     assert note.read_text().split()[0] == flavour
     before = len(machine.calls("python"))
     assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR=flavour).returncode == 0
     assert len(machine.calls("python")) == before, "what is set up is left alone"
+
+
+def test_setup_installs_the_groups_that_it_is_asked_for(machine: Machine) -> None:
+    pip_succeeds = {"CODE_--disable-pip-version-check": "0"}
+    done = machine.run("setup_env.sh", "docs", MEGATRON_ASYNC_FLAVOUR="cpu", **pip_succeeds)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(re.fullmatch(r"setup: .* \d+ s", line) for line in lines), lines
+    assert [line.split("(")[-1].split(")")[0] for line in lines if "(" in line] == [
+        "run",
+        "run",
+        "docs",
+    ]
+    files = {Path(word).name for call in machine.calls("python") for word in call.arguments}
+    assert "requirements-docs.txt" in files and "requirements-test.txt" not in files
+
+
+def test_setup_refuses_a_group_that_does_not_exist(machine: Machine) -> None:
+    done = machine.run("setup_env.sh", "doc", MEGATRON_ASYNC_FLAVOUR="cpu")
+    assert done.returncode == 2
+    assert "'doc' is not a group; the groups are run, test, docs, tasks" in done.stderr
+    assert not machine.called("python")
+
+
+def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None:
+    venv = machine.root / "venv"
+    failing = "echo noise; for n in $(seq 40); do echo line $n; done; echo 'no wheel'; exit 1"
+    (venv / "bin" / "python").write_text(f"#!/bin/sh\n{failing}\n")
+    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR="cpu")
+    assert done.returncode == 2
+    shown = done.stderr.splitlines()
+    assert shown[0] == f"setup: the last lines of {venv / 'setup.log'}:"
+    assert shown[-1] == "no wheel" and len(shown) == 16
+    assert "noise" in (venv / "setup.log").read_text()
+    assert not (venv / ".megatron_async-run").exists()
+
+
+def interpreter(path: Path, then: str) -> None:
+    """Write an interpreter that answers each `-c` program by `then`, a line of shell."""
+    path.write_text(f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
+    path.chmod(0o755)
+
+
+VERSION_IS_RIGHT = "*version_info*) exit 0;;"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ("*version_info*) exit 1;;", "Python 3.11, 3.12 or 3.13 is needed"),
+        (
+            f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 1;;",
+            "cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv",
+        ),
+    ],
+    ids=["version", "venv"],
+)
+def test_setup_checks_the_interpreter_before_it_writes_anything(
+    tmp_path: Path, answers: str, message: str
+) -> None:
+    for name in ("python3.11", "python3.12", "python3.13", "python3"):
+        interpreter(tmp_path / name, answers)
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "venv").exists() and done.stdout == ""
+
+
+def test_setup_checks_the_free_disk_space_first(tmp_path: Path) -> None:
+    (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo x 9 9 3145728 0% /\n")
+    (tmp_path / "df").chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "MEGATRON_ASYNC_PYTHON": sys.executable,
+            "MEGATRON_ASYNC_VENV": str(tmp_path / "disk" / "venv"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path / 'disk'} has 3 GiB of free space; 8 are needed." in done.stderr
+    assert not (tmp_path / "disk" / "venv").exists()
 
 
 def test_a_flavour_that_does_not_exist_is_refused(machine: Machine) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,13 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.base import is_heldout
 from megatron_async.tasks.chain_sum import ChainSums
 from megatron_async.tasks.procedural import ProceduralProblems, ProceduralScorer
+from tests.wanted import needs
 
+needs_reasoning_gym = needs(
+    find_spec("reasoning_gym"),
+    "launch/requirements-tasks.txt, which needs a C compiler",
+    "MEGATRON_ASYNC_REASONING_GYM",
+)
 MIXTURE = [
     {"weight": 0.7, "min_terms": 2, "max_terms": 3},
     {"weight": 0.3, "min_terms": 4, "max_terms": 9},
@@ -82,6 +88,7 @@ def test_chain_sum_scores_the_right_total_after_its_payload_went_through_json() 
         assert SCORER.score(payload, f"{total}")[1] == {"score": 0.0, "answered": 0.0}
 
 
+@needs_reasoning_gym
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -92,6 +99,8 @@ def test_chain_sum_scores_the_right_total_after_its_payload_went_through_json() 
 def test_chain_sum_makes_the_problems_and_scores_of_reasoning_gym(
     arguments: dict[str, int],
 ) -> None:
+    import reasoning_gym
+
     theirs = reasoning_gym.create_dataset("chain_sum", seed=7, size=300, **arguments)
     ours = ChainSums(seed=7, **arguments)
     for index in range(300):
@@ -104,6 +113,7 @@ def test_chain_sum_makes_the_problems_and_scores_of_reasoning_gym(
             assert ours.score_answer(answer, found) == float(full), (answer, right)
 
 
+@needs_reasoning_gym
 def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
     gym = {"kind": "reasoning_gym", "name": "chain_sum"}
     problems = ProceduralProblems(_config(**gym))
@@ -132,6 +142,7 @@ def test_a_payload_of_other_settings_is_not_scored() -> None:
         SCORER.score({**problem.payload, "answer": "123456"}, "#1")
 
 
+@needs_reasoning_gym
 def test_other_tasks_work_without_worked_answers() -> None:
     config = TaskConfig(kind="reasoning_gym", name="letter_counting")
     problems = ProceduralProblems(config)
@@ -146,22 +157,24 @@ def test_other_tasks_work_without_worked_answers() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
+        pytest.param(
             {"kind": "reasoning_gym", "name": "chain_sums"},
             "'chain_sums' is not a task of reasoning-gym",
+            marks=needs_reasoning_gym,
         ),
         ({"kind": "reasoning_gym", "name": "game_of_life_halting"}, "full score to every answer"),
         ({"params": {"min_term": 2}}, "min_term"),
         ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"params": {"min_terms": 0}}, "min_terms must be at least 1, got 0"),
         ({"params": {"max_digits": "3"}}, "max_digits must be an integer, got '3'"),
-        (
+        pytest.param(
             {
                 "kind": "reasoning_gym",
                 "name": "chain_sum",
                 "params": {"min_terms": 5, "max_terms": 2},
             },
             "max_terms must be >= min_terms",
+            marks=needs_reasoning_gym,
         ),
         ({"params": {"seed": 5}}, "may not set 'seed'"),
         ({"params": {"mixture": []}}, r"task\.params\.mixture must be a list"),

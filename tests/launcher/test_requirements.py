@@ -1,0 +1,86 @@
+"""The pinned packages: what a run needs installs without a compiler on every supported Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from megatron_async.files.package_files import ROOT
+
+RUN = ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
+GROUPS = (*RUN, "requirements-tasks.txt", "requirements-test.txt", "requirements-docs.txt")
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return the version of each package that `launch/name` pins."""
+    found = {}
+    for line in (ROOT / "launch" / name).read_text().splitlines():
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ #;]+)", line)
+        if match:
+            found[canonicalize_name(match[1])] = match[2]
+    return found
+
+
+def project() -> dict[str, object]:
+    settings: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return settings
+
+
+@cache
+def index_answers() -> bool:
+    """Return whether pip reaches a package index."""
+    command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps", "pip"]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_core
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_package_of_a_run_has_a_wheel_for_python(python: str, tmp_path: Path) -> None:
+    """pip reads `Requires-Python` and the wheels' tags for `python`, and installs nothing."""
+    if "CI" not in os.environ and not index_answers():
+        pytest.skip("no package index answers")
+    files = [argument for name in RUN for argument in ("-r", str(ROOT / "launch" / name))]
+    command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path)]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_supported_pythons_are_those_that_are_checked() -> None:
+    supported = SpecifierSet(str(project()["requires-python"]))
+    assert all(python in supported for python in PYTHONS)
+    assert "3.10.0" not in supported and "3.14.0" not in supported
+    script = (ROOT / "launch" / "setup_env.sh").read_text()
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in script
+
+
+def test_a_package_has_one_version_in_all_groups() -> None:
+    versions: dict[str, set[str]] = {}
+    for name in GROUPS:
+        for package, version in pins(name).items():
+            versions.setdefault(package, set()).add(version)
+    assert {package: found for package, found in versions.items() if len(found) > 1} == {}
+
+
+def test_a_run_has_every_dependency_of_the_project_and_no_optional_one() -> None:
+    run = {package: version for name in RUN for package, version in pins(name).items()}
+    dependencies = project()["dependencies"]
+    assert isinstance(dependencies, list)
+    for requirement in map(Requirement, dependencies):
+        name = canonicalize_name(requirement.name)
+        if name != "megatron-async-kernels":
+            assert requirement.specifier.contains(run[name]), requirement
+    assert not {"reasoning-gym", "pycosat", "ray", "pytest", "mkdocs", "wandb"} & run.keys()
