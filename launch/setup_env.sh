@@ -6,7 +6,8 @@
 # to setup.log in the environment.
 #
 #   MEGATRON_ASYNC_VENV    where the environment is          (default: .venv in the repository)
-#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 to 3.13 (default: python3.11, 3.12, 3.13, python3)
+#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 to 3.13, for gpu to 3.12
+#                          (default: python3.11, python3.12, python3.13, python3)
 #   MEGATRON_ASYNC_FLAVOUR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
 #                          GPU nodes on a login node that has none.
 set -euo pipefail
@@ -20,15 +21,16 @@ fail() { echo "setup: $*" >&2; exit 2; }
 
 # Prints the first interpreter whose version the pinned packages support.
 find_python() {
-  local candidate
+  local candidate newest=13
+  if [ "$flavour" = gpu ]; then newest=12; fi # outlines-core, which SGLang pins, has no newer wheel
   for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "$newest"; then
       command -v "$candidate"
       return
     fi
   done
-  fail "Python 3.11, 3.12 or 3.13 is needed. Install one, or set MEGATRON_ASYNC_PYTHON."
+  fail "Python 3.11 to 3.$newest is needed ($flavour packages). Install one, or set MEGATRON_ASYNC_PYTHON."
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }

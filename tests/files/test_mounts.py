@@ -32,7 +32,7 @@ def test_the_root_of_a_chroot_is_local_though_the_table_lacks_it(
     assert file_system_of(tmp_path).local == real.local
 
 
-def test_a_kind_that_stat_cannot_tell_is_not_local(
+def test_an_unknown_kind_is_not_local_when_stat_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(monkeypatch, {})

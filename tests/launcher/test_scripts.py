@@ -158,7 +158,7 @@ VERSION_IS_RIGHT = "*version_info*) exit 0;;"
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ("*version_info*) exit 1;;", "Python 3.11, 3.12 or 3.13 is needed"),
+        ("*version_info*) exit 1;;", "Python 3.11 to 3.13 is needed (cpu packages)"),
         (
             f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 1;;",
             "cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv",
