@@ -69,7 +69,7 @@ is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1"
 
 make_venv() {
   local python parent free
-  python="$(find_python)"
+  python="$(find_python)" || exit 2
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv"
   parent="$(dirname "$VENV")"
@@ -80,8 +80,8 @@ make_venv() {
   mkdir -p "$VENV"
   : >"$LOG"
   echo "setup: $flavour environment in $VENV, $("$python" --version); pip's output is in $LOG"
-  phase "virtual environment" "$python" -m venv "$VENV"
-  phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77'
+  phase "virtual environment" "$python" -m venv "$VENV" || exit 2
+  phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77' || exit 2
 }
 
 # install_group GROUP: the packages of one group; those of `run` first include this project.
@@ -115,7 +115,7 @@ for group in $groups; do
 done
 for group in $groups; do
   if is_set_up "$group"; then continue; fi
-  [ -x "$VENV/bin/python" ] || make_venv || exit 2
+  [ -x "$VENV/bin/python" ] || make_venv
   install_group "$group" || exit 2
 done
 
