@@ -51,18 +51,17 @@ phase() {
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# files_of GROUP: prints the files that name its packages; some groups lack the second.
-files_of() {
+# list_of GROUP: prints the path of its requirements without `.txt`.
+list_of() {
   local name="$1"
   if [ "$name" = run ]; then name="$flavour"; fi
-  echo "$ROOT/launch/requirements-$name.txt" "$ROOT/launch/requirements-$name-nodeps.txt"
+  echo "$ROOT/launch/requirements-$name"
 }
 
 # wanted GROUP: prints what identifies its packages, a digest of the files that name them.
 wanted() {
-  local files
-  read -ra files <<<"$(files_of "$1") $ROOT/launch/requirements-gpu-lock.txt"
-  echo "$flavour $(cat "${files[@]}" "$ROOT"/{,kernels/}pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)"
+  echo "$flavour $(cat "$(list_of "$1")"{,-nodeps}.txt "$ROOT"/launch/requirements-gpu-lock.txt \
+    "$ROOT"/{,kernels/}pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)"
 }
 
 is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1")" ]; }
@@ -84,10 +83,10 @@ make_venv() {
   phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77' || exit 2
 }
 
-# install_group GROUP: the packages of one group; those of `run` first include this project.
+# install_group GROUP: installs its packages; the group `run` includes this project.
 install_group() {
   local group="$1" listed alone within=()
-  read -r listed alone <<<"$(files_of "$group")"
+  listed="$(list_of "$group").txt" alone="$(list_of "$group")-nodeps.txt"
   if [ "$flavour" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
   phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}" || return 1
   if [ -f "$alone" ]; then
