@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -18,7 +19,13 @@ from packaging.utils import canonicalize_name
 from megatron_async.files.package_files import ROOT
 
 RUN = ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
-GROUPS = (*RUN, "requirements-tasks.txt", "requirements-test.txt", "requirements-docs.txt")
+GROUPS = (
+    *RUN,
+    "requirements-tasks.txt",
+    "requirements-test.txt",
+    "requirements-test-nodeps.txt",
+    "requirements-docs.txt",
+)
 PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
@@ -57,6 +64,19 @@ def test_every_package_of_a_run_has_a_wheel_for_python(python: str, tmp_path: Pa
     command += ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path)]
     done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_no_pin_requires_another_python(name: str) -> None:
+    """Read from the installed packages, so that it needs no index."""
+    for package, version in pins(name).items():
+        try:
+            metadata = importlib.metadata.metadata(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a group that is not installed here
+        assert metadata["Version"] == version, f"{package} is not the pinned version"
+        required = SpecifierSet(metadata["Requires-Python"] or "")
+        assert all(python in required for python in PYTHONS), f"{package} needs {required}"
 
 
 def test_the_supported_pythons_are_those_that_are_checked() -> None:
