@@ -2,7 +2,7 @@
 # Sets everything up and runs the main job: a small language model gets better by RL.
 #   bash launch/quickstart.sh [setting=value ...]      e.g. name=second seed=2
 #
-# It needs Python 3.11 to 3.13 with venv, and 8 GiB of disk space; both are checked first.
+# It needs Python 3.11 to 3.13 with venv, and 12 GiB of disk space; both are checked first.
 # Its settings are for two CPU cores. Where there is a GPU it stays idle, and the environment for the
 # CPU lies beside the other, in .venv-cpu. MEGATRON_ASYNC_FLAVOUR=gpu uses the GPUs (untested), of which
 # the two trainer ranks and the engine need three.
@@ -12,6 +12,7 @@ if [ "${MEGATRON_ASYNC_FLAVOUR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; 
   export MEGATRON_ASYNC_FLAVOUR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv}-cpu"
   export CUDA_VISIBLE_DEVICES="" # pip's torch may be a CUDA build all the same
 fi
+SETUP_GROUPS=run
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 if [ $# -eq 0 ]; then

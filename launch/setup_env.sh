@@ -15,21 +15,26 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}"
 LOG="$VENV/setup.log"
-NEEDED_GIB=8 # torch's CUDA build with its libraries takes 6.7 GB, pip's downloads come on top
 
 fail() { echo "setup: $*" >&2; exit 2; }
 
-# Prints the first interpreter whose version the pinned packages support.
+# Prints the first interpreter with venv whose version the pinned packages support. megatron-core has
+# no wheel for 3.14; outlines-core, which SGLang's GPU packages pin, has none for 3.13.
 find_python() {
-  local candidate newest=13
-  if [ "$flavour" = gpu ]; then newest=12; fi # outlines-core, which SGLang pins, has no newer wheel
+  local candidate newest=13 without_venv=""
+  if [ "$flavour" = gpu ]; then newest=12; fi
   for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "$newest"; then
-      command -v "$candidate"
-      return
+      if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+        command -v "$candidate"
+        return
+      fi
+      without_venv="${without_venv:-$candidate}"
     fi
   done
+  [ -z "$without_venv" ] ||
+    fail "$without_venv cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv"
   fail "Python 3.11 to 3.$newest is needed ($flavour packages). Install one, or set MEGATRON_ASYNC_PYTHON."
 }
 
@@ -66,21 +71,30 @@ wanted() {
 
 is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1")" ]; }
 
+# Prints the GiB that the environment, pip's downloads and its cache take together.
+needed_gib() {
+  if [ "$flavour" = gpu ]; then echo 19; return; fi
+  case "${PIP_INDEX_URL:-} ${PIP_EXTRA_INDEX_URL:-}" in
+    *whl/cpu*) echo 5 ;;
+    *) echo 12 ;; # torch's CUDA build
+  esac
+}
+
+# A set-up that was interrupted is completed: the stamp is written last.
 make_venv() {
-  local python parent free
+  local python parent free needed
   python="$(find_python)" || exit 2
-  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$python cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv"
-  parent="$(dirname "$VENV")"
+  parent="$(dirname "$VENV")" needed="$(needed_gib)"
   mkdir -p "$parent"
   free="$(df -Pk "$parent" | awk 'NR == 2 {print int($4 / 1048576)}')"
-  [ "$free" -ge "$NEEDED_GIB" ] ||
-    fail "$parent has $free GiB of free space; $NEEDED_GIB are needed. Set MEGATRON_ASYNC_VENV to another disk."
+  [ "$free" -ge "$needed" ] ||
+    fail "$parent has $free GiB of free space; $needed are needed. Set MEGATRON_ASYNC_VENV to another disk, or take the CPU build of torch (README.md)."
   mkdir -p "$VENV"
   : >"$LOG"
   echo "setup: $flavour environment in $VENV, $("$python" --version); pip's output is in $LOG"
   phase "virtual environment" "$python" -m venv "$VENV" || exit 2
   phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77' || exit 2
+  touch "$VENV/.megatron_async-venv"
 }
 
 # install_group GROUP: installs its packages; the group `run` includes this project.
@@ -114,7 +128,7 @@ for group in $groups; do
 done
 for group in $groups; do
   if is_set_up "$group"; then continue; fi
-  [ -x "$VENV/bin/python" ] || make_venv
+  [ -f "$VENV/.megatron_async-venv" ] || make_venv
   install_group "$group" || exit 2
 done
 

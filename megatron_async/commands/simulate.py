@@ -14,7 +14,7 @@ from megatron_async.launcher.figures import figures
 from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
 from megatron_async.simulate.lengths import fit_lengths, read_recorded
 from megatron_async.simulate.planner import make_plan, plan_table
-from megatron_async.simulate.show import comments, label, plot, table, warnings
+from megatron_async.simulate.show import check_plot, comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
 _WIDTH = 220
@@ -30,6 +30,7 @@ def simulate_command(
     wide: bool = False,
 ) -> None:
     """Simulate, print the table, what was noticed and what was assumed. Raises UserError."""
+    check_plot(plot_file)
     settings = read_settings(config, overrides)
     points = sweep_points(sweeps, [name.strip() for name in presets.split(",") if name.strip()])
     began = time.perf_counter()

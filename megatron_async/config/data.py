@@ -152,8 +152,8 @@ class DataConfig(FileConfig):
             raise ValueError(f"task.kind {self.kind} reads no files: leave task.path/sources out")
         if self.kind == "chain_sum" and self.name:
             raise ValueError(
-                f"task.name is {self.name!r}; task.kind chain_sum takes no name. Set task.kind to "
-                "reasoning_gym, or leave task.name out."
+                f"task.name is {self.name!r}; task.kind chain_sum takes no name. Leave task.name "
+                "out, or set task.kind to reasoning_gym."
             )
         if self.kind != "files" and self.heldout_share == 0:
             raise ValueError("task.heldout_share 0 needs task.kind files")

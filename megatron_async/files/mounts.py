@@ -1,7 +1,7 @@
 """The file system of a path, and whether it belongs to one node.
 
 The kind comes from the table of mounts. In a chroot the table lacks the root file system; `stat`
-then reports the kind.
+then reports the kind. It calls every FUSE file system `fuseblk`, local ones and shared ones.
 
 Memory that processes share through a file, as SQLite's write-ahead log, reaches over one node: on a
 file system of several nodes it may seem to work and is wrong. So only kinds that are known to be
@@ -55,7 +55,8 @@ def _kind_by_stat(path: Path) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_STAT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    kind = done.stdout.strip()
+    return "unknown" if done.returncode != 0 or kind == "fuseblk" else kind
 
 
 def existing(path: Path) -> Path:

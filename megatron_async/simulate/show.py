@@ -1,5 +1,6 @@
 """Tables and plots of simulated points."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -132,17 +133,18 @@ def warnings(points: Sequence[Point]) -> list[str]:
     return out
 
 
-def plot(points: Sequence[Point], path: Path) -> None:
-    """Write throughput, idle shares and lag of all points as a PNG.
-
-    Raises UserError when matplotlib, an optional package, is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
+def check_plot(path: Path | None) -> None:
+    """Raise UserError if a plot is asked for and matplotlib, an optional package, is missing."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--plot needs matplotlib, which is not installed. Install megatron_async[plot]."
-        ) from error
+            f"--plot is {path}; matplotlib, which draws it, is not installed. Install "
+            "megatron_async[plot], or matplotlib itself."
+        )
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Write throughput, idle shares and lag of all points as a PNG."""
+    import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -23,6 +23,9 @@ from typing import Any, Final
 ANSWER_MARKER: Final = "#"
 STEP_SEPARATOR: Final = ";"
 
+_MAX_DIGITS: Final = 1000
+"""Python refuses to convert integers of more than 4,300 digits."""
+
 _CHAIN: Final = re.compile(r"\d+([+-]\d+)*")
 _QUESTION: Final = "State the final answer to the following arithmetic problem: {expression} ="
 
@@ -50,6 +53,8 @@ class ChainSums:
                 raise ValueError(f"{low} must be at least 1, got {getattr(self, low)}")
             if getattr(self, high) < getattr(self, low):
                 raise ValueError(f"{high} must be >= {low}")
+        if self.max_digits > _MAX_DIGITS:
+            raise ValueError(f"max_digits must be at most {_MAX_DIGITS}, got {self.max_digits}")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return problem `index`: `question`, `answer` and `metadata`."""

@@ -14,6 +14,8 @@ UNUSABLE: Final = {"game_of_life_halting": "its scorer gives full score to every
 
 def check_name(name: str) -> None:
     """Raise UserError unless `name` is a usable task of reasoning-gym, which is installed."""
+    if not name:
+        raise UserError("task.name is empty; task.kind reasoning_gym needs the name of a task.")
     if name in UNUSABLE:
         raise UserError(f"task.name {name!r} cannot be used: {UNUSABLE[name]}")
     try:

@@ -32,6 +32,21 @@ def test_the_root_of_a_chroot_is_local_though_the_table_lacks_it(
     assert file_system_of(tmp_path).local == real.local
 
 
+@pytest.mark.parametrize(
+    ("answer", "kind", "local"),
+    [("ext2/ext3", "ext2/ext3", True), ("nfs", "nfs", False), ("fuseblk", "unknown", False)],
+)
+def test_what_stat_reports_decides_where_the_table_lacks_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, kind: str, local: bool
+) -> None:
+    table(monkeypatch, {})
+    (tmp_path / "stat").write_text(f"#!/bin/sh\necho {answer}\n")
+    (tmp_path / "stat").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = file_system_of(tmp_path)
+    assert (found.kind, found.local) == (kind, local)
+
+
 def test_an_unknown_kind_is_not_local_when_stat_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
     for name in (".venv", ".venv-cpu", "mine", "mine-cpu"):
         script(tmp_path / name / "bin" / "python", "#!/bin/sh\n")
+        (tmp_path / name / ".megatron_async-venv").touch()
         script(tmp_path / name / "bin" / "megatron-async", SHOW)
     done = subprocess.run(
         ["bash", str(tmp_path / "launch" / "quickstart.sh")],

@@ -49,8 +49,12 @@ def project() -> dict[str, object]:
 @cache
 def index_answers() -> bool:
     """Return whether pip reaches a package index."""
-    command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps", "pip"]
-    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    command = [*_PIP, "--retries", "0", "--timeout", "10", "install", "--dry-run"]
+    command += ["--ignore-installed", "--no-deps", "pip"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @pytest.mark.slow
@@ -75,7 +79,9 @@ def test_no_pin_requires_another_python(name: str) -> None:
             metadata = importlib.metadata.metadata(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # a group that is not installed here
-        assert Version(metadata["Version"]).public == version, package
+        if Version(metadata["Version"]).public != version:
+            assert "CI" not in os.environ, f"{package} is not the pinned version"
+            continue  # the environment is another one, for GPUs
         required = SpecifierSet(metadata["Requires-Python"] or "")
         assert all(python in required for python in PYTHONS), f"{package} needs {required}"
 
@@ -88,9 +94,12 @@ def test_the_supported_pythons_are_those_that_are_checked() -> None:
     assert "(3, 11) <= sys.version_info[:2]" in script and "newest=13" in script
 
 
-def test_a_package_has_one_version_in_all_groups() -> None:
+@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
+def test_a_package_has_one_version_in_all_groups(flavour: str) -> None:
+    """On a GPU the other groups are installed within the lock of the group `run`."""
+    run = RUN if flavour == "cpu" else ("requirements-gpu-lock.txt",)
     versions: dict[str, set[str]] = {}
-    for name in GROUPS:
+    for name in (*run, *(group for group in GROUPS if group not in RUN)):
         for package, version in pins(name).items():
             versions.setdefault(package, set()).add(version)
     assert {package: found for package, found in versions.items() if len(found) > 1} == {}

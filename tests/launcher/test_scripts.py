@@ -42,6 +42,7 @@ class Machine:
         self.root = root
         self._records = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
         (root / "venv" / "bin").mkdir(parents=True)
+        (root / "venv" / ".megatron_async-venv").touch()
         (root / "bin").mkdir()
         # srun runs the command that follows its own options.
         self._write(
@@ -184,7 +185,47 @@ def test_setup_checks_the_interpreter_before_it_writes_anything(
     assert not (tmp_path / "venv").exists() and done.stdout == ""
 
 
-def test_setup_checks_the_free_disk_space_first(tmp_path: Path) -> None:
+def test_setup_takes_the_next_interpreter_when_one_lacks_venv(tmp_path: Path) -> None:
+    interpreter(tmp_path / "python3.11", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 1;;")
+    interpreter(tmp_path / "python3.12", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;")
+    (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo x 9 9 99999999 0% /\n")
+    (tmp_path / "df").chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "launch" / "setup_env.sh")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    log = (tmp_path / "venv" / "setup.log").read_text()
+    assert log.startswith(f"== {tmp_path / 'python3.12'} -m venv"), done.stderr
+
+
+def test_setup_completes_an_environment_whose_first_set_up_was_interrupted(
+    machine: Machine,
+) -> None:
+    (machine.root / "venv" / ".megatron_async-venv").unlink()
+    tools = {"MEGATRON_ASYNC_FLAVOUR": "cpu", "MEGATRON_ASYNC_PYTHON": sys.executable}
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(machine.root)}
+    first = machine.run("setup_env.sh", **tools, **offline)
+    assert first.returncode == 2 and "pip and build tools" in first.stdout
+    again = machine.run("setup_env.sh", **tools, **offline)
+    assert again.returncode == 2 and "pip and build tools" in again.stdout
+    assert not (machine.root / "venv" / ".megatron_async-venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "needed"),
+    [
+        ({}, 12),
+        ({"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}, 5),
+        ({"MEGATRON_ASYNC_FLAVOUR": "gpu"}, 19),
+    ],
+    ids=["CUDA build", "CPU build", "for GPUs"],
+)
+def test_setup_checks_the_free_disk_space_first(
+    tmp_path: Path, variables: dict[str, str], needed: int
+) -> None:
     (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo x 9 9 3145728 0% /\n")
     (tmp_path / "df").chmod(0o755)
     done = subprocess.run(
@@ -193,13 +234,14 @@ def test_setup_checks_the_free_disk_space_first(tmp_path: Path) -> None:
             "PATH": f"{tmp_path}:/usr/bin:/bin",
             "MEGATRON_ASYNC_PYTHON": sys.executable,
             "MEGATRON_ASYNC_VENV": str(tmp_path / "disk" / "venv"),
+            **variables,
         },
         capture_output=True,
         text=True,
         timeout=30,
     )
     assert done.returncode == 2
-    assert f"{tmp_path / 'disk'} has 3 GiB of free space; 8 are needed." in done.stderr
+    assert f"{tmp_path / 'disk'} has 3 GiB of free space; {needed} are needed." in done.stderr
     assert not (tmp_path / "disk" / "venv").exists()
 
 

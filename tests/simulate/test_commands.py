@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
+from megatron_async.commands.simulate import simulate_command
 from megatron_async.config import RunConfig
 from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
@@ -67,6 +69,14 @@ def test_a_point_whose_settings_cannot_be_is_named(config_file: Path) -> None:
     few = ("--config", config_file, "schedule.groups_per_batch=2", "--presets", "all")
     with pytest.raises(UserError, match=r"^schedule\.preset=rapid: schedule: updates_per_batch 8 "):
         call("simulate", *few)
+
+
+def test_simulate_refuses_a_plot_before_it_simulates_when_matplotlib_is_missing(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"--plot is out\.png; matplotlib.*\[plot\]"):
+        simulate_command(config_file, [], [], "", Path("out.png"))
 
 
 def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ def test_other_tasks_work_without_worked_answers() -> None:
         ({"params": {"min_term": 2}}, "min_term"),
         ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"params": {"min_terms": 0}}, "min_terms must be at least 1, got 0"),
+        ({"kind": "reasoning_gym"}, r"task\.name is empty"),
+        ({"params": {"max_digits": 5000}}, "max_digits must be at most 1000, got 5000"),
         ({"params": {"max_digits": "3"}}, "max_digits must be an integer, got '3'"),
         pytest.param(
             {
