@@ -26,6 +26,7 @@ from benchmarks.crash.run import RunUnderFire
 from benchmarks.crash.world import Result, episode_settings, rules_of, settings
 from megatron_async.config import build_config
 from megatron_async.files.disk import append_json_lines
+from tests.store.disk import needs_compiler
 
 
 def test_a_seed_is_a_sequence_and_another_seed_another_one() -> None:
@@ -56,6 +57,7 @@ def test_a_plan_does_not_depend_on_those_before_it() -> None:
     assert Plan.of(4, 6, "async", 13).faults == plans[6].faults
 
 
+@needs_compiler
 @pytest.mark.parametrize("engine", ["simulated", "sglang"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
@@ -68,6 +70,7 @@ def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
     assert LONGER * longest[0] > config.weights.timeout_seconds, "or it shows nothing"
 
 
+@needs_compiler
 @pytest.mark.parametrize("preset", PRESETS)
 def test_faults_are_done_to_presets_and_not_to_something_near(tmp_path: Path, preset: str) -> None:
     """`sync` with a bound of 4 is another schedule: its check of the lag would pass on lag 1."""

@@ -169,8 +169,8 @@ def test_an_error_of_the_scorer_is_a_wrong_answer(worker: ScorerWorker) -> None:
 
 
 def test_bad_settings_are_the_users_error() -> None:
-    with pytest.raises(UserError, match="min_term"):
-        ScorerWorker(ScorerSettings(task=TaskConfig(params={"min_term": 2}))).start()
+    with pytest.raises(UserError, match="mixture"):
+        ScorerWorker(ScorerSettings(task=TaskConfig(params={"mixture": []}))).start()
 
 
 def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:

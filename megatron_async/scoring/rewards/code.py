@@ -73,9 +73,11 @@ def check_code(
                 _tests(sample.metadata)
                 continue
             passed, outcome = _tested(sandbox, sample, limit_seconds)
-        except (ValueError, SyntaxError, RecursionError, MemoryError, SandboxError) as error:
-            why = str(error) or "its tests are nested too deeply"
+        except (RecursionError, MemoryError) as error:  # Python's parser raises either one
+            why = "its tests are nested too deeply"
             raise UserError(f"reward is 'code': {name} cannot be scored: {why}") from error
+        except (ValueError, SyntaxError, SandboxError) as error:
+            raise UserError(f"reward is 'code': {name} cannot be scored: {error}") from error
         if not passed:
             last = outcome.errors.strip().rpartition("\n")[2][:200]
             why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last

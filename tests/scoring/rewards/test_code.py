@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from megatron_async.config import build_config
+from megatron_async.config.reward import SandboxConfig
 from megatron_async.errors import UserError
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.code import code_of
 from megatron_async.scoring.rewards.reward import Reward, build_reward
 from megatron_async.scoring.rewards.sample import RewardScore, Sample
+from megatron_async.scoring.sandbox import Sandbox
 
 LIMIT = 40.0  # of a score: starting a program takes seconds on a machine that runs many tests
 HUMAN_EVAL = {
@@ -262,6 +264,8 @@ def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_sc
 
 
 def test_a_command_may_read_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    if missing := Sandbox(SandboxConfig()).missing:
+        pytest.skip(missing)
     checker, data = tmp_path / "checker", tmp_path / "data"
     for folder in (checker, data):
         folder.mkdir()
