@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_check.ipc_child import unpickle
 
@@ -48,11 +47,9 @@ def generate(
         )
         cache = output.past_key_values
         logprobs_BV = output.logits[:, -1].float().log_softmax(-1)
-        chosen_B1 = (
-            logprobs_BV.argmax(-1, keepdim=True)
-            if greedy
-            else torch.multinomial(logprobs_BV.exp(), 1)
-        )
+        chosen_B1 = logprobs_BV.argmax(-1, keepdim=True)
+        if not greedy:
+            chosen_B1 = torch.multinomial(logprobs_BV.exp(), 1)
         tokens.append(chosen_B1)
         logprobs.append(logprobs_BV.gather(1, chosen_B1))
         written.append(running_B.clone())
@@ -72,12 +69,9 @@ def generate(
 
 def load(model: Any, payload: str) -> str:
     """Copy the tensors into the model and return whose unpickler read them."""
-    named: list[tuple[str, Tensor]]
     named, unpickler = unpickle(payload)
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in named:
-            own[name].copy_(tensor)
+    _, unknown = model.load_state_dict(dict(named), strict=False)  # the tied head is not sent
+    assert not unknown, unknown
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return unpickler

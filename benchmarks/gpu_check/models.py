@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -131,7 +131,9 @@ def ragged_batch(
 
 
 @contextmanager
-def trainer_on(directory: Path, /, **changes: Any) -> Iterator[PolicyTrainer]:
+def trainer_on(
+    directory: Path, purpose: Literal["rl", "sft"] = "rl", /, **changes: Any
+) -> Iterator[PolicyTrainer]:
     """One rank's trainer with local layers, in the environment that `train` would give it."""
     from megatron_async.config import build_config
     from megatron_async.config.load import merge
@@ -146,6 +148,6 @@ def trainer_on(directory: Path, /, **changes: Any) -> Iterator[PolicyTrainer]:
     with device_adapter():
         init_parallel(config.parallel, config.trainer, config.seed)
         try:
-            yield PolicyTrainer(config)
+            yield PolicyTrainer(config, purpose=purpose)
         finally:
             destroy_parallel()
