@@ -34,7 +34,7 @@ CHECKS: Final = (
     Check("head_rates", 2, 140, kernels.head, ("triton",), cuda=True),
     Check("loss_rates", 2, 80, kernels.loss, ("triton",), cuda=True),
     Check("head_peers", 3, 240, kernels.peers, ("triton",), cuda=True),
-    Check("learning", 3, 120, learning.learning, (*_TRAINER, "transformers", "tokenizers")),
-    Check("trainer_window", 3, 120, trainer.window, _TRAINER),
+    Check("learning", 3, 240, learning.learning, (*_TRAINER, "transformers", "tokenizers")),
+    Check("trainer_window", 3, 60, trainer.window, _TRAINER),
     Check("host_copies", 4, 300, state.host_copies, _TRAINER),
 )
