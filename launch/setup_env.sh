@@ -49,6 +49,10 @@ phase() {
   if ! "$@" >>"$LOG" 2>&1; then
     echo " failed"
     { echo "setup: the last lines of $LOG:"; tail -n 15 "$LOG"; } >&2
+    if tail -n 15 "$LOG" | grep -q 'from versions: none'; then
+      echo "setup: pip found no package. Check the network, the proxy and pip's index." >&2
+    fi
+    echo "setup: run the same command again to go on; what is installed stays." >&2
     return 1
   fi
   echo " $((SECONDS - began)) s"
@@ -80,19 +84,21 @@ needed_gib() {
   esac
 }
 
-# A set-up that was interrupted is completed: the stamp is written last.
-make_venv() {
-  local python parent free needed
-  python="$(find_python)" || exit 2
+# Refuses a disk that is too small, before anything is written.
+check_disk() {
+  local parent free needed
   parent="$(dirname "$VENV")" needed="$(needed_gib)"
   mkdir -p "$parent"
   free="$(df -Pk "$parent" | awk 'NR == 2 {print int($4 / 1048576)}')"
   [ "$free" -ge "$needed" ] ||
     fail "$parent has $free GiB of free space; $needed are needed. Set MEGATRON_ASYNC_VENV to another disk, or take the CPU build of torch (README.md)."
+}
+
+# make_venv PYTHON: makes the environment, or completes one whose set-up was interrupted: the stamp is
+# written last.
+make_venv() {
   mkdir -p "$VENV"
-  : >"$LOG"
-  echo "setup: $flavour environment in $VENV, $("$python" --version); pip's output is in $LOG"
-  phase "virtual environment" "$python" -m venv "$VENV" || exit 2
+  phase "virtual environment, $("$1" --version)" "$1" -m venv "$VENV" || exit 2
   phase "pip and build tools" pip install --upgrade 'pip>=25' 'setuptools>=77' || exit 2
   touch "$VENV/.megatron_async-venv"
 }
@@ -102,7 +108,12 @@ install_group() {
   local group="$1" listed alone within=()
   listed="$(list_of "$group").txt" alone="$(list_of "$group")-nodeps.txt"
   if [ "$flavour" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
-  phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}" || return 1
+  if ! phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}"; then
+    if [ "$group" = tasks ]; then
+      echo "setup: pycosat is compiled: on Debian or Ubuntu, apt install gcc python3-dev" >&2
+    fi
+    return 1
+  fi
   if [ -f "$alone" ]; then
     phase "$(grep -c == "$alone") packages without theirs ($group)" pip install --no-deps -r "$alone" ||
       return 1
@@ -126,10 +137,24 @@ if [ "${BASH_SOURCE[0]}" = "$0" ] && [ $# -gt 0 ]; then groups="run $*"; fi
 for group in $groups; do
   case "$group" in run | test | docs | tasks) ;; *) fail "'$group' is not a group; the groups are run, test, docs, tasks" ;; esac
 done
+missing=()
 for group in $groups; do
-  if is_set_up "$group"; then continue; fi
-  [ -f "$VENV/.megatron_async-venv" ] || make_venv
-  install_group "$group" || exit 2
+  is_set_up "$group" || missing+=("$group")
 done
+if [ ${#missing[@]} -gt 0 ]; then
+  python=""
+  if [ ! -f "$VENV/.megatron_async-venv" ]; then
+    python="$(find_python)" || exit 2
+    check_disk
+  fi
+  echo "setup: $flavour environment in $VENV; pip's output is in $LOG"
+  [ -z "$python" ] || make_venv "$python"
+  for group in "${missing[@]}"; do
+    install_group "$group" || exit 2
+  done
+fi
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  echo "setup: complete. To use it: source $VENV/bin/activate"
+fi
 
 export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV" HF_HUB_OFFLINE=1

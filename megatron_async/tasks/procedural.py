@@ -13,6 +13,7 @@ Invariants
 
 import random
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Final
 
@@ -204,7 +205,7 @@ class _Datasets:
             raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")
         try:
             if self._kind == CHAIN_SUM:
-                return ChainSums(seed=seed, **arguments)
+                return ChainSums(seed=seed, **_known(arguments))
             from megatron_async.tasks.reasoning_gym import make_dataset
 
             return make_dataset(self._name, seed=seed, size=CHUNK, **arguments)
@@ -212,3 +213,15 @@ class _Datasets:
             raise UserError(
                 f"task.params {arguments} are refused by {self._name}: {error}"
             ) from error
+
+
+def _known(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of chain_sum. Raises UserError for one that it does not take."""
+    names = sorted(field.name for field in fields(ChainSums) if field.name != "seed")
+    for name in arguments:
+        if name not in names:
+            raise UserError(
+                f"task.params.{name} is not a parameter of {CHAIN_SUM}. Its parameters are "
+                f"{', '.join(names)}."
+            )
+    return arguments

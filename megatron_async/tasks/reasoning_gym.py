@@ -24,8 +24,8 @@ def check_name(name: str) -> None:
         raise UserError(
             f"task.kind is reasoning_gym; the package "
             f"{(error.name or 'reasoning_gym').partition('.')[0]} is not installed. Install "
-            "megatron_async[reasoning-gym], or in a clone: pip install -r "
-            "launch/requirements-tasks.txt (its package pycosat needs a C compiler)."
+            "megatron_async[reasoning-gym], or in a clone: bash launch/setup_env.sh tasks (its "
+            "package pycosat needs a C compiler)."
         ) from error
     if name not in DATASETS:
         raise UserError(f"task.name {name!r} is not a task of reasoning-gym")
