@@ -84,7 +84,7 @@ needed_gib() {
   esac
 }
 
-# Refuses a disk that is too small, before anything is written.
+# Refuses a disk that is too small, before anything is installed.
 check_disk() {
   local parent free needed
   parent="$(dirname "$VENV")" needed="$(needed_gib)"

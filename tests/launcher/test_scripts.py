@@ -159,6 +159,25 @@ def interpreter(path: Path, then: str) -> None:
 
 
 VERSION_IS_RIGHT = "*version_info*) exit 0;;"
+COMPLETE = f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;"
+
+
+def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the quickstart with the interpreters in `folder` and a disk that has `free_gib` free."""
+    df = folder / "df"
+    df.write_text(f"#!/bin/sh\necho Filesystem; echo x 9 9 {free_gib << 20} 0% /\n")
+    df.chmod(0o755)
+    return subprocess.run(
+        ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
+        env={
+            "PATH": f"{folder}:/usr/bin:/bin",
+            "MEGATRON_ASYNC_VENV": str(folder / "disk" / "venv"),
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,32 +196,18 @@ def test_setup_checks_the_interpreter_before_it_writes_anything(
 ) -> None:
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
         interpreter(tmp_path / name, answers)
-    done = subprocess.run(
-        ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    done = set_up(tmp_path)
     assert done.returncode == 2
     (shown,) = done.stderr.splitlines()
     assert message in shown
-    assert not (tmp_path / "venv").exists() and done.stdout == ""
+    assert not (tmp_path / "disk").exists() and done.stdout == ""
 
 
 def test_setup_takes_the_next_interpreter_when_one_lacks_venv(tmp_path: Path) -> None:
     interpreter(tmp_path / "python3.11", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 1;;")
-    interpreter(tmp_path / "python3.12", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;")
-    (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo x 9 9 99999999 0% /\n")
-    (tmp_path / "df").chmod(0o755)
-    done = subprocess.run(
-        ["/bin/bash", str(ROOT / "launch" / "setup_env.sh")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    log = (tmp_path / "venv" / "setup.log").read_text()
+    interpreter(tmp_path / "python3.12", COMPLETE)
+    done = set_up(tmp_path)
+    log = (tmp_path / "disk" / "venv" / "setup.log").read_text()
     assert log.startswith(f"== {tmp_path / 'python3.12'} -m venv"), done.stderr
 
 
@@ -231,20 +236,8 @@ def test_setup_completes_an_environment_whose_first_set_up_was_interrupted(
 def test_setup_checks_the_free_disk_space_first(
     tmp_path: Path, variables: dict[str, str], needed: int
 ) -> None:
-    (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo x 9 9 3145728 0% /\n")
-    (tmp_path / "df").chmod(0o755)
-    interpreter(tmp_path / "python3.11", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;")
-    done = subprocess.run(
-        ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
-        env={
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "MEGATRON_ASYNC_VENV": str(tmp_path / "disk" / "venv"),
-            **variables,
-        },
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    interpreter(tmp_path / "python3.11", COMPLETE)
+    done = set_up(tmp_path, free_gib=3, **variables)
     assert done.returncode == 2
     assert f"{tmp_path / 'disk'} has 3 GiB of free space; {needed} are needed." in done.stderr
     assert not (tmp_path / "disk" / "venv").exists()
