@@ -67,14 +67,13 @@ def generate(
     ]
 
 
-def load(model: Any, payload: str) -> str:
-    """Copy the tensors into the model and return whose unpickler read them."""
-    named, unpickler = unpickle(payload)
+def load(model: Any, payload: str) -> None:
+    """Copy the tensors into the model."""
+    named, _ = unpickle(payload)
     _, unknown = model.load_state_dict(dict(named), strict=False)  # the tied head is not sent
     assert not unknown, unknown
     if model.device.type == "cuda":
         torch.cuda.synchronize()
-    return unpickler
 
 
 def main(directory: str, device: str, dtype: str) -> None:
@@ -86,9 +85,9 @@ def main(directory: str, device: str, dtype: str) -> None:
     ).to(device)
     for line in sys.stdin:
         request = json.loads(line)
-        answer: Any
+        answer = None
         if "load" in request:
-            answer = load(model, request["load"])
+            load(model, request["load"])
         else:
             answer = generate(
                 model,
