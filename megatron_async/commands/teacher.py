@@ -28,7 +28,7 @@ from megatron_async.launcher.preflight import check_served
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.rewards.sample import Unavailable
-from megatron_async.scoring.rewards.services import JsonPoster
+from megatron_async.scoring.rewards.services import JsonPoster, below, proxy_of
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
@@ -50,6 +50,7 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
                 "there"
             )
         JsonPoster(config.sft.teacher.api_key_env, 0)
+        proxy_of(teacher)
     elif (Path(teacher) / "config.json").is_file():
         check_served(teacher)
     else:
@@ -165,7 +166,7 @@ def _row(problem: Problem, response: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterator[Ask]:
-    settings, address = config.sft.teacher, f"{url.rstrip('/')}/chat/completions"
+    settings, address = config.sft.teacher, below(url, "chat/completions")
     poster = JsonPoster(settings.api_key_env, settings.retries)
     body = {
         "model": settings.model,

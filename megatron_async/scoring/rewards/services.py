@@ -5,17 +5,23 @@ Invariants
 - What is refused for now (429, 5xx) or cannot be reached is tried again, with growing pauses,
   within the score's limit. After the last try the service counts as unavailable, which is no
   statement about the response (`task.on_scorer_timeout`). So does one whose reply is too large.
+- Only a reply to the request itself counts. A redirect that drops the request's body is a failure.
+- The address is used as it was given. The proxy variables of the environment are honored, but never
+  for an address of this machine.
 """
 
 import asyncio
+import ipaddress
 import json
 import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final, Literal
+from urllib.request import getproxies_environment, proxy_bypass
 
 import aiohttp
 from pydantic import Field, field_validator
+from yarl import URL
 
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
@@ -25,7 +31,16 @@ from megatron_async.scoring.rewards.sample import Returned, Sample, Unavailable
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _LARGEST_REPLY_MIB: Final = 4
-_SCORE = re.compile(r"score\W{0,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+# A line, or the end of one after a sentence, that states a score: "**Final score (0-10):** 7/10".
+_SCORE: Final = re.compile(
+    r"(?:^|[.!?;]\s)[\s*_#>`-]*(?:(?:final|overall|total)\s+)?score[\s*_`]*(?:\([^()\n]*\))?"
+    r"[\s*_`]*[:=\uff1a][ \t*_`]*(?P<stated>[^\n]*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_MARKS: Final = re.compile(
+    r"(?P<marks>\d+\.?\d*|\.\d+)[\s*_`]*(?:(?:/|out of)[\s*_`]*(?P<full>\d+\.?\d*))?[\s*_`.]*",
+    re.IGNORECASE,
+)
 _MILLION: Final = 1e6
 Asynchronous = Callable[[Sample], Awaitable[Returned]]
 
@@ -50,6 +65,7 @@ class JsonPoster:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return the reply's JSON. Raises Unavailable after the last try."""
+        address, proxy = URL(url, encoded="%" in url), proxy_of(url)
         if self._session is None:  # it needs a running loop
             self._opened = _session(self._headers)
             self._session = await anext(self._opened)
@@ -57,9 +73,12 @@ class JsonPoster:
         for number in range(self._retries + 1):
             pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
             try:
-                async with self._session.post(url, json=body) as reply:
+                async with self._session.post(address, json=body, proxy=proxy) as reply:
+                    if reply.method != "POST":
+                        problem = f"it redirects to {reply.url} without the request's body"
+                        break
                     content = await _content_of(reply)
-                    if reply.status < 400:
+                    if reply.status < 300:
                         return json.loads(content)
                     problem = f"status {reply.status}: {content.decode(errors='replace')[:200]}"
                     if reply.status != 429 and reply.status < 500:
@@ -88,6 +107,39 @@ async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientS
         yield session
 
 
+def below(url: str, path: str) -> str:
+    """Return the address of `path` below a service's `url`, whose query is kept."""
+    base, mark, query = url.partition("?")
+    return f"{base.rstrip('/')}/{path}{mark}{query}"
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for `url`; None for an address of this machine.
+
+    The variables are `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper
+    case. Raises UserError for a proxy that does not speak HTTP.
+    """
+    parsed, proxies = URL(url), getproxies_environment()
+    host = parsed.host or ""
+    proxy = proxies.get(parsed.scheme) or proxies.get("all") or ""
+    if not proxy or _is_loopback(host) or proxy_bypass(f"{host}:{parsed.port}"):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    if not proxy.startswith(("http://", "https://")):
+        raise UserError(
+            f"the environment names the proxy {proxy} for {url}; only HTTP proxies can be used: "
+            f"set {parsed.scheme}_proxy to one, or add {host} to no_proxy"
+        )
+    return proxy
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
 async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
     """Read the whole reply, decompressed. Raises Unavailable for one that is too large."""
     try:
@@ -112,9 +164,10 @@ class _Service(Settings):
     def _is_address(cls, value: str) -> str:
         if not re.match(r"https?://[^/\s]+", value):
             raise ValueError(f"url is {value!r}; it must begin with http:// or https://")
-        return value.rstrip("/")
+        return value
 
     def _poster(self) -> JsonPoster:
+        proxy_of(self.url)  # refuses a proxy that cannot be used before anything is scored
         return JsonPoster(self.api_key_env, self.retries)
 
 
@@ -132,7 +185,7 @@ class Http(_Service):
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
-        post = self._poster().post
+        post, address = self._poster().post, below(self.url, "classify")
 
         async def plain(sample: Sample) -> Returned:
             row = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
@@ -143,12 +196,12 @@ class Http(_Service):
 
         async def sglang(sample: Sample) -> Returned:
             fields = {"prompt": sample.prompt, "response": sample.response}
-            found = await post(f"{self.url}/classify", {"text": [_filled(self.template, fields)]})
+            found = await post(address, {"text": [_filled(self.template, fields)]})
             try:
                 (score,) = found[0]["embedding"]
             except (LookupError, TypeError, ValueError):
                 raise ValueError(
-                    f"{self.url}/classify replied {shown(found)}; a reward model of SGLang replies "
+                    f"{address} replied {shown(found)}; a reward model of SGLang replies "
                     "[{'embedding': [score]}]"
                 ) from None
             return float(score)
@@ -159,7 +212,9 @@ class Http(_Service):
 class Judge(_Service):
     """The score that a language model gives by a rubric, divided by `full_marks`.
 
-    Its reply ends with "Score: N". Parts: `tokens_in`, `tokens_out`, and with prices `cost`.
+    Its reply ends with the line "Score: N", N from 0 to `full_marks`; a reply without such a line,
+    or one that was cut off, gives no score. Parts: `tokens_in`, `tokens_out`, and with prices
+    `cost`.
     """
 
     model: str
@@ -182,24 +237,31 @@ class Judge(_Service):
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
-        post = self._poster().post
+        post, address = self._poster().post, below(self.url, "chat/completions")
 
         async def score(sample: Sample) -> Returned:
             spent = {"tokens_in": 0.0, "tokens_out": 0.0}
-            text = ""
+            text, cut = "", False
             for _ in range(self.retries + 1):
-                found = await post(f"{self.url}/chat/completions", self._request(sample))
-                text = _content(found, self.url)
+                found = await post(address, self._request(sample))
+                text, cut = _content(found, address)
                 used = found.get("usage") or {}
                 spent["tokens_in"] += float(used.get("prompt_tokens") or 0)
                 spent["tokens_out"] += float(used.get("completion_tokens") or 0)
-                marks = _SCORE.findall(text.rpartition("</think>")[2])
-                if marks:
-                    value = min(max(float(marks[-1]) / self.full_marks, 0.0), 1.0)
-                    return value, {**spent, **self._cost(spent)}
+                marks = None if cut else marks_in(text, self.full_marks)
+                if marks is not None:
+                    return marks / self.full_marks, {**spent, **self._cost(spent)}
                 if not self.temperature:
                     break  # the reply would be the same again
-            raise ValueError(f"{self.model} gave no score: its reply ends {text[-100:]!r}")
+            if cut:
+                raise ValueError(
+                    f"{self.model} gave no score: its reply was cut off at max_tokens "
+                    f"{self.max_tokens}; raise that argument"
+                )
+            raise ValueError(
+                f'{self.model} gave no score: its reply has no last line "Score: N" with N from 0 '
+                f"to {self.full_marks:g}, and ends {text[-100:]!r}"
+            )
 
         return score
 
@@ -231,10 +293,24 @@ def _filled(template: str, fields: dict[str, str]) -> str:
     return re.sub(r"{(\w+)}", lambda match: fields.get(match[1], match[0]), template)
 
 
-def _content(reply: Any, url: str) -> str:
+def marks_in(reply: str, full_marks: float) -> float | None:
+    """Return the marks that the last score line of `reply` states; None if they are not a score.
+
+    A thought before `</think>`, or one without an end, does not count.
+    """
+    text = reply.rpartition("</think>")[2].partition("<think>")[0]
+    lines = [found["stated"] for found in _SCORE.finditer(text)]
+    found = _MARKS.fullmatch(lines[-1]) if lines else None
+    if found is None or (found["full"] and float(found["full"]) != full_marks):
+        return None
+    marks = float(found["marks"])
+    return marks if marks <= full_marks else None
+
+
+def _content(reply: Any, address: str) -> tuple[str, bool]:
+    """Return the text of a chat completion, and whether it was cut off. Raises ValueError."""
     try:
-        return str(reply["choices"][0]["message"]["content"] or "")
-    except (LookupError, TypeError):
-        raise ValueError(
-            f"{url}/chat/completions replied {shown(reply)}, which is no chat completion"
-        ) from None
+        choice = reply["choices"][0]
+        return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError(f"{address} replied {shown(reply)}, which is no chat completion") from None

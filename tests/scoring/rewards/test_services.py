@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +31,36 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
+def served(
+    handler: Callable[[web.Request], Awaitable[web.Response]],
+    where: str | Callable[[str], str],
+    name: str = "http",
+    **arguments: Any,
+) -> RewardScore:
+    """Score `SAMPLE` by a service with this handler.
+
+    `where` is the path of the service's address, or makes the whole address from the service's own.
+    """
+
+    async def score() -> RewardScore:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        own = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        url = f"{own}{where}" if isinstance(where, str) else where(own)
+        reward = {"name": name, "arguments": {"url": url, "retries": 0, **arguments}}
+        settings = build_config({"reward": reward}).scorers
+        try:
+            (found,) = await build_reward(settings, settings.parts[0]).score_async([SAMPLE])
+            return found
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(score())
+
+
 def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[RewardScore, list[Asked]]:
     """One score; the service answers the n-th request by `answers[n]`."""
     asked: list[Asked] = []
@@ -41,29 +71,8 @@ def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[RewardScore
         found = answers[len(asked) - 1](body)
         return found if isinstance(found, web.Response) else web.json_response(found)
 
-    async def score() -> RewardScore:
-        app = web.Application()
-        app.router.add_post("/{path:.*}", reply)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        settings = build_config(
-            {
-                "reward": {
-                    "name": name,
-                    "arguments": {"url": f"http://127.0.0.1:{port}/v1", **arguments},
-                }
-            }
-        ).scorers
-        try:
-            (found,) = await build_reward(settings, settings.parts[0]).score_async([SAMPLE])
-            return found
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(score()), asked
+    arguments = {"retries": 3, **arguments}
+    return served(reply, "/v1", name, **arguments), asked
 
 
 def test_connections_are_closed_with_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,9 +159,157 @@ def test_a_grading_model_is_asked_by_its_rubric_and_its_last_score_counts() -> N
     assert text.endswith('End with a line "Score: N", N from 0 to 10.')
 
 
-def test_scores_beyond_the_scale_are_cut() -> None:
-    score, _ = ask("judge", [lambda _: completion("Score: 99")], model="m", rubric="r")
-    assert score.value == 1.0
+@pytest.mark.parametrize(
+    ("reply", "marks"),
+    [
+        ("It is good.\nScore: 8", 8.0),
+        ("Score: 8.", 8.0),
+        ("score: 8/10", 8.0),
+        ("**Score:** 8.5", 8.5),
+        ("## Final score: **7**\nThat is all.", 7.0),
+        ("Final score (0-10): 7", 7.0),
+        ("Score: 8 out of 10", 8.0),
+        ("Score: .5", 0.5),
+        ("Score: 0", 0.0),
+        ("Score: 2\nNo, better:\nScore: 3", 3.0),
+        ("<think>Score: 2</think>\nScore: 3", 3.0),
+        ("Score: 2\n</think>\nScore: 3", 3.0),
+        ("Score: 3\n<think>Score: 2", 3.0),
+        ("<think>Maybe the score: 2, or", None),
+        ("<think>\nScore: 2\n", None),
+        ("Score: -3", None),
+        ("Score: 85", None),
+        ("Score: 4/5", None),
+        ("Score: 80%", None),
+        ("Score: 7-8", None),
+        ("Score: 7,5", None),
+        ("Score: N", None),
+        ("Score: 3\nScore: 30", None),
+        ("Underscore 5 is a name.", None),
+        ("Its underscore: 5", None),
+        ("A score: 5 would be too much.", None),
+        ("8", None),
+    ],
+)
+def test_the_marks_are_those_of_the_last_score_line(reply: str, marks: float | None) -> None:
+    assert services.marks_in(reply, 10.0) == marks
+
+
+def test_a_reply_that_was_cut_off_gives_no_score() -> None:
+    reply = completion("Score: 1")
+    reply["choices"][0]["finish_reason"] = "length"
+    with pytest.raises(ValueError, match="cut off at max_tokens 512; raise that argument"):
+        ask("judge", [lambda _: reply], model="m", rubric="r")
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://h/v1", "http://h/v1/p"),
+        ("http://h/v1/", "http://h/v1/p"),
+        ("http://h?a=b", "http://h/p?a=b"),
+        ("http://h/v1/?a=b/c", "http://h/v1/p?a=b/c"),
+    ],
+)
+def test_an_address_below_a_service_keeps_its_query(url: str, address: str) -> None:
+    assert services.below(url, "p") == address
+
+
+@pytest.mark.parametrize("tail", ["score/", "score", "a%2Fb/?x=%7E", "?sig=a%2Bb%3D%3D", "a//b"])
+def test_a_score_is_asked_for_at_the_address_as_given(tail: str) -> None:
+    targets = []
+
+    async def score(request: web.Request) -> web.Response:
+        targets.append(request.raw_path)
+        return web.json_response(1.0)
+
+    assert served(score, f"/{tail}").value == 1.0
+    assert targets == [f"/{tail}"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+@pytest.mark.parametrize("name", ["http", "judge"])
+def test_a_redirect_that_drops_the_body_is_a_failure_with_both_addresses(
+    name: str, status: int
+) -> None:
+    async def moved(request: web.Request) -> web.Response:
+        if request.path.startswith("/there"):
+            return web.json_response({"score": 1.0, **completion("Score: 10")})
+        return web.Response(status=status, headers={"Location": "/there"})
+
+    arguments = {"model": "m", "rubric": "r"} if name == "judge" else {}
+    with pytest.raises(Unavailable, match=r"http://127[^ ]*/here.*redirects to http://127.*/there"):
+        served(moved, "/here", name, **arguments)
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_that_keeps_the_body_is_followed(status: int) -> None:
+    async def moved(request: web.Request) -> web.Response:
+        if request.path == "/there":
+            return web.json_response(float((await request.json())["response"] == SAMPLE.response))
+        return web.Response(status=status, headers={"Location": "/there"})
+
+    assert served(moved, "/here").value == 1.0
+
+
+@pytest.mark.parametrize("status", [300, 301, 304])
+def test_a_reply_without_success_is_no_score(status: int) -> None:
+    async def odd(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="1.0" * (status != 304))
+
+    with pytest.raises(Unavailable, match=f"status {status}"):
+        served(odd, "/score")
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "proxy"),
+    [
+        ("http://grader/v1", {}, None),
+        ("http://grader/v1", {"http_proxy": "http://p:3128"}, "http://p:3128"),
+        ("http://grader/v1", {"HTTP_PROXY": "p:3128"}, "http://p:3128"),
+        ("https://grader/v1", {"http_proxy": "http://p:3128"}, None),
+        ("https://grader/v1", {"HTTPS_PROXY": "http://p:1"}, "http://p:1"),
+        ("https://grader/v1", {"all_proxy": "http://p:1"}, "http://p:1"),
+        ("http://grader/v1", {"http_proxy": "http://p", "no_proxy": "grader"}, None),
+        ("http://a.grader:80/", {"http_proxy": "http://p", "NO_PROXY": ".grader"}, None),
+        ("http://grader:81/", {"http_proxy": "http://p", "no_proxy": "grader:82"}, "http://p"),
+        ("http://127.0.0.1:80/", {"http_proxy": "http://p"}, None),
+        ("http://127.1.2.3/", {"http_proxy": "http://p"}, None),
+        ("http://localhost/", {"all_proxy": "http://p"}, None),
+        ("http://[::1]:80/", {"http_proxy": "http://p"}, None),
+        ("http://127.grader.com/", {"http_proxy": "http://p"}, "http://p"),
+    ],
+)
+def test_proxy_variables_count_but_never_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], proxy: str | None
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert services.proxy_of(url) == proxy
+
+
+def test_a_service_behind_the_sites_proxy_is_asked_through_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def proxy(request: web.Request) -> web.Response:
+        asked = str(request.url) == "http://grader.invalid/score"
+        return web.json_response(float(asked and (await request.json())["prompt"] == "2+2?"))
+
+    def through(address: str) -> str:
+        monkeypatch.setenv("http_proxy", address)
+        return "http://grader.invalid/score"
+
+    assert served(proxy, through).value == 1.0
+
+
+def test_a_proxy_that_does_not_speak_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://p:1080")
+    settings = build_config({"reward": {"name": "http", "arguments": {"url": "http://x"}}}).scorers
+    with pytest.raises(UserError, match="names the proxy socks5://p:1080 for http://x; only HTTP"):
+        build_reward(settings, settings.parts[0])
 
 
 def test_a_busy_service_is_asked_again_and_every_reply_is_counted() -> None:
@@ -172,7 +329,7 @@ def test_a_busy_service_is_asked_again_and_every_reply_is_counted() -> None:
         ([lambda _: web.Response(text="[" * 90_000)], Unavailable, "not JSON", 1),
         ([huge], Unavailable, "its reply has more than 4 MiB", 1),
         ([lambda _: web.Response(status=400, body=HUGE)], Unavailable, "more than 4 MiB", 1),
-        ([lambda _: completion("fine!")], ValueError, "gave no score: its reply ends 'fine!'", 1),
+        ([lambda _: completion("fine!")], ValueError, "no last line .Score: N. .*ends 'fine!'", 1),
         ([lambda _: {"error": "x"}], ValueError, "which is no chat completion", 1),
     ],
 )
