@@ -4,7 +4,8 @@ import re
 from typing import Final
 
 _TAGGED: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOXED: Final = "\\boxed{"
+# A box that opens, an escaped character, or a brace.
+_BRACES: Final = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _END_OF_THOUGHT: Final = "</think>"
 
 
@@ -22,21 +23,27 @@ def final_answer(text: str, marker: str = "") -> str | None:
     tagged = _TAGGED.findall(text)
     if tagged:
         return str(tagged[-1]).strip() or None
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip() or None
     return text.strip() or None
 
 
-def _last_boxed(text: str) -> str | None:
-    """Contents of the last `\\boxed{...}`, inner braces balanced; `None` when it never closes."""
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    begin = start + len(_BOXED)
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position]
-    return None
+def last_boxed(text: str) -> str | None:
+    """Return the contents of the last `\\boxed{...}` or `\\fbox{...}` that closes, if any.
+
+    Braces inside must be balanced; escaped ones (`\\{`) do not count.
+    """
+    open_braces: list[int | None] = []
+    """Of each brace that is still open: where its box's contents start; None without a box."""
+    last = (-1, -1)
+    for found in _BRACES.finditer(text):
+        if found["box"]:
+            open_braces.append(found.end())
+        elif found[0] == "{":
+            open_braces.append(None)
+        elif found[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None:
+                last = max(last, (start, found.start()))
+    return text[slice(*last)] if last[0] >= 0 else None

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from megatron_async.config.data import ColumnsConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.answers import final_answer, last_boxed
 from megatron_async.tasks.base import Message, Problem, row_payload
 
 _LARGEST_PRIORITY: Final = 1_000_000
@@ -28,11 +28,6 @@ def _after_hashes(text: str) -> str | None:
     return None if answer is None else answer.replace(",", "")
 
 
-def _boxed(text: str) -> str | None:
-    """MATH: the contents of the last `\\boxed{}`."""
-    return final_answer(text) if "\\boxed{" in text else None
-
-
 @dataclass(frozen=True)
 class Columns:
     """Names of columns; where there are several, the first that a row has counts.
@@ -44,7 +39,7 @@ class Columns:
     prompt: tuple[str, ...]
     answer: tuple[str, ...] = ()
     solution: tuple[str, ...] = ()
-    find_answer: Callable[[str], str | None] = _boxed
+    find_answer: Callable[[str], str | None] = last_boxed
     response: str = "response"
     priority: str = "priority"
     template: str = "{question}"
@@ -107,8 +102,8 @@ class Columns:
             name, answer = self._first(row, self.answer, where)
             return name, _text(answer, name, where)
         name, solution = self._first(row, self.solution, where)
-        answer = self.find_answer(_text(solution, name, where))
-        if answer is None:
+        answer = (self.find_answer(_text(solution, name, where)) or "").strip()
+        if not answer:
             raise UserError(f"{where}: no answer in column {name!r}, got {shown(solution)}")
         return name, answer
 

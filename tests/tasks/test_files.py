@@ -253,6 +253,36 @@ def test_published_layouts_are_known_by_name(
     assert (problem.question, problem.payload["answer"]) == (question, answer)
 
 
+PIECES = r"\left\{\begin{array}{ll}2x & x>0\\ -x & x\le 0\end{array}\right."
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (rf"First some work. Then $f=\boxed{{{PIECES}}}$, as we wanted.", PIECES),
+        (r"So $\boxed{\{1, 2\}}$.", r"\{1, 2\}"),
+        (r"So $\boxed{(0, 1\}}$.", r"(0, 1\}"),
+        (r"$\boxed{1}$, no, $\boxed{2}$ and not \boxed{", "2"),
+        (r"So $\boxed {\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"So $\fbox{3}$.", "3"),
+        (r"So \boxed{a \\{b} c}.", r"a \\{b} c"),
+    ],
+)
+def test_the_answer_of_a_solution_is_its_last_closed_box(
+    tmp_path: Path, solution: str, answer: str
+) -> None:
+    path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Give f.", "solution": solution}])
+    problem = FileProblems(config(path, layout="math", heldout_share=0)).train(0)
+    assert problem.payload["answer"] == answer
+
+
+@pytest.mark.parametrize("solution", [r"So \boxed{1.", r"\boxed{1\}", r"\boxed{ }", "So 1."])
+def test_a_solution_without_a_closed_box_is_refused_by_line(tmp_path: Path, solution: str) -> None:
+    path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Give f.", "solution": solution}])
+    with pytest.raises(UserError, match=r"math\.jsonl:1: no answer in column 'solution'"):
+        FileProblems(config(path, layout="math", heldout_share=0))
+
+
 def test_what_a_reward_of_code_or_proofs_needs_is_metadata(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "mbpp.jsonl", [MBPP])
     problem = FileProblems(config(path, layout="mbpp_plus", heldout_share=0)).train(0)
