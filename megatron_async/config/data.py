@@ -115,6 +115,10 @@ class DataConfig(FileConfig):
     """`auto`: the tokenizer's chat template, when it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, as `enable_thinking`."""
+    skip_special_tokens: bool = False
+    """Whether rewards and evaluation samples get responses without any special token. Otherwise
+    only end and padding tokens at the end of a response are left out, and marks such as `<think>`
+    stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
     """Share of problems (by hash of their text) kept for eval; 0 where eval.path or eval.sets bring
     their own. What those hold is never trained on."""

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_async.config.data import DataConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Message
-from megatron_async.tasks.text_task import ChatTemplate, chat_template
+from megatron_async.tasks.text_task import ChatTemplate, chat_template, response_text
 from megatron_async.trajectory.types import IntArray
 
 _ANSWER: Final = "\N{WHITE STAR}answer\N{WHITE STAR}"
@@ -61,7 +61,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._tools = tools
-        self._hides_special = not (tools or calls)
+        self._skips_special = config.skip_special_tokens and not (tools or calls)
 
     def opening(self, messages: Sequence[Message]) -> IntArray:
         """The tokens up to the first answer. Raises UserError where the template fails."""
@@ -83,10 +83,9 @@ class Conversation:
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """Return what the policy has written as text, without the token that ended it."""
-        ids = list(token_ids)
-        if ids and ids[-1] in self._stop_token_ids:
-            ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._hides_special))
+        return response_text(
+            self._tokenizer, token_ids, self._stop_token_ids, skip_special=self._skips_special
+        )
 
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer with its end, as a policy could write it."""

@@ -14,7 +14,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Protocol
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
@@ -84,8 +84,7 @@ class ScorerPool:
 
     async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
         """The same for several responses to one prompt, as rewards with `group: true` need it."""
-        decode = self._tokenizer.decode
-        texts = [str(decode(list(ids), skip_special_tokens=True)) for ids in responses]
+        texts = [self._text(ids) for ids in responses]
         scores = await self.score_texts(prompt.payload, texts)
         return [(score.reward, score.detail) for score in scores]
 
@@ -114,11 +113,17 @@ class ScorerPool:
             worker.close()
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        """Loaded when it is first needed."""
-        from megatron_async.tasks.text_task import load_tokenizer
+    def _text(self) -> Callable[[Sequence[int]], str]:
+        """Function that turns tokens into text; it loads the tokenizer when it is first needed."""
+        from megatron_async.tasks.text_task import load_tokenizer, response_text, stop_tokens
 
-        return load_tokenizer(self._model_path)
+        tokenizer = load_tokenizer(self._model_path)
+        return partial(
+            response_text,
+            tokenizer,
+            stop_token_ids=stop_tokens(self._model_path, tokenizer),
+            skip_special=self._settings.task.skip_special_tokens,
+        )
 
     async def _asynchronous(self) -> list[bool]:
         """List which rewards are; for the user's a scorer process looks."""

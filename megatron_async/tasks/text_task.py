@@ -172,8 +172,9 @@ class TextTask:
         return self.source.counts(heldout)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt or a response."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """The text of a prompt or a response, as rewards get it."""
+        skips = self._config.skip_special_tokens
+        return response_text(self._tokenizer, token_ids, self.stop_token_ids, skip_special=skips)
 
     def summary(self) -> str:
         """The training data, and the first prompt as the template made it."""
@@ -321,6 +322,23 @@ def shown_text(text: str) -> str:
     most = _MOST_SHOWN
     kept = text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} characters more"
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in kept)
+
+
+def response_text(
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    stop_token_ids: Collection[int],
+    *,
+    skip_special: bool = False,
+) -> str:
+    """Return tokens as text, without the stop and padding tokens at their end.
+
+    Other special tokens, such as `<think>` where it is one, stay unless `skip_special` is true.
+    """
+    ids, ends = list(token_ids), {*stop_token_ids, tokenizer.pad_token_id}
+    while ids and ids[-1] in ends:
+        ids.pop()
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -106,12 +106,13 @@ def test_an_answer_is_text_without_its_end() -> None:
     assert turns.answer_text([*ids, stops[0]]) == turns.answer_text(ids) == "five"
 
 
-def test_marks_of_calls_stay_in_the_text_where_calls_are_read() -> None:
+def test_special_tokens_stay_in_an_answer_unless_the_setting_skips_them() -> None:
     tokenizer, stops = family_tokenizer("llama3_1")
-    ids = tokenizer.encode("<|python_tag|>x", add_special_tokens=False)
-    for calls, text in ((False, "x"), (True, "<|python_tag|>x")):
-        turns = Conversation(DataConfig(), tokenizer, stops, calls=calls)
-        assert turns.answer_text(ids) == text
+    ids = [*tokenizer.encode("<|python_tag|>x", add_special_tokens=False), stops[0]]
+    whole, skips = "<|python_tag|>x", DataConfig(skip_special_tokens=True)
+    assert Conversation(DataConfig(), tokenizer, stops).answer_text(ids) == whole
+    assert Conversation(skips, tokenizer, stops, calls=True).answer_text(ids) == whole
+    assert Conversation(skips, tokenizer, stops).answer_text(ids) == "x"
 
 
 @pytest.mark.parametrize(

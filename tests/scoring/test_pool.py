@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.scoring.count import REST_SECONDS
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
@@ -126,3 +126,24 @@ def test_a_worker_that_fails_is_given_back(tmp_path: Path) -> None:
         assert (await pool.score("3"))[0] == 3.0
 
     asyncio.run(body())
+
+
+def test_a_reward_gets_special_tokens_but_not_the_end_of_a_response(tmp_path: Path) -> None:
+    async def texts(**task: bool) -> list[str]:
+        seen = []
+
+        class Reads(Worker):
+            async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+                seen.extend(text for piece in work for text in piece.texts)
+                return [[ResponseScore(0.0, {}, 0.0)] for _ in work]
+
+        settings = ScorerSettings(task=TaskConfig.model_validate(task))
+        pool = ScorerPool(settings, str(tmp_path), lambda: Reads(0.0))
+        await pool.score(PROMPT, [*tokenizer.encode("<think>1</think>2"), EOS_ID])
+        return seen
+
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.save_pretrained(tmp_path)
+    assert asyncio.run(texts()) == ["<think>1</think>2"]
+    assert asyncio.run(texts(skip_special_tokens=True)) == ["12"]

@@ -18,7 +18,7 @@ from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.tasks import build_task
 from megatron_async.tasks.base import Problem
-from megatron_async.tasks.text_task import load_tokenizer
+from megatron_async.tasks.text_task import load_tokenizer, response_text
 
 TOKENIZER = character_tokenizer()
 
@@ -192,3 +192,30 @@ def test_only_what_may_be_too_long_is_tokenized(tmp_path: Path, model: str) -> N
     task.prompt_ids = noted  # type: ignore[attr-defined]
     task.check_lengths(160, 100)
     assert tokenized == ["5" * 58]
+
+
+MARKS = ["<think>", "</think>", "<tool_call>"]
+
+
+@pytest.mark.parametrize("marks", [MARKS, []], ids=["special tokens", "plain text"])
+def test_a_response_keeps_all_but_its_end_and_padding_tokens(
+    tmp_path: Path, marks: list[str]
+) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    written = "<think>3</think>4<tool_call>5"
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    pad = tokenizer.pad_token_id
+    for end in ([], [EOS_ID], [EOS_ID, pad, pad], [pad]):
+        assert response_text(tokenizer, [*ids, *end], (EOS_ID,)) == written
+    skipped = response_text(tokenizer, [*ids, EOS_ID], (EOS_ID,), skip_special=True)
+    assert skipped == ("345" if marks else written)
+
+
+def test_a_setting_leaves_special_tokens_out_of_responses(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer.encode("<think>3</think>4", add_special_tokens=False)
+    assert build_task(_config(), str(tmp_path)).text(ids) == "<think>3</think>4"
+    assert build_task(_config(skip_special_tokens=True), str(tmp_path)).text(ids) == "34"
