@@ -262,8 +262,7 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
 
     task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
     payloads = [prompt.payload for prompt in task.train_prompts(0, TRIED_ROWS)]
-    if config.scores:
-        check_rewards(config.scorers, *payloads)
+    untried = check_rewards(config.scorers, *payloads) if config.scores else ()
     longest, left_out = longest_tokens(config), 0
     if longest is not None:
         _check_room(config, longest)
@@ -287,7 +286,7 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     return replace(
         checked,
         summary=task.summary() + more + played.summary,
-        notices=(*checked.notices, *played.notices),
+        notices=(*checked.notices, *untried, *played.notices),
     )
 
 

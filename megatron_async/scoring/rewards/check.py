@@ -21,20 +21,28 @@ TRIED_ROWS: Final = 8
 _REFERENCE: Final = "canonical_solution"
 
 
-def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot score prompts with these payloads. Raises UserError.
+def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse a reward that cannot score prompts with these payloads; return notices.
 
-    What is the user's, or waits for a service, is called by scorer processes as it is in a run, on
-    the first one; the others are only built.
+    Rewards of the user's and rewards that ask a service are called on the first prompt by scorer
+    processes, as in a run. The others are only built. Raises UserError.
     """
-    tried = []
+    tried, notices = [], []
     for part in settings.parts:
         if part.own or part.name in ASYNCHRONOUS:
             tried.append(part)
         else:
             build_reward(settings, part)
         if part.name == "code":
-            check_code(settings, settings.limit_seconds(part), _references(settings, payloads))
+            references = _references(settings, payloads)
+            check_code(settings, settings.limit_seconds(part), references)
+            if not any(sample.response for sample in references.values()):
+                columns = ", ".join(f"`{name}`" for name in _reference_columns(settings))
+                notices.append(
+                    f"reward code: none of the first {len(references)} rows has a reference "
+                    f"solution (columns looked for: {columns}), so that the rows' tests could not "
+                    "be tried; task.columns.response names such a column"
+                )
     texts = [str(payloads[0].get("answer", "")), ""]
     if tried:
         alone = settings.model_copy(update={"rewards": tried})
@@ -43,14 +51,21 @@ def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> Non
             (scores,) = thread.submit(asyncio.run, scored(alone, [(payloads[0], texts)])).result()
         for failure in (failure for score in scores for failure in score.failures):
             raise UserError(f"{failure} (tried on {shown(texts)} as responses to the first prompt)")
+    return tuple(notices)
+
+
+def _reference_columns(settings: ScorerSettings) -> list[str]:
+    """Return the columns that may hold a row's reference solution, without repetition."""
+    files = settings.task.files()
+    names = [_REFERENCE, *(Columns.of(f.layout, f.columns).response for f in files)]
+    return list(dict.fromkeys(names))
 
 
 def _references(
     settings: ScorerSettings, payloads: Sequence[Mapping[str, Any]]
 ) -> dict[str, Sample]:
     """The reference solution of each row, by a name for it; an empty response where it has none."""
-    files = settings.task.files()
-    columns = [_REFERENCE, *(Columns.of(f.layout, f.columns).response for f in files)]
+    columns = _reference_columns(settings)
     found = {}
     for payload in payloads:
         row, metadata = f"the row with the prompt {shown(payload['question'])}", payload["metadata"]

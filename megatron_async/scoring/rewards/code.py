@@ -1,6 +1,7 @@
 """The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
 
 import ast
+import builtins
 import json
 import re
 import secrets
@@ -16,24 +17,16 @@ from pydantic import Field
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError, shown
+from megatron_async.scoring.rewards.code_blocks import PYTHON_TAGS, code_candidates
 from megatron_async.scoring.rewards.sample import Returned, Sample
 from megatron_async.scoring.sandbox import Outcome, Sandbox, SandboxError
 from megatron_async.tasks.answers import final_answer
 
-_FENCED = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL)
-_END_OF_THOUGHT = "</think>"
 _RUNNER = Path(__file__).with_name("unit_tests.py")
 _CHECK = "check"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CANNOT_RUN = (126, 127)
 _SHARE = 0.8  # of a score's limit; the rest is for the sandbox to start and to end
-
-
-def code_of(response: str) -> str:
-    """The last fenced block of what follows the thought, else all of that."""
-    text = response.rpartition(_END_OF_THOUGHT)[2]
-    blocks = _FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
 
 
 def _parts(outcome: Outcome) -> dict[str, float]:
@@ -90,25 +83,66 @@ def check_code(
 
 def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[bool, Outcome]:
     """Run the row's tests on the response. Raises ValueError for a row without them."""
+    tests = _tests(sample.metadata)
+    entry = _tested_name(sample.metadata, tests)
     proof = secrets.token_hex(16)
     files = {
-        "program.py": _program(sample),
-        "tests.py": _tests(sample.metadata),
+        "program.py": _program(sample, entry),
+        "tests.py": tests,
         "runner.py": _RUNNER.read_text(),
     }
     command = [sys.executable, "-I", "runner.py"]
-    entry = str(sample.metadata.get("entry_point", ""))
     outcome = sandbox.run(command, files, _SHARE * limit_seconds, f"{proof}\n{entry}\n")
     return outcome.output.strip() == proof, outcome
 
 
-def _program(sample: Sample) -> str:
-    """The response's code; a completion of the prompt's own function goes behind the prompt."""
-    code = code_of(sample.response)
-    entry = sample.metadata.get("entry_point")
-    if entry and not re.search(rf"^(async )?def {re.escape(str(entry))}\b", code, re.MULTILINE):
-        return f"{sample.prompt}{code}"
+def _program(sample: Sample, entry: str) -> str:
+    """Return the program to test: the last block of the response that defines `entry`.
+
+    Where no block does, the last one is a completion if it defines `entry` when it follows the
+    prompt. So prose never stands before a program.
+    """
+    candidates = code_candidates(sample.response, PYTHON_TAGS)
+    code = candidates[-1]
+    completed = [f"{sample.prompt}{gap}{code}" for gap in ("", "\n")]
+    for program in (*reversed(candidates), *completed):
+        if _defines(program, entry):
+            return program
     return code
+
+
+def _defines(source: str, name: str) -> bool:
+    """Return whether Python's `source` binds `name` at its top level; False if it is not Python."""
+    try:
+        found = symtable.symtable(source, "program", "exec").lookup(name)
+    except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError):
+        return False
+    return found.is_assigned() or found.is_imported()
+
+
+def _tested_name(row: Mapping[str, Any], tests: str) -> str:
+    """Return the name by which the tests call the program; empty if they do not show it.
+
+    It is the first name of `entry_point` (of `Solution().twice` it is `Solution`), else the first
+    one that the tests call and that neither they nor Python define. MBPP also tests functions with
+    the name of a builtin (`assert sum(10, 15) == 6`): then it is an assertion's innermost call.
+    """
+    entry = re.match(r"\w+", str(row.get("entry_point") or "").strip())
+    if entry:
+        return entry[0]
+    tree = ast.parse(tests)
+    for name, _ in _calls(tree):
+        if name not in vars(builtins) and not _defines(tests, name):
+            return name
+    asserted = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    inner = [found for node in asserted for found in _calls(node) if len(_calls(found[1])) == 1]
+    return min(inner, key=lambda found: (found[1].lineno, found[1].col_offset), default=("",))[0]
+
+
+def _calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    """Return the calls of plain names in `tree`, itself included, with these names."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(call.func.id, call) for call in calls if isinstance(call.func, ast.Name)]
 
 
 def _tests(row: Mapping[str, Any]) -> str:
@@ -172,7 +206,9 @@ class Command(Settings):
     command: list[str] = Field(min_length=1)
     """The program and its arguments."""
     send: Literal["response", "answer", "code"] = "response"
-    """Of the response: all, the final answer, or the last fenced block."""
+    """Of the response: all, the final answer, or the last fenced block not tagged as output."""
+    tags: list[str] = Field(default_factory=list)
+    """code: language tags of fenced blocks that are preferred, such as [cpp, c++]."""
     readable: list[str] = Field(default_factory=list)
     """Directories that it may read: its own, a toolchain's."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -212,7 +248,7 @@ class Command(Settings):
     def _sent(self, response: str) -> str:
         if self.send == "answer":
             return final_answer(response) or ""
-        return code_of(response) if self.send == "code" else response
+        return code_candidates(response, self.tags)[-1] if self.send == "code" else response
 
 
 def _printed(output: str) -> Returned | None:

@@ -1,4 +1,8 @@
-"""Runs in the sandbox, beside `program.py` and `tests.py`: the program, then its unit tests.
+"""Runs in the sandbox, next to `program.py` and `tests.py`: the program, then its unit tests.
+
+Both run as modules of `sys.modules`, with a file, as an `import` would run them: dataclasses,
+pickling and type hints look their module up by its name. The program is `program` and not
+`__main__`, so that what it guards by `if __name__ == "__main__"` does not run.
 
 The proof that the tests ran to their end is a random text on standard input: it is read before the
 program starts and written after the last test, so that neither an early exit nor anything printed
@@ -11,12 +15,22 @@ interpreter, as they do in HumanEval.)
 import builtins
 import os
 import sys
-from types import CodeType
+from importlib.util import module_from_spec, spec_from_file_location
+from types import CodeType, ModuleType
+
+_FRAMES = 3  # this module's, `main`'s and `exec`'s are beneath the program's own
 
 
-def _read(path: str) -> CodeType:
-    with open(path) as file:  # noqa: PTH123 - no need for pathlib
-        return compile(file.read(), path, "exec")
+def _read(name: str) -> tuple[ModuleType, CodeType]:
+    """Return the module of `name`.py and its code. Raises what the compiler raises."""
+    path = os.path.abspath(f"{name}.py")  # noqa: PTH100 - no need for pathlib
+    spec = spec_from_file_location(name, path)
+    if spec is None:
+        raise ImportError(f"{path} is not a module")
+    with open(path, "rb") as file:  # noqa: PTH123 - bytes: the file's own encoding counts
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = sys.modules[name] = module_from_spec(spec)
+    return module, code
 
 
 def main() -> None:
@@ -24,13 +38,18 @@ def main() -> None:
     report = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # all that is printed counts towards the limit of output
+    sys.stdin = open(0)  # noqa: SIM115 - not the buffer with the proof
     write, end, run, own = os.write, os._exit, exec, dict(vars(builtins))
-    program, tests = _read("program.py"), _read("tests.py")
-    names: dict[str, object] = {"__name__": "program"}
-    exec(program, names)
+    (program, program_code), (tests, tests_code) = _read("program"), _read("tests")
+    sys.argv = [str(program.__file__)]
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - for processes that multiprocessing spawns
+    sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
+    exec(program_code, vars(program))
     # What the program calls `abs` or `all` must not be what the tests call so.
-    kept = {n: value for n, value in names.items() if n == entry or n not in own}
-    run(tests, {**kept, "__name__": "tests", "__builtins__": own})
+    kept = {n: v for n, v in vars(program).items() if n == entry or n not in own}
+    dunder = {n: v for n, v in vars(tests).items() if n.startswith("__")}
+    vars(tests).update({**kept, **dunder, "__builtins__": own})
+    run(tests_code, vars(tests))
     write(report, proof.encode())
     end(0)
 

@@ -132,7 +132,7 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
 def _write_files(folder: Path, files: dict[str, str], owner: int | None) -> None:
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
-        (folder / name).write_text(content)
+        (folder / name).write_text(content, encoding="utf-8")
     if owner is not None:
         for path in (folder, *folder.iterdir()):
             os.chown(path, owner, owner)

@@ -15,7 +15,6 @@ from megatron_async.config import build_config
 from megatron_async.config.reward import SandboxConfig
 from megatron_async.errors import UserError
 from megatron_async.scoring.rewards.check import check_rewards
-from megatron_async.scoring.rewards.code import code_of
 from megatron_async.scoring.rewards.reward import Reward, build_reward
 from megatron_async.scoring.rewards.sample import RewardScore, Sample
 from megatron_async.scoring.sandbox import Sandbox
@@ -137,6 +136,109 @@ def test_the_tests_have_builtins_of_their_own(code: Reward) -> None:
     assert score(code, program, row).value == 0.0
 
 
+SELF_CONTAINED = {
+    "dataclass with string annotations": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass P:\n    x: int\ndef f(): return P(3).x"
+    ),
+    "pickled instance": (
+        "import pickle\nclass P:\n    x = 3\ndef f(): return pickle.loads(pickle.dumps(P())).x"
+    ),
+    "pickled function": "import pickle\ndef f(): return 3 * (pickle.loads(pickle.dumps(f)) is f)",
+    "type hints by name": (
+        "import typing\nclass N:\n    next: 'N'\n"
+        "def f(): return 3 * (typing.get_type_hints(N)['next'] is N)"
+    ),
+    "own module": "import sys\nx = 3\ndef f(): return sys.modules[__name__].x",
+    "own file": (
+        "from pathlib import Path\ndef f(): return 3\n"
+        "assert 'return 3' in Path(__file__).read_text()"
+    ),
+    "own source": "import inspect\ndef f(): return 3\nassert 'return 3' in inspect.getsource(f)",
+    "doctest": (
+        "import doctest, sys\ndef f():\n    '''\n    >>> f()\n    3\n    '''\n    return 3\n"
+        "found = doctest.testmod(sys.modules[__name__])\nassert found == (0, 1)"
+    ),
+    "standard input": (
+        "import sys\nassert sys.stdin.read() == '' == open(0).read() and sys.stdin.fileno() == 0\n"
+        "def f(): return 3"
+    ),
+    "recursion to the default limit": (
+        "def g(n): return 0 if n == 0 else 1 + g(n - 1)\n"
+        "g(998)\n"  # the deepest call from the top level of a file that Python 3.11 allows
+        "def f(): return g(997) - 994"
+    ),
+    "byte order mark": "\ufeffdef f(): return 3",
+    "arguments": "import sys\nassert len(sys.argv) == 1\ndef f(): return 3",
+    "pool of processes": (
+        "from concurrent.futures import ProcessPoolExecutor\ndef g(x): return x + 1\n"
+        "def f():\n    with ProcessPoolExecutor(1) as pool: return pool.submit(g, 2).result()"
+    ),
+    "spawned process": (
+        "import multiprocessing\ndef g(x): return x + 1\ndef f():\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: return pool.map(g, [2])[0]"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", SELF_CONTAINED.values(), ids=SELF_CONTAINED.keys())
+def test_a_program_passes_when_it_passes_as_a_file_of_its_own(code: Reward, program: str) -> None:
+    row = {"test": "assert f() == 3"}
+    assert score(code, f"```python\n{program}\n```", row) == RewardScore(1.0, {})
+
+
+def test_tests_may_define_dataclasses_with_string_annotations(code: Reward) -> None:
+    test = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Case:\n    x: int\nassert add(Case(1).x, 2) == 3"
+    )
+    assert score(code, ADD, {"test": test}).value == 1.0
+
+
+def test_the_code_under_a_main_guard_does_not_run(code: Reward) -> None:
+    program = f"{ADD}\nif __name__ == '__main__':\n    raise SystemExit(1)"
+    assert score(code, program, MBPP).value == 1.0
+
+
+TWICE = {"test": "def check(candidate):\n    assert candidate(2) == 4\n"}
+SOLUTION = "class Solution:\n    def twice(self, x):\n        return 2 * x"
+
+
+@pytest.mark.parametrize(
+    ("entry", "program"),
+    [
+        ("twice", "def twice(x):\n    return 2 * x"),
+        ("twice", "twice = lambda x: 2 * x"),
+        ("twice", "from operator import add\nif add:\n    def twice(x): return add(x, x)"),
+        ("twice", "from functools import partial as twice\ntwice = twice(lambda x: 2 * x)"),
+        ("Solution().twice", SOLUTION),
+        ("Solution.twice", "class Solution:\n    @staticmethod\n    def twice(x): return 2 * x"),
+        ("solution.twice", f"{SOLUTION}\nsolution = Solution()"),
+        ("abs", "def abs(x):\n    return 2 * x"),
+    ],
+)
+def test_a_whole_program_needs_no_prompt_when_it_defines_the_entry_point(
+    code: Reward, entry: str, program: str
+) -> None:
+    row = {**TWICE, "entry_point": entry}
+    for prompt in ("Double a number.", "Double"):
+        assert score(code, f"So:\n```python\n{program}\n```", row, prompt).value == 1.0
+
+
+def test_the_block_that_defines_the_tested_function_is_the_program(code: Reward) -> None:
+    text = f"```python\n{ADD}```\nTry it:\n```python\nprint(add(1, 2) + unknown)\n```"
+    for row in (MBPP, MBPP_PLUS, {"test": "assert add(1, 2) == 3", "entry_point": "add"}):
+        assert score(code, text, row).value == 1.0
+
+
+def test_a_tested_function_may_have_the_name_of_a_builtin(code: Reward) -> None:
+    program = "def sum(a, b):\n    return a + b"
+    for test in ("assert sum(1, 2) == 3", "assert set([sum(1, 2)]) == set([3])"):
+        assert score(code, program, {"test_list": [test]}).value == 1.0
+    cheat = "def set(x): return 0\ndef sum(a, b): return 0"
+    assert score(code, cheat, {"test_list": ["assert set([sum(1, 2)]) == set([3])"]}).value == 0.0
+
+
 def test_a_program_without_end_is_cut_off_and_counted() -> None:
     found = score(reward("code", limit=3.0), "while True: pass", MBPP)
     assert found.value == 0.0 and found.parts == {"exceeded_seconds": 1.0}
@@ -237,15 +339,25 @@ def test_a_reference_that_fails_its_rows_tests_is_refused_before_anything_starts
         checked(row, layout="mbpp_plus")
 
 
+def test_a_data_set_without_references_is_reported_as_untried() -> None:
+    settings = build_config({"reward": "code", "task": {"path": "x.jsonl"}}).scorers
+    [notice] = check_rewards(settings, payload(**MBPP))
+    assert "none of the first 1 rows has a reference solution" in notice
+    assert "`canonical_solution`, `response`" in notice and "could not be tried" in notice
+    assert check_rewards(settings, payload(**MBPP, response=ADD)) == ()
+
+
+def test_references_of_leetcodes_form_are_tried() -> None:
+    row = {**TWICE, "entry_point": "Solution().twice", "canonical_solution": SOLUTION}
+    checked(payload("Double a number.", **row))
+    wrong = {**row, "canonical_solution": SOLUTION.replace("2", "3")}
+    with pytest.raises(UserError, match=r"`canonical_solution` of the row .*fails"):
+        checked(payload("Double a number.", **wrong))
+
+
 def test_a_row_without_tests_is_refused_before_anything_starts() -> None:
     with pytest.raises(UserError, match=r"row with the prompt 'add two numbers' .*has no tests"):
         checked(payload(**MBPP), payload(code=ADD))
-
-
-def test_the_last_fenced_block_is_the_code() -> None:
-    assert code_of("a\n```python\nx\n```\nb\n```\ny\n\nz\n```\n") == "y\n\nz"
-    assert code_of("<think>```\nno\n```</think>plain") == "plain"
-    assert code_of("```py\ncut off") == "cut off"
 
 
 def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_score() -> None:
