@@ -35,6 +35,9 @@ _logger = logging.getLogger(__name__)
 _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
+_COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+# Number and total of a shard: train-00000-of-00002.parquet, part_1_of_4.jsonl.
+_SHARD: Final = re.compile(r"[-_.](\d+)[-_.]of[-_.](\d+)$")
 _LARGE_NUMBER = re.compile(rb"\d{19}")
 
 
@@ -69,10 +72,13 @@ def open_rows(path: str, split: str, setting: str) -> Rows:
     return rows
 
 
-def report_bad_rows(what: str, bad: list[str], of: int, mode: str) -> None:
-    """List the first ten bad rows of a file that has `of`; `bad` has a sentence for each of these.
+def report_bad_rows(
+    what: str, bad: list[str], of: int, mode: str, *, readable: bool = False
+) -> None:
+    """List the first ten bad rows of a file that has `of`; `bad` has a message for each of these.
 
-    `mode` skip: they are left out. Raises UserError otherwise, and where no row is good.
+    `mode` skip: they are left out. `readable`: some have the right columns. Raises UserError
+    otherwise, and where no row is good.
     """
     found = f"{what}: {len(bad):,} of {of:,} rows cannot be used"
     left_out = mode == "skip" and len(bad) < of
@@ -86,14 +92,16 @@ def report_bad_rows(what: str, bad: list[str], of: int, mode: str) -> None:
             "rows are those of a Parquet file, or JSON objects in UTF-8, one a line; where they "
             "are, set `layout` or `columns` beside its path"
         )
-        remedy = of_rows if len(bad) < of else of_file
-        raise UserError(f"{found}; {bad[0]}; {remedy}")
+        remedy = of_rows if len(bad) < of else of_file * (not readable)
+        raise UserError("; ".join(filter(None, [found, bad[0], remedy])))
 
 
 def _file(file: Path, setting: str) -> Rows:
     what = f"{setting} {file}"
     if file.exists() and not file.is_file():
         raise UserError(f"{what} is no regular file: rows are read more than once")
+    if file.suffix in _COMPRESSED:
+        raise UserError(f"{what} is compressed; decompress it, since rows are read at any place")
     with file.open("rb") as stream:
         magic = stream.read(6)
     if magic.startswith(b"PAR1"):
@@ -116,16 +124,61 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
             raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
         files = [folder / name for name in _names(state, "_data_files", what)]
         return [_arrow_rows(file, f"{setting} {file}", _map) for file in files]
-    found = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
     by_split: dict[str, list[Path]] = {}
-    for file in found:  # train-00000-of-00002.parquet, test.jsonl, main/train/0.parquet
-        stem = re.sub(r"-\d+-of-\d+$", "", file.stem)
+    for file in _data_files(folder):  # train-00000-of-00002.parquet, test.jsonl, train/0.parquet
+        stem = _SHARD.sub("", _plain(file).stem)
         name = stem if re.search(r"\D", stem) else file.parent.name
         by_split.setdefault(name, []).append(file)
-    if not found:
+    if not by_split:
         raise UserError(f"{what} holds no {', '.join(_SUFFIXES)} file and no saved dataset")
-    name = _chosen(split, list(by_split), what)
-    return [_file(file, setting) for file in by_split[name]]
+    readable = [n for n, files in by_split.items() if any(_plain(f) == f for f in files)]
+    files = by_split[_chosen(split, readable or list(by_split), what)]
+    _check_shards(files, what)
+    return [_file(file, setting) for file in files]
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files below `folder` in order, without hidden ones and hidden folders.
+
+    A compressed file counts as data unless it lies next to its decompressed copy.
+    """
+    files = {
+        file
+        for file in folder.rglob("*")
+        if _plain(file).suffix in _SUFFIXES
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    }
+    return sorted(file for file in files if _plain(file) == file or _plain(file) not in files)
+
+
+def _plain(file: Path) -> Path:
+    """Return the name of the file without the suffix of a compression."""
+    return file.with_suffix("") if file.suffix in _COMPRESSED else file
+
+
+def _check_shards(files: Sequence[Path], what: str) -> None:
+    """Refuse files of which the names show that others are missing. Raises UserError."""
+    numbers: dict[tuple[Path, str], list[int]] = {}
+    totals: dict[Path, set[str]] = {}
+    for file in files:
+        plain = _plain(file)
+        if shard := _SHARD.search(plain.stem):
+            series = plain.with_name(_SHARD.sub("", plain.stem) + plain.suffix)
+            numbers.setdefault((series, shard[2]), []).append(int(shard[1]))
+            totals.setdefault(series, set()).add(shard[2])
+    for series, found in totals.items():
+        if len(found) > 1:
+            several = " and of ".join(sorted(found))
+            raise UserError(f"{what} holds shards of {several} of {series.name}; keep one set")
+    for (series, total), present in numbers.items():
+        first = 1 if 0 not in present and int(total) in present else 0
+        expected = range(first, first + int(total))
+        if missing := sorted(set(expected) - set(present)):
+            raise UserError(
+                f"{what} lacks shard {missing[0]:0{len(total)}d} of {total} of {series.name} "
+                f"({len(missing)} are missing); add them, or rename the rest to use it alone"
+            )
 
 
 def _names(file: Path, key: str, what: str) -> list[str]:
@@ -310,12 +363,29 @@ class _Table:
 
 def _check_schema(schema: Any, what: str) -> None:
     """Refuse columns of bytes, images and sounds as `datasets` has them. Raises UserError."""
+    types = _arrow().types
     for field in schema:
-        if "binary" in str(field.type):
+        if _holds_bytes(field.type, types):
             raise UserError(
                 f"{what}: column {field.name!r} holds {field.type}, such as images: only text can "
                 "be trained on; remove the column"
             )
+
+
+def _holds_bytes(kind: Any, types: Any) -> bool:
+    """Return whether an Arrow type holds bytes at any depth. `types`: module `pyarrow.types`."""
+    if isinstance(kind, _arrow().ExtensionType):
+        return _holds_bytes(kind.storage_type, types)
+    if types.is_dictionary(kind):
+        return _holds_bytes(kind.value_type, types)
+    if types.is_nested(kind):
+        return any(_holds_bytes(kind.field(i).type, types) for i in range(kind.num_fields))
+    return (
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_binary_view(kind)
+    )
 
 
 def _json(value: Any) -> Any:

@@ -344,6 +344,32 @@ def test_a_row_that_does_not_fit_is_named_with_its_column(
     assert f"task.path {path}{place}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"is_binary": True},
+        {"binary": {"binary_op": ["binary"]}},
+        {"scores": [{"binary": 0.5}]},
+    ],
+)
+def test_columns_whose_names_contain_binary_are_read(tmp_path: Path, extra: Any) -> None:
+    row = {"prompt": "x", "answer": "y", "extra": extra}
+    path = write_parquet(tmp_path / "rows.parquet", [row])
+    problem = FileProblems(config(path, heldout_share=0)).train(0)
+    assert problem.payload["metadata"] == {"extra": extra}
+
+
+@pytest.mark.parametrize(
+    "column",
+    [b"x", [b"x"], {"bytes": b"x"}, {"a": [{"b": b"x"}]}],
+    ids=["flat", "list", "struct", "deep"],
+)
+def test_columns_of_bytes_are_refused_at_any_depth(tmp_path: Path, column: Any) -> None:
+    path = write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "answer": "y", "z": column}])
+    with pytest.raises(UserError, match=r"column 'z' holds .*binary"):
+        FileProblems(config(path))
+
+
 def test_columns_of_images_are_refused(tmp_path: Path) -> None:
     row = {"prompt": "what is this", "answer": "a cat", "image": {"bytes": b"\x89PNG", "path": "a"}}
     path = write_parquet(tmp_path / "images.parquet", [row])

@@ -1,0 +1,92 @@
+"""Directories of shards: what belongs to a split, and what shows that a part is missing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import UserError
+from megatron_async.tasks.rows import open_rows
+
+
+def folder_of(folder: Path, *names: str) -> Path:
+    """A folder with these files, each with one row that holds its name."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"name": name}).encode()
+        file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    return folder
+
+
+def names_in(folder: Path, split: str = "") -> list[str]:
+    rows = open_rows(str(folder), split, "task.path")
+    return [rows[index]["name"] for index in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
+        ["part_1_of_3.jsonl", "part_2_of_3.jsonl", "part_3_of_3.jsonl"],
+        ["data/train-0-of-1.jsonl"],
+        ["0.jsonl", "1.jsonl"],
+    ],
+)
+def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str]) -> None:
+    assert names_in(folder_of(tmp_path, *names)) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["train-00000-of-00002.jsonl"], "lacks shard 00001 of 00002 of train.jsonl"),
+        (["train-00001-of-00002.jsonl"], "lacks shard 00000 of 00002 of train.jsonl"),
+        (["a_2_of_3.jsonl", "a_3_of_3.jsonl"], "lacks shard 1 of 3 of a.jsonl"),
+        (
+            ["t-0-of-2.jsonl", "t-1-of-2.jsonl", "t-0-of-1.jsonl"],
+            "holds shards of 1 and of 2 of t.jsonl",
+        ),
+        (
+            ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl.gz"],
+            "train-00001-of-00002.jsonl.gz is compressed; decompress it",
+        ),
+        (["train.jsonl.gz"], "train.jsonl.gz is compressed"),
+        (["0.jsonl", "1.jsonl.zst"], "1.jsonl.zst is compressed"),
+    ],
+)
+def test_a_split_with_a_missing_or_compressed_shard_is_refused(
+    tmp_path: Path, names: list[str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        names_in(folder_of(tmp_path, *names))
+
+
+def test_a_compressed_file_is_refused_by_name(tmp_path: Path) -> None:
+    file = folder_of(tmp_path, "train.jsonl.gz") / "train.jsonl.gz"
+    with pytest.raises(UserError, match=r"train\.jsonl\.gz is compressed; decompress it"):
+        open_rows(str(file), "", "task.path")
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    hidden = [".cache/huggingface/train.jsonl", ".train.jsonl", "a/.ipynb_checkpoints/x.json"]
+    assert names_in(folder_of(tmp_path, "train.jsonl", *hidden)) == ["train.jsonl"]
+
+
+def test_a_hidden_folder_may_be_named_as_data(tmp_path: Path) -> None:
+    folder_of(tmp_path, ".data/train.jsonl")
+    assert names_in(tmp_path / ".data") == [".data/train.jsonl"]
+
+
+def test_a_compressed_copy_of_a_file_is_left_out(tmp_path: Path) -> None:
+    assert names_in(folder_of(tmp_path, "train.jsonl", "train.jsonl.gz")) == ["train.jsonl"]
+
+
+def test_a_split_is_not_refused_for_a_compressed_file_of_another(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "train.jsonl", "raw.jsonl.gz")
+    assert names_in(folder) == ["train.jsonl"]
+    with pytest.raises(UserError, match="set split to one of train"):
+        names_in(folder, "raw")
