@@ -86,7 +86,8 @@ class ServedPolicy:
     def __init__(self, config: RunConfig, model: str, engines: SharedEngines) -> None:
         tokenizer = load_tokenizer(model)
         stops = stop_tokens(model, tokenizer)
-        self._texts = Texts(config.task, tokenizer, stops, config.agent.tool_parser)
+        parser, vocabulary = config.agent.tool_parser, vocabulary_of(model)
+        self._texts = Texts(config.task, tokenizer, stops, parser, vocabulary)
         self._wanted = Wanted(config.sampling, config.sampling.max_new_tokens, tuple(stops))
         self._engines = engines
         self._numbers = itertools.count()

@@ -103,7 +103,7 @@ class DataConfig(FileConfig):
     """System message of a chat prompt that brings none of its own."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
     """A prompt of a file that no engine can take: the run does not start, or the prompt is dropped
-    when its turn comes, as `refused` (in an evaluation: counted as wrong)."""
+    when its turn comes, as `refused` (in an evaluation: counted as wrong, with a warning)."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
     start and list the first ten, or leave them out and show their number."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_async.config.environment import AgentConfig
+from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
 from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatAnswer, ChatCall
@@ -77,7 +78,11 @@ class AgentWorker:
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
         self._texts = Texts(
-            TaskConfig.model_validate_json(task), tokenizer, stops, self._settings.tool_parser
+            TaskConfig.model_validate_json(task),
+            tokenizer,
+            stops,
+            self._settings.tool_parser,
+            vocabulary_of(model_path),
         )
         self._stops = frozenset(stops)
         threads = ThreadPoolExecutor(self._settings.threads, "agent")

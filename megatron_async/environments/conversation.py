@@ -21,7 +21,8 @@ import numpy as np
 from megatron_async.config.data import DataConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Message
-from megatron_async.tasks.text_task import ChatTemplate, chat_template, response_text
+from megatron_async.tasks.prompts import ChatTemplate, chat_template, check_vocabulary
+from megatron_async.tasks.text_task import response_text
 from megatron_async.trajectory.types import IntArray
 
 _ANSWER: Final = "\N{WHITE STAR}answer\N{WHITE STAR}"
@@ -39,7 +40,8 @@ class Conversation:
     """Renders the turns of one model's conversations.
 
     `tools`: JSON schemas, empty: none. `calls`: answers may hold calls, of which the marks are
-    special tokens of some models; with tools they may always.
+    special tokens of some models; with tools they may always. `vocabulary`: number of tokens that
+    the model has embeddings for; a text that holds another one is a UserError.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         calls: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
+        self._vocabulary = vocabulary
         arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
         template = chat_template(config, tokenizer)
         if template is None:
@@ -135,7 +139,9 @@ class Conversation:
 
     def _encode(self, text: str) -> IntArray:
         whole = text.encode(errors="replace").decode()  # half of a surrogate pair is no text
-        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
+        ids = self._tokenizer.encode(whole, add_special_tokens=False)
+        check_vocabulary(ids, self._vocabulary, self._tokenizer)
+        return np.asarray(ids, np.int32)
 
 
 def _refusal(what: str) -> UserError:

@@ -7,6 +7,7 @@ Invariants
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
@@ -91,8 +92,17 @@ class ToolTexts:
 class Texts:
     """Rendering and reading, by the tools of a call."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Any, stops: Sequence[int], parser: str) -> None:
-        self._made = (task, tokenizer, tuple(stops))
+    def __init__(
+        self,
+        task: TaskConfig,
+        tokenizer: Any,
+        stops: Sequence[int],
+        parser: str,
+        vocabulary: int | None = None,
+    ) -> None:
+        self._conversation = partial(
+            Conversation, task, tokenizer, tuple(stops), vocabulary=vocabulary
+        )
         self._parser = parser
         self._known: dict[str, ToolTexts] = {}
         if parser:
@@ -108,7 +118,7 @@ class Texts:
 
     def _make(self, tools: str) -> ToolTexts:
         if not tools:
-            return ToolTexts(Conversation(*self._made), None)
+            return ToolTexts(self._conversation(), None)
         if not self._parser:
             raise CallRefused(
                 "the call has tools, and agent.tool_parser is not set: name the form in which the "
@@ -116,7 +126,7 @@ class Texts:
                 "tools",
             )
         schemas = json.loads(tools)
-        conversation, reader = Conversation(*self._made, schemas), CallReader(self._parser, schemas)
+        conversation, reader = self._conversation(schemas), CallReader(self._parser, schemas)
         try:
             conversation.check([{"role": "user", "content": "?"}], {"tool", "user"})
             reader.read("")

@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 import psutil
 
 from megatron_async.config.environment import EnvironmentConfig
+from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.interface import Answer, EnvironmentFault, EnvironmentHung, Reply
@@ -116,7 +117,12 @@ class EnvironmentWorker:
         schemas = described(tools, self._settings.name)
         parser = self._settings.tool_parser
         self.conversation = Conversation(
-            TaskConfig.model_validate_json(task), tokenizer, stops, schemas, calls=bool(parser)
+            TaskConfig.model_validate_json(task),
+            tokenizer,
+            stops,
+            schemas,
+            calls=bool(parser),
+            vocabulary=vocabulary_of(model_path),
         )
         self.reader: CallReader | None = None
         if parser:

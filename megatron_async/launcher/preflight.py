@@ -281,7 +281,8 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     if config.task.heldout_share and not config.eval.path:
         checked = _with_heldout(config, heldout)
     for one in checked.config.eval_sets():
-        task.eval_prompts(one.prompts, one.name)
+        most = None if longest is None else longest - one.sampling.max_new_tokens
+        task.check_evaluation(one.prompts, one.name, most)
     more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" * bool(left_out)
     return replace(
         checked,

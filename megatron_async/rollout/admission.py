@@ -11,6 +11,8 @@ Invariants
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
+
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.evidence import PromptEvidence, hopeless
@@ -159,15 +161,18 @@ class Admission:
         """
         if trajectory.state is TrajectoryState.DROPPED:
             return False
-        for segment in trajectory.segments:
-            found = impossible_tokens(segment.token_ids, segment.logprobs, self._vocabulary)
+        prompt = trajectory.prompt.token_ids
+        pieces = [(prompt, np.zeros(len(prompt), np.float32), "its prompt")]
+        pieces += [(s.token_ids, s.logprobs, f"engine {s.engine_id}") for s in trajectory.segments]
+        for token_ids, logprobs, source in pieces:
+            found = impossible_tokens(token_ids, logprobs, self._vocabulary)
             if found is not None:
                 self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
                 self._statistics.dropped(DropReason.NONFINITE)
                 self._statistics.warned(
                     "untrainable",
                     f"trajectory {trajectory.trajectory_id} is dropped, which the store holds and "
-                    f"nothing can train: {found} (from engine {segment.engine_id})",
+                    f"nothing can train: {found} (from {source})",
                 )
                 return True
         return False

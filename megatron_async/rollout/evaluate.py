@@ -41,6 +41,7 @@ _Z = 1.959964  # 95 % of a normal distribution
 class Answered:
     """A response to an evaluation problem; `reward` None: it could not be scored.
 
+    `refused`: there is no response, since engines refuse the prompt.
     `versions`: how many of its tokens each policy version has made. Of an episode `text` is the
     last answer, `length` counts all, and `messages` are the conversation.
     """
@@ -52,6 +53,7 @@ class Answered:
     truncated: bool
     versions: Mapping[PolicyVersion, int] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of a set: accuracy is the mean over all responses (avg@k), lengths in tokens."""
+    """The result of a set: accuracy is the mean over all responses (avg@k), lengths in tokens.
+
+    `refused`: responses that are missing since no engine takes their prompt; they count as wrong.
+    """
 
     name: str
     accuracy: float
     answers: int
     failed_judgements: int
+    refused: int
     reward_mean: float
     length_mean: float
     length_median: float
@@ -98,9 +104,9 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
         prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
-        numbers = ("answers", "failed_judgements", "reward_mean", "length_mean", "length_median")
-        more = ("length_max", "truncated_share", "seconds")
-        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in (*numbers, *more)}
+        numbers = ("answers", "failed_judgements", "refused", "reward_mean", "seconds")
+        lengths = ("length_mean", "length_median", "length_max", "truncated_share")
+        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in (*numbers, *lengths)}
         if self.versions:
             numbers_ = [version.number for version in self.versions]
             weights = list(self.versions.values())
@@ -121,8 +127,11 @@ class EvalResult:
             for name, e in self.estimates.items()
         )
         text = f"{self.name}: {shares}; {self.answers} answers, {self.length_mean:.1f} tokens each"
-        failed = self.failed_judgements
-        return text + f", {failed} scores failed" * bool(failed)
+        if self.failed_judgements:
+            text += f", {self.failed_judgements} scores failed"
+        if self.refused:
+            text += f", {self.refused} prompts were too long for the engines"
+        return text
 
 
 @dataclass(frozen=True)
@@ -277,7 +286,7 @@ class Evaluator:
             )
             for r, score, of_it in zip(whole, scores, turns, strict=True)
         )
-        refused = Answered("", None, {}, 0, False)
+        refused = Answered("", None, {}, 0, False, refused=True)
         return [refused if response is None else next(found) for response in responses]
 
     def _result(
@@ -296,8 +305,10 @@ class Evaluator:
             accuracy=found["accuracy"].value,
             answers=len(answers),
             failed_judgements=sum(
-                a.reward is None or bool(SCORE_FAILURES & a.detail.keys()) for a in answers
+                not a.refused and (a.reward is None or bool(SCORE_FAILURES & a.detail.keys()))
+                for a in answers
             ),
+            refused=sum(answered.refused for answered in answers),
             reward_mean=float(np.mean([answered.reward or 0.0 for answered in answers])),
             length_mean=float(lengths.mean()),
             length_median=float(np.median(lengths)),

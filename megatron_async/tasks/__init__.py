@@ -1,13 +1,13 @@
 """Sources of problems; plug-ins by import path. What scores responses is in `scoring`.
 
 - base: the protocols of a task, a source and a scorer. build: from settings to tasks and sources.
-- text_task: single-turn text problems: chat template, tokens, stop tokens.
+- text_task: single-turn text problems, with their tokens and stop tokens.
 - files, rows, layouts: problems from a user's files; every row is read before anything starts.
   kept_index: the index of a large one, for the next process.
 - procedural: problems that are made as they are asked for, with their scorers. chain_sum: sums and
   worked answers to them. reasoning_gym: the tasks of that optional package.
 - seeds: rows for environments that make their own problems.
-- answers: the final answer in a response.
+- answers: the final answer in a response. prompts: problems and conversations as text and tokens.
 """
 
 from megatron_async.tasks.build import build_source, build_task

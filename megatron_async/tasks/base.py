@@ -26,8 +26,11 @@ BoolArray = npt.NDArray[np.bool_]
 _HASH_RANGE = 1 << 64
 
 
-Message = dict[str, str]
-"""A chat message: `role` and `content`."""
+Place = tuple[int, int]
+"""Number of a file and of a problem in it."""
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content` (a text) and the other fields that its row has."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Problem:
 
     `messages`: a conversation that ends with the question; empty where the question is all.
     `template`: how the question is put, where `task.prompt_template` is not set; empty: as it is.
+    `where`: the problem's file and line, for a refusal; empty where it comes from no file.
     """
 
     question: str
@@ -44,6 +48,7 @@ class Problem:
     priority: int = 0
     messages: tuple[Message, ...] = ()
     template: str = ""
+    where: str = field(default="", compare=False)
 
     @property
     def key(self) -> int:
@@ -60,15 +65,6 @@ def asked_keys(messages: tuple[Message, ...]) -> set[int]:
         if message["role"] == "user"
         for asked in ((), messages[:number])
     }
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A problem of a file: its place there, and what a refusal calls it."""
-
-    place: tuple[int, int]
-    where: str
-    problem: Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +91,10 @@ class Task(Protocol):
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
         """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
+
+    def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
+        """Make the first `count` prompts of the evaluation set `name` (0: all) and refuse one of
+        more than `longest` tokens, if it may not count as wrong. Raises UserError."""
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """The numbers of training problems (None: no end) and of held-out ones, of which at most
@@ -132,10 +132,10 @@ class ProblemSource(Protocol):
     def train(self, index: int) -> Problem:
         """Training problem `index` >= 0."""
 
-    def longer(self, size: int) -> Iterator[Listed]:
+    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
         """Problems whose texts have more bytes than `size`; the first where they have no end."""
 
-    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+    def leave_out(self, places: Collection[Place]) -> None:
         """Ask no problem that `longer` gave one of these places. UserError where none can be."""
 
     def summary(self) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import TaskConfig
 
 if TYPE_CHECKING:
     from megatron_async.config.evaluation import EvalConfig
     from megatron_async.tasks.base import ProblemSource, Task
+    from megatron_async.tasks.prompts import PromptRenderer
 
 
 def build_task(
@@ -27,31 +29,36 @@ def build_task(
     `plays`: an environment opens each episode; prompts then have no tokens.
     """
     from megatron_async.tasks.files import ProblemFile
+    from megatron_async.tasks.prompts import PromptRenderer
     from megatron_async.tasks.text_task import TextTask, load_tokenizer, stop_tokens
 
     tokenizer = load_tokenizer(model_path)
+    prompts = PromptRenderer(config, tokenizer, vocabulary_of(model_path), plays=plays)
     files = {} if evaluation is None else evaluation.files()
-    how = (config.prompt_template, config.bad_rows)
+    how = (config.prompt_template, config.bad_rows, prompts)
     evaluated = {
         name: ProblemFile(config.completed(file), setting, *how)
         for name, (setting, file) in files.items()
     }
-    source = build_source(config, {key for file in evaluated.values() for key in file.keys})
+    elsewhere = {key for file in evaluated.values() for key in file.keys}
+    source = build_source(config, elsewhere, prompts)
     stops = stop_tokens(model_path, tokenizer)
-    task = TextTask(config, source, tokenizer, stops, evaluated, plays=plays)
+    task = TextTask(config, source, tokenizer, prompts, stops, evaluated, plays=plays)
     task.train_prompts(0, 1)  # a template that does not fit is reported now, not mid-run
     return task
 
 
-def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> ProblemSource:
+def build_source(
+    config: TaskConfig, elsewhere: Collection[int] = (), prompts: PromptRenderer | None = None
+) -> ProblemSource:
     """The task's problems as text; `elsewhere`: keys of those that others evaluate on.
 
-    Raises UserError.
+    With `prompts`, rows of files of which no prompt can be made are bad rows. Raises UserError.
     """
     if config.kind == "files":
         from megatron_async.tasks.files import FileProblems
 
-        return FileProblems(config, elsewhere)
+        return FileProblems(config, elsewhere, prompts)
     if config.kind == "seeds":
         from megatron_async.tasks.seeds import SeedProblems
 

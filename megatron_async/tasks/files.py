@@ -19,11 +19,14 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
 
+import orjson
+
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
+from megatron_async.tasks.base import Place, Problem, is_heldout_key, stable_hash
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
+from megatron_async.tasks.prompts import PromptRenderer
 from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
 
 _MESSAGE_BYTES = 64  # more than a chat template writes around one
@@ -32,16 +35,26 @@ _MESSAGE_BYTES = 64  # more than a chat template writes around one
 class ProblemFile:
     """The problems of one file, read when they are asked for; an index of some 50 bytes a row.
 
-    `mode` (task.bad_rows) skip: rows that are no problems are left out, with a warning.
+    `mode` (task.bad_rows) skip: rows that cannot be used are left out, with a warning. `prompts`:
+    what makes prompts of them; a row of which it can make none cannot be used.
     """
 
-    def __init__(self, file: FileConfig, setting: str, template: str = "", mode: str = "refuse"):
+    def __init__(
+        self,
+        file: FileConfig,
+        setting: str,
+        template: str = "",
+        mode: str = "refuse",
+        prompts: PromptRenderer | None = None,
+    ) -> None:
+        self._prompts = prompts
         self._rows = open_rows(file.path, file.split, setting)
         self._columns = Columns.of(file.layout, file.columns, template)
         self.what = f"{setting} {file.path}"
         large = len(self._rows) >= LEAST_ROWS
         make = partial(self._index, file)
-        index = kept(file, template, make) if large else make()
+        state = template if prompts is None else f"{template}\n{prompts.identity()}"
+        index = kept(file, state, make) if large else make()
         self.places, self.keys, self.sizes = index
         if 0 in self.sizes:
             self._report_bad(mode)
@@ -59,6 +72,8 @@ class ProblemFile:
                     continue
                 with suppress(UserError):
                     problem = self._columns.problem(row, self._rows.where(place))
+                    if self._prompts is not None:
+                        self._prompts.check(problem)
                     key, size = problem.key, _size(problem, self._columns.named)
             places.append(place)
             keys.append(key)
@@ -70,12 +85,17 @@ class ProblemFile:
     def _report_bad(self, mode: str) -> None:
         places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
         found = [self._rows.where(place) for place in places]
+        problems = 0
         for number, place in enumerate(places[:MOST_BAD_ROWS_SHOWN]):
+            where = found[number]
             try:
-                self._columns.problem(self._rows[place], found[number])
+                problem = self._columns.problem(self._rows[place], where)
+                problems += 1
+                if self._prompts is not None:
+                    self._prompts.check(problem)
             except UserError as error:
-                found[number] = str(error)
-        report_bad_rows(self.what, found, len(self.places), mode)
+                found[number] = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        report_bad_rows(self.what, found, len(self.places), mode, readable=problems > 0)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -104,9 +124,15 @@ class ProblemFile:
 
 def _size(problem: Problem, named: Collection[str]) -> int:
     """Bytes of the parts that a prompt is made of."""
-    texts = [m["content"] for m in problem.messages] or [problem.question]
-    texts += [problem.fields.get(name, "") for name in named]
-    return sum(len(text.encode()) for text in texts) + _MESSAGE_BYTES * len(problem.messages)
+    texts = [problem.fields.get(name, "") for name in named]
+    if not problem.messages:
+        texts.append(problem.question)
+    whole = sum(len(text.encode()) for text in texts)
+    for message in problem.messages:
+        others = message.keys() - {"role", "content"}
+        whole += len(message["content"].encode()) + _MESSAGE_BYTES
+        whole += sum(len(orjson.dumps({name: message[name]})) for name in others)
+    return whole
 
 
 class _Epochs:
@@ -149,12 +175,17 @@ def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
 class FileProblems:
     """Implements `ProblemSource`. `elsewhere`: keys of problems that are evaluated on."""
 
-    def __init__(self, config: DataConfig, elsewhere: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        elsewhere: Collection[int] = (),
+        prompts: PromptRenderer | None = None,
+    ) -> None:
         self.name = "files"
         self._config = config
         sources = config.files()
         setting = "task.sources" if config.sources else "task.path"
-        how = (setting, config.prompt_template, config.bad_rows)
+        how = (setting, config.prompt_template, config.bad_rows, prompts)
         self._files = [ProblemFile(source, *how) for source in sources]
         self._weights = [Fraction(str(source.weight)) for source in sources]
         training: list[list[int]] = [[] for _ in sources]
@@ -209,14 +240,14 @@ class FileProblems:
             )
         return [self._files[number][index] for number, index in self._heldout[: count or None]]
 
-    def longer(self, size: int) -> Iterator[Listed]:
+    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
         """Problems of both sides whose texts have more bytes than `size`."""
         for number, file in enumerate(self._files):
             for index, bytes_ in enumerate(file.sizes):
                 if bytes_ > size:
-                    yield Listed((number, index), file.where(index), file[index])
+                    yield (number, index), file[index]
 
-    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+    def leave_out(self, places: Collection[Place]) -> None:
         """Neither train nor evaluate on those that `longer` gave these places."""
         gone = set(places)
         self._epochs = [

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from megatron_async.config.data import ColumnsConfig
+from megatron_async.config.files import parse_json
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.answers import final_answer, last_boxed
 from megatron_async.tasks.base import Message, Problem, row_payload
@@ -20,6 +21,14 @@ from megatron_async.tasks.base import Message, Problem, row_payload
 _LARGEST_PRIORITY: Final = 1_000_000
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _MISSING: Final = object()
+CONTENT_FIELDS: Final = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
+"""Fields of a message that hold a part of what the assistant wrote."""
 
 
 def _after_hashes(text: str) -> str | None:
@@ -90,7 +99,7 @@ class Columns:
         payload = row_payload(question, answer, metadata)
         priority = self._priority(row, where)
         fields = _fields(metadata) if self.named else {}
-        return Problem(question, payload, fields, priority, messages, self.template)
+        return Problem(question, payload, fields, priority, messages, self.template, where)
 
     def example(self, row: Mapping[str, Any], where: str) -> tuple[Problem, str]:
         """The problem and the response of a row to learn from. Raises UserError."""
@@ -196,7 +205,11 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """A list of `role` and `content`, contents as text. Raises UserError."""
+    """Return a row's chat messages as templates take them. Raises UserError.
+
+    Contents become text. Every other field stays, but for empty ones; the arguments of calls become
+    objects. A call or a thought needs no content, nor does the result of a tool.
+    """
     if not _is_list(value):
         raise UserError(f"{where} must be a list of chat messages, got {shown(value)}")
     messages = []
@@ -207,12 +220,56 @@ def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
                 f"{where}, message {number}: `role` must be one of {', '.join(_ROLES)}, "
                 f"got {shown(role)}"
             )
-        content = _content(message.get("content"), f"{where}, message {number}")
-        messages.append({"role": role, "content": content})
+        place = f"{where}, message {number}"
+        fields = {k: v for k, v in message.items() if v not in (None, "", [], {})}
+        if calls := fields.get("tool_calls"):
+            fields["tool_calls"] = _tool_calls(calls, place)
+        may_be_empty = role == "tool" or any(name in fields for name in CONTENT_FIELDS)
+        content = _content(fields.get("content", ""), place, may_be_empty=may_be_empty)
+        messages.append({**fields, "role": role, "content": content})
     return tuple(messages)
 
 
-def _content(content: Any, where: str) -> str:
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a message with arguments as objects. Raises UserError.
+
+    OpenAI's form has the arguments as a text of JSON, which templates would quote once more.
+    """
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f"{where}: `tool_calls` is {shown(calls)}; it must be a list of calls, each with "
+                "the `name` and the `arguments` of a function"
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
+        if not isinstance(arguments, dict):
+            raise UserError(
+                f"{where}: the arguments of {function['name']} are {shown(arguments)}; they must "
+                "be an object"
+            )
+        named = {**{k: v for k, v in function.items() if v is not None}, "arguments": arguments}
+        whole = {k: v for k, v in call.items() if v is not None}
+        found.append({**whole, "function": named} if "function" in call else named)
+    return found
+
+
+def row_tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the JSON schemas in a row's column `tools`, which may be a text. Raises UserError."""
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{where}, column 'tools'")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: `tools` is {shown(tools)}; it must be a list of JSON schemas")
+    return tools
+
+
+def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
+    if content == "" and may_be_empty:
+        return ""
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None

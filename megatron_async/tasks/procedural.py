@@ -13,7 +13,7 @@ Invariants
 
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
     Dataset,
-    Listed,
+    Place,
     Problem,
     is_heldout,
     row_payload,
@@ -52,11 +52,11 @@ class ProceduralProblems:
         """Training problem `index`; one whose text is held out is drawn again."""
         return self._training_problem("train", index)
 
-    def longer(self, size: int) -> Iterator[Listed]:
+    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
         """The first: problems are made as they are asked for."""
-        yield Listed((0, 0), f"{self.name}, problem 0", self.train(0))
+        yield (0, 0), replace(self.train(0), where=f"{self.name}, problem 0")
 
-    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+    def leave_out(self, places: Collection[Place]) -> None:
         """Impossible, for the same reason."""
         raise UserError(
             f"task.filter_overlong leaves rows of files out; task {self.name} has none: make its "

@@ -7,12 +7,13 @@ Invariants
 
 import itertools
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import (
-    Listed,
+    Place,
     Problem,
     is_heldout,
     row_payload,
@@ -54,11 +55,11 @@ class SeedProblems:
         """Rows have no end."""
         return None, heldout
 
-    def longer(self, size: int) -> Iterator[Listed]:
+    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
         """The first: all are as long."""
-        yield Listed((0, 0), "task.kind seeds, row 0", self.train(0))
+        yield (0, 0), replace(self.train(0), where="task.kind seeds, row 0")
 
-    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+    def leave_out(self, places: Collection[Place]) -> None:
         """Impossible: there is no file. Raises UserError."""
         raise UserError("task.filter_overlong leaves rows of files out; task.kind seeds has none")
 

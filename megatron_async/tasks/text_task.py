@@ -26,100 +26,11 @@ from megatron_async.tasks.base import (
     is_heldout_key,
 )
 from megatron_async.tasks.files import ProblemFile
-from megatron_async.tasks.layouts import Columns, chat_messages
+from megatron_async.tasks.layouts import Columns, chat_messages, row_tools
+from megatron_async.tasks.prompts import PromptRenderer, check_vocabulary
 from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
 from megatron_async.tasks.seeds import seed_problem
 from megatron_async.trajectory.types import IntArray, Prompt
-
-
-class ChatTemplate:
-    """A tokenizer's chat template with the settings' system message and arguments."""
-
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        stop_token_ids: Collection[int],
-        where: str,
-        **arguments: Any,
-    ) -> WorkedExample:
-        """A conversation to learn from: all that the assistant wrote, each turn's end included.
-
-        `arguments`: the template's, beside the settings' (`tools`).
-        Raises UserError where there is nothing of it, or where the template shows earlier turns
-        otherwise once later ones follow (some drop an earlier turn's thoughts).
-        """
-        text = self.text(messages, begin=False, **arguments)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.text(messages[:number], begin=True, **arguments)
-            upto = self.text(messages[: number + 1], begin=False, **arguments).rstrip()
-            if not (text.startswith(upto) and upto.startswith(before)):
-                raise UserError(
-                    f"{where}: the chat template does not show message {number + 1} as it does "
-                    "without the messages after it; write one row for each turn to be learned"
-                )
-            spans.append((len(before), len(upto)))
-        if not spans:
-            raise UserError(f"{where}: no message of the assistant")
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoded["input_ids"])
-        begins = np.array([begin for begin, _ in encoded["offset_mapping"]])
-        trained = np.zeros(len(ids), np.bool_)
-        for begin, end in spans:
-            trained |= (begins >= begin) & (begins < end)
-        last = int(np.flatnonzero(trained)[-1]) + 1
-        ids, trained = ids[:last], trained[:last]
-        if ids[-1] not in stop_token_ids:
-            ids.append(int(self._tokenizer.eos_token_id))
-            trained = np.append(trained, True)
-        first = int(np.flatnonzero(trained)[0])
-        tokens = np.asarray(ids, np.int32)
-        return WorkedExample(tokens[:first], tokens[first:], trained[first:])
-
-    def text(self, messages: Sequence[Message], *, begin: bool, **arguments: Any) -> str:
-        """Messages as text; with `begin` up to where the assistant begins to answer.
-
-        `arguments`: the template's, beside the settings'. Raises UserError.
-        """
-        system = self._config.system_prompt
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=begin,
-                **self._config.chat_template_kwargs,
-                **arguments,
-            )
-        except Exception as error:  # a template raises what it likes
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(
-                f"the chat template of model.path fails for messages of {roles} with "
-                f"task.chat_template_kwargs {self._config.chat_template_kwargs}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return str(text)
-
-
-def chat_template(config: DataConfig, tokenizer: Any) -> ChatTemplate | None:
-    """The template to use; None where there is none. Raises UserError for what then has no use."""
-    if config.chat_template == "auto" and tokenizer.chat_template:
-        return ChatTemplate(config, tokenizer)
-    for name in ("system_prompt", "chat_template_kwargs"):
-        if getattr(config, name):
-            raise UserError(
-                f"task.{name} is {getattr(config, name)!r}, and model.path has no chat template "
-                "(or task.chat_template is never): leave it out"
-            )
-    return None
-
 
 # That a tokenizer puts around a text.
 _SPECIAL_TOKENS = 8
@@ -142,6 +53,7 @@ class TextTask:
         config: DataConfig,
         source: ProblemSource,
         tokenizer: Any,
+        prompts: PromptRenderer,
         stop_token_ids: tuple[int, ...],
         evaluated: Mapping[str, ProblemFile] = MappingProxyType({}),
         *,
@@ -153,7 +65,7 @@ class TextTask:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self._evaluated = evaluated
-        self._chat = chat_template(config, tokenizer)
+        self._prompts = prompts
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         """Training prompts from `position` on."""
@@ -161,11 +73,29 @@ class TextTask:
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
         """The first `count` of an evaluation set; 0: all. Raises UserError if there are fewer."""
+        return [self._prompt(problem) for problem in self._eval_problems(count, name)]
+
+    def _eval_problems(self, count: int, name: str) -> list[Problem]:
         if name in self._evaluated:
-            problems = self._evaluated[name].first(count, self._config.eval_seed)
-        else:
-            problems = self.source.heldout(count)
-        return [self._prompt(problem) for problem in problems]
+            return self._evaluated[name].first(count, self._config.eval_seed)
+        return self.source.heldout(count)
+
+    def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
+        """Make the first `count` prompts of an evaluation set (0: all). Raises UserError.
+
+        One of more than `longest` tokens (None: no limit) is refused unless task.long_prompts is
+        drop: then it counts as wrong.
+        """
+        for problem in self._eval_problems(count, name):
+            tokens = len(self._prompt(problem).token_ids)
+            if longest is not None and tokens > longest and self._config.long_prompts != "drop":
+                place = problem.where or f"the problem {shown(problem.question)}"
+                raise UserError(
+                    f"evaluation set {name}: {place}: the prompt has {tokens} tokens, and at most "
+                    f"{longest} leave room for the response (engines.context_length, else the "
+                    "model's; engines.max_total_tokens; the set's max_new_tokens): remove it, "
+                    "change one of these, or have it counted as wrong by task.long_prompts: drop"
+                )
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """Training problems (None: no end), and up to `heldout` held-out ones."""
@@ -181,8 +111,8 @@ class TextTask:
         problem = self.source.train(0)
         if self._plays:
             return self.source.summary()
-        text = shown_text(self._text(problem))
-        kind = "chat template" if self._chat else "no chat template"
+        text = shown_text(self._prompts.text(problem))
+        kind = "chat template" if self._prompts.chat else "no chat template"
         return (
             f"{self.source.summary()}\nfirst prompt, {len(self.prompt_ids(problem))} tokens "
             f"({kind}):\n{text}"
@@ -201,18 +131,18 @@ class TextTask:
         most = longest - max_new_tokens
         first = self.source.train(0)
         blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
-        around = len(self._text(blank).encode()) + _SPECIAL_TOKENS
+        around = len(self._prompts.text(blank).encode()) + _SPECIAL_TOKENS
         suspects = self.source.longer(most - around)
         if self._config.filter_overlong:
-            gone = [d.place for d in suspects if len(self.prompt_ids(d.problem)) > most]
+            gone = [place for place, one in suspects if len(self.prompt_ids(one)) > most]
             if gone:
                 self.source.leave_out(gone)
             return len(gone)
-        for listed in itertools.islice(suspects, _MOST_TOKENIZED):
-            tokens = len(self.prompt_ids(listed.problem))
+        for _, problem in itertools.islice(suspects, _MOST_TOKENIZED):
+            tokens = len(self.prompt_ids(problem))
             if tokens > most:
                 raise UserError(
-                    f"{listed.where}: the prompt has {tokens} tokens, which with "
+                    f"{problem.where}: the prompt has {tokens} tokens, which with "
                     f"sampling.max_new_tokens {max_new_tokens} is more than the {longest} that an "
                     "engine takes (engines.context_length, else the model's; "
                     "engines.max_total_tokens): shorten the prompt, lower the one or raise the "
@@ -253,14 +183,18 @@ class TextTask:
                 if keys & elsewhere or any(is_heldout_key(key, share) for key in keys):
                     continue
                 if not messages:
-                    yield self._example(problem, response)
-                elif self._chat is None:
-                    raise UserError(f"{where}: chat messages need a model with a chat template")
+                    example = self._example(problem, response)
+                elif (chat := self._prompts.chat) is None:
+                    raise UserError("chat messages need a model with a chat template")
                 else:
-                    tools = {"tools": row["tools"]} if row.get("tools") else {}
-                    yield self._chat.conversation(messages, self.stop_token_ids, where, **tools)
+                    found = row_tools(row, where)
+                    tools = {"tools": found} if found else {}
+                    example = chat.conversation(messages, self.stop_token_ids, where, **tools)
+                for ids in (example.prompt_ids, example.response_ids):
+                    check_vocabulary(ids, self._prompts.vocabulary, self._tokenizer)
+                yield example
             except UserError as error:
-                bad.append(str(error))
+                bad.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
 
     def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
         """Keys of what a conversation asks; all of an environment open alike: its seed counts."""
@@ -270,34 +204,11 @@ class TextTask:
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""
-        return self._encode(self._text(problem), add_special_tokens=self._chat is None)
+        return self._prompts.ids(problem)
 
     def messages(self, problem: Problem) -> Sequence[Message]:
         """The prompt as a conversation, without the chat template."""
-        return problem.messages or [{"role": "user", "content": self._question(problem)}]
-
-    def _text(self, problem: Problem) -> str:
-        messages = self.messages(problem)
-        if problem.messages and self._chat is None:
-            raise UserError(
-                "model.path has no chat template (or task.chat_template is never), and the "
-                "prompts are chat messages: use a model with one, or prompts of text"
-            )
-        return (
-            messages[0]["content"] if self._chat is None else self._chat.text(messages, begin=True)
-        )
-
-    def _question(self, problem: Problem) -> str:
-        template = problem.template or self._config.prompt_template or "{question}"
-        fields = {k: v for k, v in problem.fields.items() if k != "question"}
-        try:
-            text = template.format(question=problem.question, **fields)
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"task.prompt_template {template!r} does not fit the task: "
-                f"it may name question{''.join(', ' + k for k in sorted(problem.fields))}"
-            ) from error
-        return "".join(text.split()) if self._config.remove_spaces else text
+        return self._prompts.messages(problem)
 
     def _prompt(self, problem: Problem) -> Prompt:
         ids, payload = self.prompt_ids(problem), problem.payload
@@ -308,13 +219,9 @@ class TextTask:
         return Prompt(ids, self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
-        response_ids = self._encode(response, add_special_tokens=False)
+        response_ids = self._prompts.encode(response, special_tokens=False)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
         return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
-
-    def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return np.asarray(ids, dtype=np.int32)
 
 
 def shown_text(text: str) -> str:

@@ -233,6 +233,13 @@ class TrainLoop:
                         "its rows (`megatron-async reward`)"
                     )
                     self.metrics.warn(evaluation.number, "unscored_answers", message)
+                if one.refused:
+                    message = (
+                        f"{one.refused} of {one.answers} responses to set {one.name} are missing "
+                        "and count as wrong: no engine takes their prompts, which are too long "
+                        "(task.long_prompts: drop)"
+                    )
+                    self.metrics.warn(evaluation.number, "refused_eval_prompts", message)
 
     # ------------------------------------------------------------ checkpoints and records
 

@@ -154,3 +154,12 @@ def test_a_template_that_cannot_go_on_is_refused(template: str, sentence: str) -
     turns = Conversation(DataConfig(), tokenizer, stops)
     with pytest.raises(UserError, match=sentence):
         turns.check([{"role": "user", "content": "hi"}], ["user"])
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    tokenizer, stops = family_tokenizer("qwen2_5")
+    lacking = tokenizer.add_tokens(["<new>"]) and len(tokenizer) - 1
+    turns = Conversation(DataConfig(), tokenizer, stops, vocabulary=lacking)
+    turns.opening([{"role": "user", "content": "old"}])
+    with pytest.raises(UserError, match=rf"the token '<new>' \({lacking}\), and the model has"):
+        turns.next([{"role": "user", "content": "a <new> one"}], ended=True)

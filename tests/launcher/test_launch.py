@@ -27,7 +27,9 @@ GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
 def settings(tmp_path: Path) -> Path:
     """A config whose model is small, and can be split over eight tensor ranks."""
     model = tmp_path / "model"
-    save_hf_model("qwen3", model, num_key_value_heads=8, max_position_embeddings=4096)
+    save_hf_model(
+        "qwen3", model, vocab_size=128, num_key_value_heads=8, max_position_embeddings=4096
+    )
     write_character_tokenizer(model)
     path = tmp_path / "c.yaml"
     path.write_text(
@@ -167,7 +169,7 @@ def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
     usage = type("Usage", (), {"free": 1e6})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     for slurm in (False, True):
-        with pytest.raises(UserError, match=r"3 checkpoints of 0\.000689 GB .* room for 0\.001 GB"):
+        with pytest.raises(UserError, match=r"3 checkpoints of 0\.000713 GB .* room for 0\.001 GB"):
             launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
     assert not (tmp_path / "runs").exists()
 

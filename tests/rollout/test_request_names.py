@@ -53,4 +53,6 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     work = evaluator.evaluate(engines, PolicyVersion(0, 0))
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
-    assert (result.accuracy, result.failed_judgements, result.answers) == (0.5, 6, 12)
+    assert (result.accuracy, result.answers) == (0.5, 12)
+    assert (result.failed_judgements, result.refused) == (0, 6), "no scorer has failed"
+    assert "6 prompts were too long for the engines" in result.sentence()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,20 @@ from tests.rollout.test_manager import Trainer
 VOCABULARY = 1000
 
 
-def store_of_an_earlier_version(file: Path, token: int, logprob: float, state: str) -> None:
-    """Two groups of two, trajectories 1 to 4; the first has this token."""
+def store_of_an_earlier_version(
+    file: Path, token: int, logprob: float, state: str, prompt_token: int = 5
+) -> None:
+    """Two groups of two, trajectories 1 to 4.
+
+    The first response has this token, the prompt of the second group `prompt_token`.
+    """
     config = config_of("copris")
 
     async def fill() -> None:
         store = TrajectoryStore.open(file, config.store, lineage=0, step=0, parent=None)
-        for prompt in Fixed().train_prompts(0, 2):
+        first, second = Fixed().train_prompts(0, 2)
+        second = replace(second, token_ids=np.array([prompt_token], np.int32))
+        for prompt in (first, second):
             for one in store.add_group(prompt, 2).trajectories:
                 key = store.begin_request(one.trajectory_id)
                 wrong = one.trajectory_id == 1
@@ -83,3 +91,29 @@ def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
     assert fault in message and "trajectory 1 " in message and "engine7" in message
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         assert reader.trajectory(1).drop_reason is DropReason.NONFINITE
+
+
+def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dropped(
+    tmp_path: Path,
+) -> None:
+    store_of_an_earlier_version(tmp_path / "store.sqlite", 9, -1.0, "partial", VOCABULARY)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    config = config_of("copris", model={"path": str(tmp_path)})
+    warnings: dict[str, str] = {}
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
+        await trainer.batch()
+        warnings.update(trainer.manager.status()["warnings"])
+        await trainer.manager.stop()
+
+    run(body())
+    assert "token 1000 is outside the vocabulary" in warnings["untrainable"]
+    assert "(from its prompt)" in warnings["untrainable"]
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        found = [reader.trajectory(number) for number in (1, 2, 3, 4)]
+    dropped = [one.drop_reason is DropReason.NONFINITE for one in found]
+    assert dropped == [VOCABULARY in one.prompt.token_ids for one in found]
+    assert sum(dropped) == 2

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -136,6 +138,113 @@ def test_of_a_conversation_the_assistants_turns_are_learned(tmp_path: Path) -> N
     assert text == ("<user>2+2<eos>\n<assistant>(hm)4<eos>\n<user>and 1<eos>\n<assistant>5<eos>")
     (example,) = task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
     assert example.response_ids[-1] == EOS_ID
+
+
+SHOWS_ALL = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for t in m.tool_calls or [] %}[{{ t.function.name }} {{ t.function.arguments | tojson }}]"
+    "{% endfor %}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": {"a": 2}}}
+AS_TEXT = {**CALL, "function": {"name": "mul", "arguments": '{"a": 2}'}}
+BARE = {"name": "mul", "arguments": {"a": 2}}
+
+
+def calling(call: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """A conversation in which the assistant calls a tool."""
+    return [
+        {"role": "user", "content": "2*2"},
+        {"role": "assistant", "tool_calls": [call], **more},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+        {"role": "assistant", "reasoning_content": "so", "content": "4"},
+    ]
+
+
+@pytest.mark.parametrize("call", [CALL, AS_TEXT], ids=["object", "text"])
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}, {"content": "I do."}])
+def test_calls_and_thoughts_are_learned(
+    tmp_path: Path, call: dict[str, Any], content: dict[str, Any]
+) -> None:
+    task = task_of(tmp_path, SHOWS_ALL)
+    file = tmp_path / "sft.jsonl"
+    file.write_text(json.dumps({"messages": calling(call, **content)}) + "\n")
+    ((_, kept),) = learned(task, FileConfig(path=str(file)))
+    assert kept == f'{content.get("content") or ""}[mul {{"a": 2}}]<eos>(so)4<eos>'
+
+
+def test_a_prompt_keeps_the_calls_and_thoughts_of_its_messages(tmp_path: Path) -> None:
+    messages = [*calling(AS_TEXT), {"role": "user", "content": "more"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"prompt": messages, "answer": 2}) + "\n")
+    text = prompt_of(task_of(tmp_path, SHOWS_ALL, path=str(path)))
+    assert '<assistant>[mul {"a": 2}]<eos>' in text and "<assistant>(so)4<eos>" in text
+
+
+def test_calls_in_parquet_lose_the_fields_that_they_do_not_have(tmp_path: Path) -> None:
+    messages = calling(CALL)
+    columns = [{"messages": [{**dict.fromkeys(("tool_calls", "content")), **m} for m in messages]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / "sft.parquet")
+    task = task_of(tmp_path, SHOWS_ALL)
+    ((_, kept),) = learned(task, FileConfig(path=str(tmp_path / "sft.parquet")))
+    assert kept == '[mul {"a": 2}]<eos>(so)4<eos>'
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tool_calls", [CALL]),
+        ("function_call", BARE),
+        ("reasoning_content", "so"),
+        ("reasoning", "so"),
+        ("thinking", "so"),
+    ],
+)
+def test_a_field_that_the_template_leaves_out_is_refused_by_name(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    talk = [TALK[0], {"role": "assistant", "content": "4", name: value}]
+    file = tmp_path / "sft.jsonl"
+    file.write_text(json.dumps({"messages": talk}) + "\n")
+    task = task_of(tmp_path, TEMPLATE.replace("<", "<thinking ", 1))
+    with pytest.raises(UserError, match=rf"sft.jsonl:1: .*`{name}`, which the chat template of"):
+        task.worked_examples(1, FileConfig(path=str(file)))
+    prompts = tmp_path / "chat.jsonl"
+    prompts.write_text(json.dumps({"prompt": [*talk, TALK[2]], "answer": 2}) + "\n")
+    with pytest.raises(UserError, match=rf"chat.jsonl:1: .*`{name}`, which the chat template of"):
+        task_of(tmp_path, path=str(prompts))
+
+
+@pytest.mark.parametrize(
+    ("calls", "sentence"),
+    [
+        ("mul", "`tool_calls` is 'mul'; it must be a list of calls"),
+        ([{"function": {}}], "`tool_calls` is .*; it must be a list of calls"),
+        ([{"name": "mul", "arguments": "{"}], "the arguments of mul is not valid JSON"),
+        ([{"name": "mul", "arguments": "[1]"}], r"the arguments of mul are \[1\]; they must be an"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_refused(tmp_path: Path, calls: Any, sentence: str) -> None:
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    file = tmp_path / "sft.jsonl"
+    file.write_text(json.dumps({"messages": talk}) + "\n")
+    with pytest.raises(UserError, match=f"sft.jsonl:1, .*message 2: {sentence}"):
+        task_of(tmp_path, SHOWS_ALL).worked_examples(1, FileConfig(path=str(file)))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_reach_the_template_as_schemas(tmp_path: Path, as_text: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "mul"}}]
+    template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + TEMPLATE
+    row = {"messages": TALK[:2], "tools": json.dumps(tools) if as_text else tools}
+    file = tmp_path / "sft.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    ((text, _),) = learned(task_of(tmp_path, template), FileConfig(path=str(file)))
+    assert text.startswith("mul;<user>")
+    file.write_text(json.dumps({**row, "tools": "[1]"}) + "\n")
+    with pytest.raises(UserError, match=r"`tools` is \[1\]; it must be a list of JSON schemas"):
+        task_of(tmp_path, template).worked_examples(1, FileConfig(path=str(file)))
 
 
 def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_async.config.data import FileConfig
+from megatron_async.config.evaluation import EvalConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
@@ -170,6 +171,31 @@ def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
 def test_it_may_be_dropped_instead_when_its_turn_comes(tmp_path: Path, model: str) -> None:
     config = _file_of(tmp_path, ["1+1=", "2" * 70], long_prompts="drop")
     build_task(config, model).check_lengths(160, 100)
+
+
+def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_line(
+    tmp_path: Path, model: str
+) -> None:
+    held = tmp_path / "held.jsonl"
+    rows = [{"prompt": question, "answer": 1} for question in ("9+9=", "2" * 70)]
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = EvalConfig.model_validate({"path": str(held)})
+    task = build_task(_file_of(tmp_path, ["1+1="], heldout_share=0), model, evaluation)
+    task.check_evaluation(0, "heldout", 70)
+    with pytest.raises(UserError, match=r"heldout: eval\.path .*held\.jsonl:2: the prompt has 70 "):
+        task.check_evaluation(0, "heldout", 69)
+    config = _file_of(tmp_path, ["1+1="], heldout_share=0, long_prompts="drop")
+    build_task(config, model, evaluation).check_evaluation(0, "heldout", 69)
+
+
+def test_a_held_out_prompt_that_no_engine_takes_is_refused_by_its_line(
+    tmp_path: Path, model: str
+) -> None:
+    config = _file_of(tmp_path, [f"{i}+1=" for i in range(40)], heldout_share=0.5)
+    task = build_task(config, model)
+    task.check_evaluation(3, "heldout", 5)
+    with pytest.raises(UserError, match=r"questions\.jsonl:\d+: the prompt has [45] tokens"):
+        task.check_evaluation(3, "heldout", 3)
 
 
 def test_of_problems_without_end_the_first_is_looked_at(model: str) -> None:

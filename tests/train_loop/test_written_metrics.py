@@ -55,8 +55,21 @@ def test_answers_of_an_evaluation_without_a_score_are_named(
     ignored = SimpleNamespace(write=lambda *_, kind: None, samples=lambda *_: None)
     ignored.warn = lambda *warning: warnings.append(warning)
     result: Any = SimpleNamespace(
-        name="hard", answers=of, failed_judgements=failed, samples=(), metrics=dict
+        name="hard", answers=of, failed_judgements=failed, refused=0, samples=(), metrics=dict
     )
     loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
     assert [(step, name) for step, name, _ in warnings] == [(3, "unscored_answers")] * warned
     assert all(f"{failed} of {of} answers to set hard have no score" in w for _, _, w in warnings)
+
+
+def test_refused_prompts_of_an_evaluation_are_named_and_not_the_scorer() -> None:
+    warnings: list[tuple[int, str, str]] = []
+    ignored = SimpleNamespace(write=lambda *_, kind: None, samples=lambda *_: None)
+    ignored.warn = lambda *warning: warnings.append(warning)
+    result: Any = SimpleNamespace(
+        name="hard", answers=9, failed_judgements=0, refused=4, samples=(), metrics=dict
+    )
+    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
+    ((step, name, message),) = warnings
+    assert (step, name) == (3, "refused_eval_prompts")
+    assert "4 of 9 responses to set hard are missing" in message and "too long" in message
