@@ -11,13 +11,14 @@ Invariants
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_async.config import RunConfig, dump
-from megatron_async.config.files import tokenizer_digest
+from megatron_async.config.files import read_json_object, tokenizer_digest
 from megatron_async.config.load import load_run_config
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import CannotWrite, check_room, replacing, writing
@@ -61,6 +62,8 @@ class RunDirectory:
     """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
     tokenizer_file = _Place("tokenizer.sha256")
     """Of the tokenizer and chat template that the run began with: its tokens are of no other."""
+    data_file = _Place("data.json")
+    """Identity of the data files that the run reads: `tasks.data_identity`."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
@@ -102,8 +105,13 @@ class RunDirectory:
         return self.path.rename(place)
 
     @classmethod
-    def create(cls, config: RunConfig, *, resumable: bool = True) -> "RunDirectory":
-        """A new run. Raises UserError when the name is taken or the place cannot be written."""
+    def create(
+        cls, config: RunConfig, data: Mapping[str, Any] | None = None, *, resumable: bool = True
+    ) -> "RunDirectory":
+        """A new run; `data`: the identity of its data files.
+
+        Raises UserError when the name is taken or the place cannot be written.
+        """
         directory = cls.of(config)
         directory.check_free(resumable=resumable)
         tokenizer = tokenizer_digest(config.model.path)
@@ -111,6 +119,7 @@ class RunDirectory:
             with writing(directory.path, "run directory"):
                 directory.logs.mkdir(parents=True, exist_ok=True)
             write_atomically(directory.tokenizer_file, tokenizer)
+            directory._save_data(data)
             directory.save_config(config)
         except CannotWrite as error:
             raise UserError(str(error)) from error
@@ -149,11 +158,24 @@ class RunDirectory:
         """Write the settings of a resume beside those of the run, until it has begun."""
         write_atomically(self.resume_file, dump(config), private=bool(config.engines.api_key))
 
-    def begin(self) -> None:
-        """Called when trainers and engines hold the weights: the run is what the launch has set."""
+    def begin(self, data: Mapping[str, Any] | None = None) -> None:
+        """Called when trainers and engines hold the weights: the run is what the launch has set.
+
+        `data`: the identity of the data files that the launch reads.
+        """
         self.outcome_file.unlink(missing_ok=True)  # first: the settings may ask for more steps
         if self.resume_file.exists():
+            self._save_data(data)
             self.resume_file.replace(self.config_file)
+
+    def _save_data(self, data: Mapping[str, Any] | None) -> None:
+        if data is not None:
+            write_atomically(self.data_file, json.dumps(data, indent=1))
+
+    def data_identity(self) -> dict[str, Any]:
+        """Return the identity of the data that the run has read so far. Raises UserError."""
+        file = self.data_file
+        return read_json_object(file, f"{file}") if file.exists() else {}
 
     def tokenizer_digest(self) -> str:
         """Return that of the run's tokenizer; empty where an earlier version began the run."""

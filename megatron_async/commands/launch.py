@@ -156,10 +156,10 @@ def launch_run(
         if from_step is None and (sentence := complete(directory, before, config)):
             return sentence
         preflight.check_resume(directory, config, from_step)
-        preflight.check_same_run(directory, before, config)
+        changed = preflight.check_same_run(directory, before, config)
     else:
         assert config_file is not None
-        config = load_config(config_file, overrides)
+        config, changed = load_config(config_file, overrides), ()
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
     config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
@@ -173,7 +173,7 @@ def launch_run(
             "engines.placement is colocated, and launch gives engines nodes of their own; start "
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
-    notices = "".join(f"# note: {notice}\n" for notice in remarks)
+    notices = "".join(f"# note: {notice}\n" for notice in (*remarks, *changed))
     if resume is not None:
         notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
     commands = _commands(config, directory, cluster, rollout_nodes, slurm=slurm)

@@ -83,7 +83,8 @@ def resume_command(
             show_layout(settings)
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
-        check_same_run(directory, before, settings)
+        changed = check_same_run(directory, before, settings)
+        checked = replace(checked, notices=(*checked.notices, *changed))
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):

@@ -107,6 +107,9 @@ class DataConfig(FileConfig):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
     start and list the first ten, or leave them out and show their number."""
+    changed_data: Literal["refuse", "accept"] = "refuse"
+    """Whether a resume goes on when a data file is not what it was at the run's start: its size and
+    a hash of its content are in `data.json` of the run directory."""
     filter_overlong: bool = False
     """Leave such prompts out before the run starts; their number is shown."""
     remove_spaces: bool = False

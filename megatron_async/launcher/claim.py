@@ -27,6 +27,7 @@ from megatron_async.files.lock import (
     write_holder,
 )
 from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.data_identity import data_identity
 
 logger = logging.getLogger(__name__)
 # Settings, session files and the first transactions of a run; its first seconds fail with less.
@@ -113,7 +114,7 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
                 with writing(directory.path, "run directory"):
                     directory.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(claimed(directory, what))
-            RunDirectory.create(config, resumable=resumable)
+            RunDirectory.create(config, data_identity(config), resumable=resumable)
         except (UserError, CannotWrite) as error:
             if not isinstance(error, RunInUse):
                 _remove_unfinished(directory)
@@ -130,7 +131,7 @@ def _remove_unfinished(directory: RunDirectory) -> None:
     if directory.config_file.exists():
         return
     with contextlib.suppress(OSError):
-        for file in (directory.lock_file, directory.tokenizer_file):
+        for file in (directory.lock_file, directory.tokenizer_file, directory.data_file):
             file.unlink(missing_ok=True)
         if directory.logs.exists():
             directory.logs.rmdir()

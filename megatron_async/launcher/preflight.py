@@ -27,6 +27,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.import_path import is_import_path
+from megatron_async.tasks.data_identity import data_changes, data_identity
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
@@ -147,10 +148,13 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
-def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
-    """Refuse what a resume cannot change: the run's place, its model, the weights that it has.
+def check_same_run(
+    directory: RunDirectory, before: RunConfig, config: RunConfig
+) -> tuple[str, ...]:
+    """Refuse what a resume cannot change: the run's place, its model, its weights, its data.
 
-    Raises UserError.
+    Returns notices of data files that have changed and that task.changed_data accepts. Raises
+    UserError.
     """
     if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
         key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
@@ -171,6 +175,16 @@ def check_same_run(directory: RunDirectory, before: RunConfig, config: RunConfig
             f"{difference}; resume it with the model that it began with (model.path was "
             f"{before.model.path!r}), or start a new run under another name"
         )
+    known = directory.data_identity()
+    changes = data_changes(known, data_identity(config, known))
+    if changes and config.task.changed_data == "refuse":
+        raise UserError(
+            f"the data are not those that {directory.path} began with: {'; '.join(changes)}. Its "
+            "position in the data, its held-out problems and its accuracies belong to the former "
+            "files: restore them, go on with the new ones by task.changed_data=accept, or start a "
+            "new run"
+        )
+    return tuple(f"the data have changed (task.changed_data accept): {one}" for one in changes)
 
 
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:

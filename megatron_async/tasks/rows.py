@@ -58,18 +58,22 @@ class Rows(Protocol):
 
 def open_rows(path: str, split: str, setting: str) -> Rows:
     """The rows at `path`; at least one. Raises UserError that begins with `setting`."""
-    what = f"{setting} {path}"
-    place = Path(path)
     try:
-        if not path or not place.exists():
-            raise UserError(f"{setting} {path!r} cannot be read: there is no such file")
-        parts = _directory(place, split, setting) if place.is_dir() else [_file(place, setting)]
+        parts = [_file(file, setting) for file in data_files(path, split, setting)]
     except (OSError, ValueError) as error:
         raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
     rows = parts[0] if len(parts) == 1 else _Chain(parts)
     if not len(rows):
-        raise UserError(f"{what} holds no {'rows' if place.is_dir() else 'lines'}")
+        raise UserError(f"{setting} {path} holds no {'rows' if Path(path).is_dir() else 'lines'}")
     return rows
+
+
+def data_files(path: str, split: str, setting: str) -> list[Path]:
+    """Return the files with the rows of `path` in order. Raises UserError or OSError."""
+    place = Path(path)
+    if not path or not place.exists():
+        raise UserError(f"{setting} {path!r} cannot be read: there is no such file")
+    return _directory(place, split, setting) if place.is_dir() else [place]
 
 
 def report_bad_rows(
@@ -113,7 +117,7 @@ def _file(file: Path, setting: str) -> Rows:
     return _JsonlRows(file, what)
 
 
-def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
+def _directory(folder: Path, split: str, setting: str) -> list[Path]:
     what = f"{setting} {folder}"
     if (folder / "dataset_dict.json").is_file():
         known = _names(folder / "dataset_dict.json", "splits", what)
@@ -122,8 +126,7 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
         state = folder / "state.json"
         if read_json_object(state, f"{what}/state.json").get("_indices_data_files"):
             raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
-        files = [folder / name for name in _names(state, "_data_files", what)]
-        return [_arrow_rows(file, f"{setting} {file}", _map) for file in files]
+        return [folder / name for name in _names(state, "_data_files", what)]
     by_split: dict[str, list[Path]] = {}
     for file in _data_files(folder):  # train-00000-of-00002.parquet, test.jsonl, train/0.parquet
         stem = _SHARD.sub("", _plain(file).stem)
@@ -134,7 +137,7 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
     readable = [n for n, files in by_split.items() if any(_plain(f) == f for f in files)]
     files = by_split[_chosen(split, readable or list(by_split), what)]
     _check_shards(files, what)
-    return [_file(file, setting) for file in files]
+    return files
 
 
 def _data_files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from megatron_async.places.addresses import place_at
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.runtime.import_path import load_object
+from megatron_async.tasks.data_identity import data_identity
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
@@ -86,7 +87,7 @@ def train(
             resume=resume,
             memory=trainer_memory(config, trainer),
             rank_zero=rank_zero,
-            begin=directory.begin,
+            begin=lambda: directory.begin(data_identity(config, directory.data_identity())),
             health=HealthWatch(config.schedule.max_async_level, before),
         ).run()
         if complete and config.checkpoint.export_hf:

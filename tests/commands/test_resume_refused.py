@@ -22,6 +22,7 @@ from megatron_async.errors import ComponentFailure, Terminated, UserError
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.data_identity import data_identity
 from tests.checkpoint.test_manifest import write
 from tests.inputs.model_directories import write_model
 
@@ -56,7 +57,7 @@ def run(tmp_path: Path) -> RunDirectory:
             "eval": {"prompts": 2},
         }
     )
-    directory = RunDirectory.create(config)
+    directory = RunDirectory.create(config, data_identity(config))
     directory.lineage_file.write_text("0")
     directory.report_outcome(RunOutcome.STOPPED)
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
@@ -87,7 +88,7 @@ class Start:
         assert RunDirectory.launched(directory.path)[1] == config, "what ranks and nodes read"
         self.settings.append(config)
         if self.begins:
-            directory.begin()
+            directory.begin(data_identity(config))
         if self.error is not None:
             raise self.error
 
@@ -346,3 +347,30 @@ def test_launch_lists_what_a_resume_changes(run: RunDirectory, dry: bool) -> Non
     assert "# changed: schedule.preset copris → pipeline\n" in shown
     assert "# changed: schedule.boundary abort → continue\n" in shown
     assert "# changed: engines.api_key\n" in shown, "without the key itself"
+
+
+@pytest.mark.parametrize("by", ["train", "launch"])
+def test_a_data_file_that_has_changed_is_refused_or_accepted_with_a_note(
+    run: RunDirectory, tmp_path: Path, start: Start, by: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace("59+59", "58+60"))
+    before = content(run)
+    accept = ["task.changed_data=accept"]
+
+    def resume(overrides: list[str]) -> str:
+        if by == "launch":
+            cluster = Cluster(0, None, "1:00:00")
+            return launch_run(None, run.path, overrides, cluster, slurm=False, dry_run=True)
+        train.resume_command(run.path, overrides, None, dry=True)
+        return ""
+
+    with pytest.raises(
+        UserError, match=r"task\.path .*data\.jsonl: changed data\.jsonl\. .*accept"
+    ):
+        resume([])
+    assert content(run) == before
+    if by == "train":
+        train.resume_command(run.path, accept, None)
+        assert run.data_identity() != json.loads(before["data.json"])
+        train.resume_command(run.path, [], None)
