@@ -1,19 +1,30 @@
-"""Types of a tool's arguments, and their JSON schemas."""
+"""Types of a tool's arguments: their JSON schemas, and a policy's values converted to them.
+
+Invariants
+- The schema that a policy reads and the check of its values follow from the same type.
+- A value is converted only where nothing is lost. Every other value raises ValueError.
+"""
 
 import functools
 import inspect
+import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Final
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 Tool = Callable[..., Any]
 
 _PLAIN: Final = (int, float, str, bool, NoneType, list, tuple, dict, Any)
 """Types that transformers describes by themselves; it describes other classes as empty objects."""
 _PLAIN_GENERICS: Final = (typing.Union, UnionType, list, tuple, dict)
+_MOST_EXACT: Final = 1 << 53
+"""A whole float up to this magnitude stands for one integer only."""
 
 
 def function_of(tool: Tool) -> Tool:
@@ -70,6 +81,45 @@ def described_tool(name: str, tool: Tool) -> dict[str, Any]:
         found = TypeAdapter(hint).json_schema()
         properties[argument] = {**_inlined(found, found.pop("$defs", {})), **properties[argument]}
     return schema
+
+
+def converted(hint: Any, given: Any) -> Any:
+    """Return `given`, a value of JSON, as an object of type `hint`.
+
+    Text that holds the JSON of a fitting value is read, and a whole float becomes an integer.
+    Raises ValueError where the value has another type or would change.
+    """
+    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    failed: ValidationError | None = None
+    for reading in _readings(given):
+        try:
+            # Half of a surrogate pair, which a policy can write, is no text.
+            text = json.dumps(reading, ensure_ascii=False).encode(errors="replace")
+            found = adapter.validate_json(text, strict=True, extra="forbid")
+            break
+        except ValidationError as error:
+            failed = failed or error
+    else:
+        assert failed is not None
+        first = failed.errors()[0]
+        where = "".join(f"[{step!r}]" for step in first["loc"])
+        raise ValueError(f"{where} {first['msg']}".strip())
+    plain = found.value if isinstance(found, Enum) else found
+    # Python holds True equal to 1, and large integers become the nearest float.
+    exact = not isinstance(plain, float) or plain == reading
+    if not exact or isinstance(plain, bool) != isinstance(reading, bool):
+        raise ValueError(f"Input would become {plain!r}")
+    return found
+
+
+def _readings(given: Any) -> Iterator[Any]:
+    """Yield the values that `given` may stand for without a loss."""
+    yield given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            yield from_json(given, allow_inf_nan=False)
+    elif isinstance(given, float) and given.is_integer() and abs(given) <= _MOST_EXACT:
+        yield int(given)
 
 
 def _is_plain(hint: Any) -> bool:

@@ -16,7 +16,12 @@ from enum import Enum
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
-from megatron_async.environments.tool_arguments import Tool, described_tool
+from megatron_async.environments.tool_arguments import (
+    Tool,
+    argument_types,
+    converted,
+    described_tool,
+)
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import Message
 
@@ -149,15 +154,24 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
-    """The call to make, or the sentence for the policy that it cannot be made."""
+    """Return the call to make, or the message for the policy that it cannot be made."""
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools)}"
     try:
-        arguments = inspect.signature(tool).bind(**call.arguments)
+        signature = inspect.signature(tool)
+        arguments = signature.bind(**call.arguments).arguments
     except TypeError as error:
         return f"Error: {call.name}: {error}"
-    return lambda: tool(*arguments.args, **arguments.kwargs)
+    types = argument_types(tool)
+    for name, given in arguments.items():
+        if given is None and signature.parameters[name].default is None:
+            continue  # as in `count: int = None`
+        try:
+            arguments[name] = converted(types[name], given)
+        except ValueError as error:
+            return f"Error: {call.name}: {name} is {shown(given)}: {error}"
+    return lambda: tool(**arguments)
 
 
 def tool_message(name: str, returned: Any) -> Message:

@@ -15,7 +15,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_async.environments.interface import ToolCall
-from megatron_async.environments.player import Threads
+from megatron_async.environments.player import Player, Threads
 from megatron_async.environments.tools import bound, described, tool_message, tools_of
 from megatron_async.errors import UserError
 
@@ -64,6 +64,116 @@ def result_of(hint: Any, given: Any) -> Any:
     """Call a tool whose argument has this type; a message for the policy is returned as it is."""
     call = bound({"tool": tool_of(hint)}, ToolCall("tool", {"value": given}))
     return call if isinstance(call, str) else call()
+
+
+@pytest.mark.parametrize(
+    ("hint", "given", "found"),
+    [
+        (int, 3, 3),
+        (int, "3", 3),
+        (int, "-12", -12),
+        (int, 3.0, 3),
+        (int, 10**30, 10**30),
+        (float, 3, 3.0),
+        (float, "0.5", 0.5),
+        (bool, "true", True),
+        (str, "3", "3"),
+        (int | None, None, None),
+        (int | None, "null", None),
+        (int | str, "3", "3"),
+        (int | float, "2.5", 2.5),
+        (list[int], [1, 2], [1, 2]),
+        (list[int], "[1, 2]", [1, 2]),
+        (tuple[int, str], [1, "a"], (1, "a")),
+        (dict[str, int], '{"a": 1}', {"a": 1}),
+        (Literal["a", 1], "1", 1),
+        (Color, "blue", Color.BLUE),
+        (Level, "1", Level.LOW),
+        (Point, {"x": 1}, Point(1)),
+        (Box, {"corners": [{"x": 1, "y": 2}]}, {"corners": [Point(1, 2.0)]}),
+        (Any, {"a": [1.5, "1", True]}, {"a": [1.5, "1", True]}),
+    ],
+)
+def test_tool_argument_becomes_its_type_when_nothing_is_lost(
+    hint: Any, given: Any, found: Any
+) -> None:
+    result = result_of(hint, given)
+    assert (type(result), result) == (type(found), found)
+
+
+@pytest.mark.parametrize(
+    ("hint", "given"),
+    [
+        (int, True),
+        (int, 2.5),
+        (int, "2.5"),
+        (int, "three"),
+        (int, [3]),
+        (int, {"x": 1}),
+        (int, None),
+        (int, 1e23),
+        (float, False),
+        (float, "nan"),
+        (float, 10**400),
+        (float, 2**53 + 1),
+        (bool, 1),
+        (bool, "yes"),
+        (str, 3),
+        (str, ["a"]),
+        (list[int], [1, True]),
+        (list[int], 1),
+        (list[int], ["1"]),
+        (list[str], "ab"),
+        (tuple[int, int], [1, 2, 3]),
+        (dict[str, int], {"a": 1.5}),
+        (Literal["a", 1], "b"),
+        (Literal[1], True),
+        (Literal[True], 1),
+        (Color, "green"),
+        (Color, "RED"),
+        (Level, True),
+        (Point, {"x": 1, "z": 2}),
+        (Point, {"y": 1}),
+        (Point, {"x": True}),
+        (Annotated[int, Field(ge=1)], 0),
+    ],
+)
+def test_tool_call_is_answered_with_an_error_when_an_argument_has_another_type(
+    hint: Any, given: Any
+) -> None:
+    result = result_of(hint, given)
+    assert isinstance(result, str)
+    assert result.startswith("Error: tool: value is ")
+
+
+def test_tool_argument_may_be_null_when_its_default_is_none() -> None:
+    def tool(count: int = None) -> Any:  # type: ignore[assignment]  # noqa: RUF013
+        return count
+
+    call = bound({"tool": tool}, ToolCall("tool", {"count": None}))
+    assert callable(call) and call() is None
+
+
+def test_tool_call_with_another_type_leaves_the_episode_going() -> None:
+    class Tools:
+        def reset(self, **row: Any) -> None: ...
+
+        def repeat(self, text: str, times: int) -> str:
+            return text * times
+
+    async def play() -> list[str]:
+        threads = Threads(1)
+        player = Player(Tools, "own.py:Tools", threads, 5.0)
+        await player.reset({}, PROMPT)
+        given: tuple[Any, ...] = (True, "2")
+        calls = [ToolCall("repeat", {"text": "ab", "times": times}) for times in given]
+        replies = [await player._tool(call, 5.0) for call in calls]
+        threads.close()
+        return [reply["content"] for reply in replies]
+
+    refused, made = asyncio.run(play())
+    assert refused == "Error: repeat: times is True: Input should be a valid integer"
+    assert made == "abab"
 
 
 class Counted:
