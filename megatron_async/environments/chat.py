@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.json_text import json_text
 from megatron_async.environments.matching import TOOLS_ROLE, Message
 from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
 from megatron_async.errors import shown
@@ -121,7 +122,7 @@ class ChatAnswer:
         ]
 
     def _sent_calls(self) -> list[dict[str, Any]]:
-        return self._calls([json.dumps(arguments) for _, arguments in self.calls])
+        return self._calls([json_text(arguments) for _, arguments in self.calls])
 
     def _usage(self) -> dict[str, int]:
         before, made = self.tokens
@@ -217,7 +218,7 @@ def _refuse_unknown(asked: Mapping[str, Any]) -> None:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
                     f"{name} is {shown(value)}, which cannot be honoured while training: leave it "
-                    f"out, or at {json.dumps(best)}",
+                    f"out, or at {json_text(best)}",
                     name,
                 )
         elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _UNSEEDED:
@@ -307,4 +308,4 @@ def _tools(tools: Any) -> tuple[Message, ...]:
             raise CallRefused(
                 f"tools has {shown(tool)}; each must be a function with a name", "tools"
             )
-    return ({"role": TOOLS_ROLE, "content": json.dumps(tools)},) if tools else ()
+    return ({"role": TOOLS_ROLE, "content": json_text(tools)},) if tools else ()

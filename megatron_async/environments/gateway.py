@@ -29,6 +29,7 @@ from megatron_async.environments.chat import (
     checked_call,
     models,
 )
+from megatron_async.environments.json_text import json_text
 
 LOOPBACK: Final = "127.0.0.1"
 LARGEST_BODY: Final = 16 << 20
@@ -179,7 +180,7 @@ class Gateway:
     async def _stream(self, reply: web.StreamResponse, asked: ChatCall, answer: ChatAnswer) -> None:
         """Send the answer, which is complete, as events; one event is enough to have it."""
         for chunk in answer.chunks(asked.model, self._began, with_usage=asked.with_usage):
-            await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await reply.write(b"data: " + json_text(chunk).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
 
@@ -250,7 +251,7 @@ async def _body(request: web.BaseRequest) -> Any:
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(
-        body=json.dumps(body).encode(), status=status, content_type="application/json"
+        body=json_text(body).encode(), status=status, content_type="application/json"
     )
 
 

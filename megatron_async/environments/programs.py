@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.json_text import json_text
 from megatron_async.errors import UserError, how_ended, shown
 from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.runtime.prctl import PDEATHSIG, prctl
@@ -104,7 +105,7 @@ def _command(command: list[str]) -> Program:
             known = isinstance(error, FileNotFoundError | PermissionError)
             raise EnvironmentFault(f"{where} cannot be started: {error}{remedy * known}") from error
         try:
-            found = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
+            found = await _run_to_its_end(process, json_text(dict(row)).encode(), where)
             output, errors = (text.replace(key.encode(), b"(key)") for text in found)
         finally:
             with suppress(ProcessLookupError):

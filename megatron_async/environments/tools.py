@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
+from megatron_async.environments.json_text import json_text
 from megatron_async.environments.tool_arguments import (
     Tool,
     argument_types,
@@ -181,7 +182,7 @@ def tool_message(name: str, returned: Any) -> Message:
     """
     content = returned
     if not isinstance(returned, str):
-        content = json.dumps(returned, default=_plain)
+        content = json_text(returned, default=_plain)
     # Half of a surrogate pair, which a policy can put into a call, is no text.
     return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}
 

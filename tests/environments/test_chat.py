@@ -173,3 +173,18 @@ def test_a_call_is_read_as_a_chat_template_takes_it() -> None:
     )
     assert json.loads(call.tools) == [TOOL]
     assert (call.calls_tools, call.stream, call.with_usage) == (False, True, True)
+
+
+def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -> None:
+    answer = ChatAnswer("3-1", "", (("add", {"city": "東京 😀", "half": "\udfff"}),))
+    [call] = answer.completion("policy", 7)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "東京 😀", "half": "\\udfff"}'
+    streamed = [
+        call["function"]["arguments"]
+        for chunk in answer.chunks("policy", 7, with_usage=False)
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert streamed == [call["function"]["arguments"]]
+    tool = {"type": "function", "function": {"name": "add", "description": "Größe 😀"}}
+    asked = checked_call({**ASKED, "tools": [tool]}, SAMPLING)
+    assert "Größe 😀" in asked.tools and json.loads(asked.tools) == [tool]

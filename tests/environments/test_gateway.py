@@ -247,3 +247,26 @@ def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -
         await gateway.close()
 
     run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reply_is_literal_text_when_the_answer_is_not_ascii(stream: bool) -> None:
+    class Answering(Answers):
+        def call(self, asked: ChatCall, *, retry: bool) -> Call:
+            call = Call(asked)
+            call.answer.set_result(ChatAnswer("1-0", "東京 😀 \ud800"))
+            return call
+
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answering())
+        headers = {"Authorization": f"Bearer {key}"}
+        asked = {**BODY, "stream": stream}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/chat/completions", json=asked, headers=headers) as reply,
+        ):
+            assert "東京 😀 \\ud800" in (await reply.read()).decode()
+        await gateway.close()
+
+    run(body())

@@ -395,3 +395,21 @@ def test_tool_result_shows_the_values_of_enums_when_it_is_json() -> None:
     returned = {"colors": [Color.RED, Level.LOW], "of": Point(1)}
     content = tool_message("tool", returned)["content"]
     assert content == '{"colors": ["red", 1], "of": "Point(x=1, y=0.0)"}'
+
+
+@pytest.mark.parametrize(
+    ("returned", "content"),
+    [
+        ({"city": "東京", "note": "naïve 😀"}, '{"city": "東京", "note": "naïve 😀"}'),
+        (["Zürich", {"🗻": "富士山"}], '["Zürich", {"🗻": "富士山"}]'),
+        ({"half": "a\ud83d"}, '{"half": "a\\ud83d"}'),
+        ({"color": Color.RED, "by": "Ü"}, '{"color": "red", "by": "Ü"}'),
+        ("naïve 😀", "naïve 😀"),
+    ],
+)
+def test_tool_result_reaches_the_policy_literally_when_it_is_not_ascii(
+    returned: Any, content: str
+) -> None:
+    message = tool_message("tool", returned)
+    assert message["content"] == content
+    message["content"].encode()
