@@ -26,11 +26,14 @@ TOO_LONG: Final = "context_length_exceeded"
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _IGNORED: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"parallel_tool_calls", "verbosity"}
+    | {"verbosity"}
 )
 _READ: Final = frozenset(
     {"model", "messages", "stream", "stream_options", "tools", "tool_choice", "logprobs"}
+    | {"parallel_tool_calls"}
 )
+_SWITCHES: Final = ("stream", "logprobs", "parallel_tool_calls")
+"""Parameters that are true or false."""
 _SAMPLING: Final = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -71,7 +74,11 @@ class CallRefused(EnvironmentFault):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A checked call. `notices`: what it asks of sampling that the run's settings do not do."""
+    """A checked call.
+
+    `parallel_calls`: the program takes several calls of tools in one answer. `notices`: what it
+    asks of sampling that the run's settings do not do.
+    """
 
     messages: tuple[Message, ...]
     model: str = ""
@@ -80,6 +87,7 @@ class ChatCall:
     stream: bool = False
     with_usage: bool = False
     notices: tuple[str, ...] = ()
+    parallel_calls: bool = True
 
     @property
     def tools(self) -> str:
@@ -186,6 +194,9 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
         raise CallRefused(f"the body is {shown(body)}; it must be a JSON object")
     asked = {name: value for name, value in body.items() if value is not None}
     _refuse_unknown(asked)
+    for name in _SWITCHES:
+        if not isinstance(asked.get(name, False), bool):
+            raise CallRefused(f"{name} is {shown(asked[name])}; it must be true or false", name)
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallRefused(
@@ -204,10 +215,11 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
         (*tools, *read),
         str(asked.get("model", "policy")),
         choice == "auto",
-        asked.get("logprobs", False) is True,
-        asked.get("stream", False) is True,
+        asked.get("logprobs", False),
+        asked.get("stream", False),
         isinstance(options, dict) and options.get("include_usage") is True,
         tuple(_notices(asked, sampling)),
+        asked.get("parallel_tool_calls", True),
     )
 
 

@@ -53,6 +53,8 @@ class ToolTexts:
         """An answer to a call as it is stored; `before`: tokens of its input."""
         text = self.conversation.answer_text(answer_ids)
         found = self._calls(text) if call.calls_tools else ()
+        if not call.parallel_calls:  # the stored tokens keep the others: the policy wrote them
+            found = found[:1]
         stored: dict[str, Any] = {
             "text": text,
             "truncated": not ended,

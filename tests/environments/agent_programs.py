@@ -110,7 +110,9 @@ async def breaks_off(base_url: str, api_key: str, prompt: str, **row: Any) -> fl
     return 1.0
 
 
-async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+async def uses_tools(
+    base_url: str, api_key: str, prompt: str, parallel: bool = True, **row: Any
+) -> float:
     policy = client(base_url, api_key)
     messages: list[Any] = [user(prompt)]
     made = 0
@@ -119,6 +121,7 @@ async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> fl
             model="policy",
             messages=messages,
             tools=[ADD],  # type: ignore[list-item]
+            parallel_tool_calls=parallel,
         )
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))

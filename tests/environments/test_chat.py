@@ -95,6 +95,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ASKED, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice is 'required'",
     ),
+    "stream": ({**ASKED, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
+    "logprobs": ({**ASKED, "logprobs": 1}, "logprobs is 1; it must be true or false"),
+    "parallel": ({**ASKED, "parallel_tool_calls": 0}, "parallel_tool_calls is 0; it must be"),
     "tools": ({**ASKED, "tools": [{"type": "web_search"}]}, "each must be a function with a name"),
     "calls": (
         {
