@@ -97,7 +97,10 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer of the policy. `calls`: tools with their arguments; `logprobs`: (token, number).
+    """An answer of the policy. `calls`: tools with their arguments.
+
+    `logprobs`: each token's text and number. Bytes of a token that holds part of a character are
+    lone surrogates in its text (`surrogateescape`).
 
     `name` is unique among a run's episodes' answers, and the same when it is given again.
     """
@@ -140,16 +143,14 @@ class ChatAnswer:
         return {"index": 0, "finish_reason": None, "logprobs": None, **parts}
 
     def _logprobs(self) -> dict[str, Any] | None:
-        content = [
-            {
-                "token": t,
-                "logprob": n,
-                "bytes": list(t.encode(errors="replace")),
-                "top_logprobs": [],
-            }
-            for t, n in self.logprobs or ()
-        ]
-        return None if self.logprobs is None else {"content": content, "refusal": None}
+        if self.logprobs is None:
+            return None
+        content = []
+        for text, logprob in self.logprobs:
+            found = text.encode(errors="surrogateescape")
+            token = {"token": found.decode(errors="replace"), "logprob": logprob}
+            content.append({**token, "bytes": list(found), "top_logprobs": []})
+        return {"content": content, "refusal": None}
 
     def completion(self, model: str, created: int) -> dict[str, Any]:
         """The body of a reply that is no stream."""

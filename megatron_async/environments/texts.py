@@ -62,7 +62,7 @@ class ToolTexts:
             "tokens": [before, len(answer_ids)],
         }
         if call.logprobs:
-            pieces = [self.conversation.answer_text([token]) for token in answer_ids]
+            pieces = self.conversation.token_texts(answer_ids)
             stored["logprobs"] = list(zip(pieces, map(float, logprobs), strict=True))
         return stored
 

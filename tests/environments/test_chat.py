@@ -9,8 +9,23 @@ import pytest
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from megatron_async.config.data import DataConfig
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.environments.chat import CallRefused, ChatAnswer, checked_call, models
+from megatron_async.environments.chat import (
+    CallRefused,
+    ChatAnswer,
+    ChatCall,
+    checked_call,
+    models,
+)
+from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.texts import ToolTexts
+from tests.environments.byte_tokenizers import (
+    byte_fallback,
+    byte_level,
+    byte_tokenizer,
+    unigram,
+)
 
 SAMPLING = SamplingConfig(max_new_tokens=16)
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -191,3 +206,26 @@ def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -
     tool = {"type": "function", "function": {"name": "add", "description": "Größe 😀"}}
     asked = checked_call({**ASKED, "tools": [tool]}, SAMPLING)
     assert "Größe 😀" in asked.tools and json.loads(asked.tools) == [tool]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, unigram])
+@pytest.mark.parametrize("text", ["hello 😀東京 hello", "👩‍👩‍👧", "naïve"])
+def test_bytes_of_log_probs_are_the_text_when_tokens_hold_part_of_a_character(
+    make: Any, text: str
+) -> None:
+    tokenizer = byte_tokenizer(make)
+    texts = ToolTexts(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    call = ChatCall(({"role": "user", "content": "?"},), logprobs=True)
+    stored = texts.stored(call, ids, [-0.5] * len(ids), 3, ended=False)
+    kept = json.loads(json.dumps(stored))  # as the store has it
+    [choice] = texts.answer("1-0", kept).completion("policy", 7)["choices"]
+    completion = ChatCompletion.model_validate(
+        {"id": "1", "object": "chat.completion", "created": 7, "model": "p", "choices": [choice]}
+    )
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == len(ids)
+    assert b"".join(bytes(token.bytes or ()) for token in logprobs.content).decode() == text
+    for token in logprobs.content:
+        assert token.token == bytes(token.bytes or ()).decode(errors="replace")
