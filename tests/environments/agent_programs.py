@@ -327,6 +327,18 @@ def quits_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
     sys.exit(3)
 
 
+async def runs_dry(base_url: str, api_key: str, **row: Any) -> float:
+    return float(next(iter(())))
+
+
+def runs_dry_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
+    return float(next(iter(())))
+
+
+def runs_dry_in_a_promise(base_url: str, api_key: str, **row: Any) -> Any:
+    return runs_dry(base_url, api_key)
+
+
 async def cancels_itself(base_url: str, api_key: str, **row: Any) -> float:
     raise asyncio.CancelledError
 

@@ -327,6 +327,9 @@ FAULTS = {
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "quits_in_a_thread": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
+    "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
+    "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
+    "runs_dry_in_a_promise": r"raised RuntimeError: coroutine raised StopIteration",
     "cancels_itself": "has cancelled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
 }

@@ -413,3 +413,44 @@ def test_tool_result_reaches_the_policy_literally_when_it_is_not_ascii(
     message = tool_message("tool", returned)
     assert message["content"] == content
     message["content"].encode()
+
+
+def next_of_nothing(self: Any) -> Any:
+    """Take the next of no values."""
+    return next(iter(()))
+
+
+async def next_of_nothing_later(self: Any) -> Any:
+    """Take the next of no values."""
+    return next(iter(()))
+
+
+async def end_of_an_iteration(self: Any) -> Any:
+    """Raise what ends an asynchronous iteration."""
+    raise StopAsyncIteration
+
+
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [
+        (next_of_nothing, "Error: StopIteration: "),
+        (functools.cache(next_of_nothing), "Error: StopIteration: "),
+        (classmethod(next_of_nothing), "Error: StopIteration: "),
+        (next_of_nothing_later, "Error: RuntimeError: coroutine raised StopIteration"),
+        (end_of_an_iteration, "Error: StopAsyncIteration: "),
+    ],
+)
+def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
+    member: Any, content: str
+) -> None:
+    tools = type("Tools", (), {"reset": lambda self, **row: None, "draw": member})
+
+    async def play() -> str:
+        threads = Threads(1)
+        player = Player(tools, "own.py:Tools", threads, 5.0)
+        await player.reset({}, PROMPT)
+        reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
+        threads.close()
+        return reply["content"]
+
+    assert asyncio.run(play()) == content
