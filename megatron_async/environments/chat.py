@@ -12,7 +12,9 @@ Invariants
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.interface import EnvironmentFault
@@ -34,13 +36,15 @@ _READ: Final = frozenset(
 )
 _SWITCHES: Final = ("stream", "logprobs", "parallel_tool_calls")
 """Parameters that are true or false."""
-_SAMPLING: Final = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
+_TOKENS: Final = ("max_new_tokens", TypeAdapter(Annotated[int, Field(strict=True, ge=1)]))
+_SAMPLING: Final[Mapping[str, tuple[str, TypeAdapter[Any]]]] = {
+    "temperature": ("temperature", TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=2)])),
+    "top_p": ("top_p", TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)])),
+    "top_k": ("top_k", TypeAdapter(Annotated[int, Field(strict=True, ge=-1)])),
+    "max_tokens": _TOKENS,
+    "max_completion_tokens": _TOKENS,
 }
+"""The run's setting that is used in place of a parameter, and the values that the API permits."""
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -178,10 +182,14 @@ class ChatAnswer:
         return {"id": f"chatcmpl-{self.name}", "object": kind, "created": created, "model": model}
 
 
+def model(created: int, name: str) -> dict[str, Any]:
+    """Return the body that describes a model."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "megatron-async"}
+
+
 def models(created: int, name: str) -> dict[str, Any]:
-    """The body of the list of models."""
-    one = {"id": name, "object": "model", "created": created, "owned_by": "megatron-async"}
-    return {"object": "list", "data": [one]}
+    """Return the body of the list of models."""
+    return {"object": "list", "data": [model(created, name)]}
 
 
 def tools_of(messages: Sequence[Message]) -> str:
@@ -198,6 +206,13 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
     for name in _SWITCHES:
         if not isinstance(asked.get(name, False), bool):
             raise CallRefused(f"{name} is {shown(asked[name])}; it must be true or false", name)
+    for name, (_, valid) in _SAMPLING.items():
+        try:
+            if name in asked:
+                valid.validate_python(asked[name])
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise CallRefused(f"{name} is {shown(asked[name])}: {why}", name) from error
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallRefused(
@@ -227,7 +242,8 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
 def _refuse_unknown(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+            # Python holds True equal to 1.
+            if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
                     f"{name} is {shown(value)}, which cannot be honoured while training: leave it "
@@ -245,11 +261,12 @@ def _notices(asked: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str
         if name in _UNSEEDED:
             yield f"an agent asks for {name}, which has no effect here"
         elif name in _SAMPLING:
-            used = getattr(sampling, _SAMPLING[name])
+            setting, _ = _SAMPLING[name]
+            used = getattr(sampling, setting)
             if value != used:
                 yield (
                     f"an agent asks for another {name}; the run's "
-                    f"sampling.{_SAMPLING[name]} {used:g} is used"
+                    f"sampling.{setting} {used:g} is used"
                 )
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.calls import Call
@@ -27,6 +27,7 @@ from megatron_async.environments.chat import (
     ChatAnswer,
     ChatCall,
     checked_call,
+    model,
     models,
 )
 from megatron_async.environments.json_text import json_text
@@ -34,6 +35,7 @@ from megatron_async.environments.json_text import json_text
 LOOPBACK: Final = "127.0.0.1"
 LARGEST_BODY: Final = 16 << 20
 MODEL: Final = "policy"
+_ONE_MODEL: Final = "/v1/models/"
 _STRANGERS: Final = 1024
 _SHOW_KEY_SECONDS: Final = 10.0
 _BODY_SECONDS: Final = 60.0
@@ -127,15 +129,28 @@ class Gateway:
             match request.method, request.path:
                 case "GET", "/v1/models":
                     return _json(models(self._began, MODEL))
+                case "GET", path if path.startswith(_ONE_MODEL):
+                    return _json(self._model(path.removeprefix(_ONE_MODEL)))
                 case "POST", "/v1/chat/completions":
                     return await self._chat(request, owner)
             raise CallRefused(
                 f"there is no {request.method} {request.path!r:.100}; there are POST "
-                "/v1/chat/completions and GET /v1/models",
+                "/v1/chat/completions, GET /v1/models and GET /v1/models/{model}",
                 status=404,
             )
         except CallRefused as refused:
             return _json(refused.body(), refused.status)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return the body that describes a model. Raises CallRefused for an unknown one."""
+        if name != MODEL:
+            raise CallRefused(
+                f"the model {name!r:.100} does not exist; the only one is {MODEL!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        return model(self._began, name)
 
     def _owner(self, request: web.BaseRequest) -> Owner:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -238,6 +253,10 @@ async def _body(request: web.BaseRequest) -> Any:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
+            waits = request.headers.get("Expect", "").lower() == "100-continue"
+            if waits and request.version >= HttpVersion11:
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # else aiohttp takes these for bytes of the reply
             return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413) from error

@@ -110,6 +110,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ASKED, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice is 'required'",
     ),
+    "n is a bool": ({**ASKED, "n": True}, "n is True, which cannot be honoured"),
     "stream": ({**ASKED, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
     "logprobs": ({**ASKED, "logprobs": 1}, "logprobs is 1; it must be true or false"),
     "parallel": ({**ASKED, "parallel_tool_calls": 0}, "parallel_tool_calls is 0; it must be"),
@@ -229,3 +230,47 @@ def test_bytes_of_log_probs_are_the_text_when_tokens_hold_part_of_a_character(
     assert b"".join(bytes(token.bytes or ()) for token in logprobs.content).decode() == text
     for token in logprobs.content:
         assert token.token == bytes(token.bytes or ()).decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1, True, False, 16.0, 2.5, "16", [16], {}])
+def test_limit_of_tokens_is_refused_when_it_is_no_positive_integer(name: str, value: Any) -> None:
+    with pytest.raises(CallRefused, match=f"^{name} is .*: Input should be ") as refused:
+        checked_call({**ASKED, name: value}, SAMPLING)
+    assert refused.value.status == 400
+    error = refused.value.body()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", True),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("top_p", 1.5),
+        ("top_p", False),
+        ("top_k", 2.5),
+        ("top_k", -2),
+    ],
+)
+def test_sampling_parameter_is_refused_when_the_api_has_no_such_value(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(CallRefused, match=f"^{name} is ") as refused:
+        checked_call({**ASKED, name: value}, SAMPLING)
+    assert refused.value.body()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"max_tokens": 1, "temperature": 0, "top_p": 1},
+        {"max_completion_tokens": 10**9, "temperature": 2.0, "top_k": -1},
+        {"max_tokens": None, "temperature": None},
+    ],
+)
+def test_sampling_parameter_is_taken_when_the_api_has_its_value(parameters: Any) -> None:
+    assert checked_call({**ASKED, **parameters}, SAMPLING).messages == tuple(ASKED["messages"])
