@@ -13,6 +13,7 @@ import asyncio
 import json
 import resource
 import secrets
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ _SHOW_KEY_SECONDS: Final = 10.0
 _BODY_SECONDS: Final = 60.0
 _KEEP_SECONDS: Final = 75.0
 _SPARE_FILES: Final = 128
+_ITERATIONS: Final = 10
+_ITERATION_SECONDS: Final = 0.005
 _RETRY: Final = "x-stainless-retry-count"
 
 
@@ -124,6 +127,7 @@ class Gateway:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Reply to one request."""
+        _connection(request).answered = None  # the client goes on: it has what was sent before
         try:
             owner = self._owner(request)
             match request.method, request.path:
@@ -167,12 +171,20 @@ class Gateway:
 
     async def _chat(self, request: web.BaseRequest, owner: Owner) -> web.StreamResponse:
         asked = checked_call(await _body(request), self._sampling)
-        call = owner.call(asked, retry=request.headers.get(_RETRY, "0") != "0")
+        connection = _connection(request)
+        retry = request.headers.get(_RETRY, "0") != "0"
+        for _ in range(_ITERATIONS if retry else 0):
+            # The client has closed the connection of its first try, and the event loop may not
+            # have come to that. Without it, which of several equal calls was left is unknown.
+            await asyncio.sleep(_ITERATION_SECONDS)
+        call = owner.call(asked, retry=retry)
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
             call.given = True  # before it is sent: the client may be quicker than this
             try:
+                if connection.has_left():
+                    raise asyncio.CancelledError  # as the end of the connection does a moment later
                 reply = self._reply(asked, answer)
                 await reply.prepare(request)
                 if not asked.stream:
@@ -182,6 +194,8 @@ class Gateway:
                 raise
             if asked.stream:
                 await self._stream(reply, asked, answer)
+            call.kept = True
+            connection.answered, connection.streamed = call, asked.stream
             return reply
         finally:
             call.clients -= 1
@@ -213,6 +227,8 @@ class _Connection(web.RequestHandler):
             lingering_time=0.0,
         )
         self._gateway = gateway
+        self.answered: Call | None = None  # the call of the last request, once its answer was sent
+        self.streamed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -221,11 +237,28 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._gateway.disconnected(self)
+        if self.answered is not None and isinstance(exc, ConnectionError):
+            # The client closed it with bytes unread. Of a stream, one event is enough to have it.
+            self.answered.kept = False
+            self.answered.given = self.streamed
+
+    def has_left(self) -> bool:
+        """Return whether the client has closed it, also before the event loop has seen that."""
+        if self.transport is None or self.transport.is_closing():
+            return True
+        ends = select.poll()
+        ends.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(ends.poll(0))
 
     def drop(self) -> None:
         """End it at once."""
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
+
+
+def _connection(request: web.BaseRequest) -> _Connection:
+    assert isinstance(request.protocol, _Connection)
+    return request.protocol
 
 
 class _Server(web.Server):

@@ -198,7 +198,9 @@ def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> None:
+def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         gateway, owner = Gateway(SamplingConfig()), Answers()
         url = await gateway.start()
@@ -218,6 +220,7 @@ def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> 
         await gateway.close()
 
     run(body())
+    assert not caplog.records, "a client that leaves is nothing to log"
 
 
 def test_a_client_states_that_it_asks_again() -> None:
