@@ -3,7 +3,8 @@
 A user's class imports `Answer` and `Step` from here and nothing else.
 
 - interface: what an environment gets and gives back, checked.
-- tools: public methods as tools, and the calls in an answer.
+- tools: public methods as tools, and the calls in an answer. tool_arguments: types of their
+  arguments. json_text: JSON that a model reads.
 - player: one object of the user's class, played.
 - conversation: tokens of the turns, by the chat template.
 - worker: a process that holds many episodes. workers: how the rollout side calls them.

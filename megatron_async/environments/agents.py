@@ -212,6 +212,7 @@ class AgentWorker:
             beginning_of(turns, turn),
             calls_tools=about.get("calls_tools", True),
             logprobs=about.get("logprobs", False),
+            parallel_calls=about.get("parallel_calls", True),
         )
         attempt.calls.store(turn, Call(asked))
         if newest:
@@ -287,6 +288,7 @@ class AgentWorker:
             attempt.ended.append(False)
             kept = {"tokens": attempt.taken[-1], "logprobs": call.asked.logprobs}
             kept["calls_tools"] = call.asked.calls_tools
+            kept["parallel_calls"] = call.asked.parallel_calls
             return match, token_ids, json.dumps(kept).encode()
 
     def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:

@@ -3,7 +3,8 @@
 Invariants
 - Calls are answered one after the other, in the order in which they came.
 - An answer is given to one call. A call that was left by its client, or whose answer did not reach
-  it, is taken up by the next equal call; so is a stored turn, the k-th by the k-th equal call.
+  it, is taken up by the next equal call; so is a stored turn, the k-th by the k-th equal call. An
+  answer that a client waits for, or is known to have, is never given to another request.
 - A call that nobody waits for when its turn comes is set aside until it is asked again.
 """
 
@@ -19,7 +20,11 @@ from megatron_async.trajectory.types import Turn
 
 @dataclass(eq=False)
 class Call:
-    """A call on its way to an answer. `clients`: those that wait; `given`: one has its answer.
+    """A call that waits for an answer, or has one.
+
+    `clients`: how many wait. `given`: whether a client has read of the answer, as far as is known.
+    `kept`: whether the whole answer was sent and its connection was not reset. Such an answer has
+    reached its client, so that a retry cannot be of this call.
 
     `asked`: of a stored turn, with the beginning of its branch as messages. `aside`: it was left
     before its turn came.
@@ -28,6 +33,7 @@ class Call:
     asked: ChatCall
     clients: int = 0
     given: bool = False
+    kept: bool = False
     aside: bool = False
     answer: asyncio.Future[ChatAnswer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -57,12 +63,17 @@ class AgentCalls:
     # ------------------------------------------------------------ the gateway's side
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Take a call, or find it again: `retry` if the client states that it asks again."""
+        """Take a call, or find it again.
+
+        `retry`: the client states that it asks again. It then also gets an answer that may not have
+        arrived, but never one that another client waits for.
+        """
         self.notices.update(dict.fromkeys(asked.notices))
         equal = self._known.setdefault(call_digest(asked.messages), [])
-        call = next(
-            (one for one in equal if not one.reached), equal[-1] if retry and equal else None
-        )
+        call = next((one for one in equal if not one.reached), None)
+        if call is None and retry:
+            unsure = (one for one in reversed(equal) if not (one.kept or one.clients))
+            call = next(unsure, None)
         if call is None:
             call = Call(asked)
             equal.append(call)

@@ -12,10 +12,13 @@ Invariants
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.json_text import json_text
 from megatron_async.environments.matching import TOOLS_ROLE, Message
 from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
 from megatron_async.errors import shown
@@ -25,18 +28,23 @@ TOO_LONG: Final = "context_length_exceeded"
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _IGNORED: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"parallel_tool_calls", "verbosity"}
+    | {"verbosity"}
 )
 _READ: Final = frozenset(
     {"model", "messages", "stream", "stream_options", "tools", "tool_choice", "logprobs"}
+    | {"parallel_tool_calls"}
 )
-_SAMPLING: Final = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
+_SWITCHES: Final = ("stream", "logprobs", "parallel_tool_calls")
+"""Parameters that are true or false."""
+_TOKENS: Final = ("max_new_tokens", TypeAdapter(Annotated[int, Field(strict=True, ge=1)]))
+_SAMPLING: Final[Mapping[str, tuple[str, TypeAdapter[Any]]]] = {
+    "temperature": ("temperature", TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=2)])),
+    "top_p": ("top_p", TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)])),
+    "top_k": ("top_k", TypeAdapter(Annotated[int, Field(strict=True, ge=-1)])),
+    "max_tokens": _TOKENS,
+    "max_completion_tokens": _TOKENS,
 }
+"""The run's setting that is used in place of a parameter, and the values that the API permits."""
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -70,7 +78,11 @@ class CallRefused(EnvironmentFault):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A checked call. `notices`: what it asks of sampling that the run's settings do not do."""
+    """A checked call.
+
+    `parallel_calls`: the program takes several calls of tools in one answer. `notices`: what it
+    asks of sampling that the run's settings do not do.
+    """
 
     messages: tuple[Message, ...]
     model: str = ""
@@ -79,6 +91,7 @@ class ChatCall:
     stream: bool = False
     with_usage: bool = False
     notices: tuple[str, ...] = ()
+    parallel_calls: bool = True
 
     @property
     def tools(self) -> str:
@@ -88,7 +101,10 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer of the policy. `calls`: tools with their arguments; `logprobs`: (token, number).
+    """An answer of the policy. `calls`: tools with their arguments.
+
+    `logprobs`: each token's text and number. Bytes of a token that holds part of a character are
+    lone surrogates in its text (`surrogateescape`).
 
     `name` is unique among a run's episodes' answers, and the same when it is given again.
     """
@@ -121,7 +137,7 @@ class ChatAnswer:
         ]
 
     def _sent_calls(self) -> list[dict[str, Any]]:
-        return self._calls([json.dumps(arguments) for _, arguments in self.calls])
+        return self._calls([json_text(arguments) for _, arguments in self.calls])
 
     def _usage(self) -> dict[str, int]:
         before, made = self.tokens
@@ -131,16 +147,14 @@ class ChatAnswer:
         return {"index": 0, "finish_reason": None, "logprobs": None, **parts}
 
     def _logprobs(self) -> dict[str, Any] | None:
-        content = [
-            {
-                "token": t,
-                "logprob": n,
-                "bytes": list(t.encode(errors="replace")),
-                "top_logprobs": [],
-            }
-            for t, n in self.logprobs or ()
-        ]
-        return None if self.logprobs is None else {"content": content, "refusal": None}
+        if self.logprobs is None:
+            return None
+        content = []
+        for text, logprob in self.logprobs:
+            found = text.encode(errors="surrogateescape")
+            token = {"token": found.decode(errors="replace"), "logprob": logprob}
+            content.append({**token, "bytes": list(found), "top_logprobs": []})
+        return {"content": content, "refusal": None}
 
     def completion(self, model: str, created: int) -> dict[str, Any]:
         """The body of a reply that is no stream."""
@@ -168,10 +182,14 @@ class ChatAnswer:
         return {"id": f"chatcmpl-{self.name}", "object": kind, "created": created, "model": model}
 
 
+def model(created: int, name: str) -> dict[str, Any]:
+    """Return the body that describes a model."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "megatron-async"}
+
+
 def models(created: int, name: str) -> dict[str, Any]:
-    """The body of the list of models."""
-    one = {"id": name, "object": "model", "created": created, "owned_by": "megatron-async"}
-    return {"object": "list", "data": [one]}
+    """Return the body of the list of models."""
+    return {"object": "list", "data": [model(created, name)]}
 
 
 def tools_of(messages: Sequence[Message]) -> str:
@@ -185,6 +203,16 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
         raise CallRefused(f"the body is {shown(body)}; it must be a JSON object")
     asked = {name: value for name, value in body.items() if value is not None}
     _refuse_unknown(asked)
+    for name in _SWITCHES:
+        if not isinstance(asked.get(name, False), bool):
+            raise CallRefused(f"{name} is {shown(asked[name])}; it must be true or false", name)
+    for name, (_, valid) in _SAMPLING.items():
+        try:
+            if name in asked:
+                valid.validate_python(asked[name])
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise CallRefused(f"{name} is {shown(asked[name])}: {why}", name) from error
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallRefused(
@@ -203,21 +231,23 @@ def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
         (*tools, *read),
         str(asked.get("model", "policy")),
         choice == "auto",
-        asked.get("logprobs", False) is True,
-        asked.get("stream", False) is True,
+        asked.get("logprobs", False),
+        asked.get("stream", False),
         isinstance(options, dict) and options.get("include_usage") is True,
         tuple(_notices(asked, sampling)),
+        asked.get("parallel_tool_calls", True),
     )
 
 
 def _refuse_unknown(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+            # Python holds True equal to 1.
+            if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
                     f"{name} is {shown(value)}, which cannot be honoured while training: leave it "
-                    f"out, or at {json.dumps(best)}",
+                    f"out, or at {json_text(best)}",
                     name,
                 )
         elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _UNSEEDED:
@@ -231,11 +261,12 @@ def _notices(asked: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str
         if name in _UNSEEDED:
             yield f"an agent asks for {name}, which has no effect here"
         elif name in _SAMPLING:
-            used = getattr(sampling, _SAMPLING[name])
+            setting, _ = _SAMPLING[name]
+            used = getattr(sampling, setting)
             if value != used:
                 yield (
                     f"an agent asks for another {name}; the run's "
-                    f"sampling.{_SAMPLING[name]} {used:g} is used"
+                    f"sampling.{setting} {used:g} is used"
                 )
 
 
@@ -307,4 +338,4 @@ def _tools(tools: Any) -> tuple[Message, ...]:
             raise CallRefused(
                 f"tools has {shown(tool)}; each must be a function with a name", "tools"
             )
-    return ({"role": TOOLS_ROLE, "content": json.dumps(tools)},) if tools else ()
+    return ({"role": TOOLS_ROLE, "content": json_text(tools)},) if tools else ()

@@ -12,6 +12,7 @@ Invariants
 - A policy's end of its own (any stop token) stands for the template's.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -28,6 +29,10 @@ from megatron_async.trajectory.types import IntArray
 _ANSWER: Final = "\N{WHITE STAR}answer\N{WHITE STAR}"
 _NEXT: Final = "\N{WHITE STAR}next\N{WHITE STAR}"
 _EARLIER: Final = {"role": "user", "content": "\N{WHITE STAR}asked\N{WHITE STAR}"}
+
+_NO_TEXT: Final = "\N{REPLACEMENT CHARACTER}"
+_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Name of a token that holds a byte, in tokenizers of SentencePiece's kind."""
 
 PLAIN_TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}"
@@ -84,6 +89,46 @@ class Conversation:
         if len(ends) and ends[0] < len(self._closing):
             return between[int(ends[0]) + 1 :]
         return between
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token of an answer; joined, they are the answer's text.
+
+        A token that holds part of a character gets its bytes as lone surrogates, as Python's
+        `surrogateescape` has them: encoded so, all tokens are the UTF-8 of the text.
+        """
+        texts: list[str] = []
+        before: list[int] = []
+        hidden = frozenset(self._tokenizer.all_special_ids if self._skips_special else ())
+        for token_id in token_ids:
+            text = self.answer_text([*before, token_id])[len(self.answer_text(before)) :]
+            if _NO_TEXT in text:
+                text = self._token_bytes(token_id, text).decode(errors="surrogateescape")
+            texts.append(text)
+            if token_id not in hidden:
+                # Some tokenizers leave out a space at the beginning of a text only.
+                before = self._letter
+        return texts
+
+    def _token_bytes(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token that is no text by itself."""
+        name = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if fallback := _BYTE.fullmatch(name):
+            return bytes.fromhex(fallback[1])
+        if all(letter in self._byte_of for letter in name):
+            return bytes(self._byte_of[letter] for letter in name)
+        return text.encode()  # the vocabulary has the replacement character itself
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that each letter stands for in names of byte-level tokens."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """The tokens of a letter, to decode another token as it is inside a text."""
+        return list(self._tokenizer.encode("a", add_special_tokens=False))
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """Return what the policy has written as text, without the token that ended it."""

@@ -13,12 +13,13 @@ import asyncio
 import json
 import resource
 import secrets
+import select
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.calls import Call
@@ -27,17 +28,22 @@ from megatron_async.environments.chat import (
     ChatAnswer,
     ChatCall,
     checked_call,
+    model,
     models,
 )
+from megatron_async.environments.json_text import json_text
 
 LOOPBACK: Final = "127.0.0.1"
 LARGEST_BODY: Final = 16 << 20
 MODEL: Final = "policy"
+_ONE_MODEL: Final = "/v1/models/"
 _STRANGERS: Final = 1024
 _SHOW_KEY_SECONDS: Final = 10.0
 _BODY_SECONDS: Final = 60.0
 _KEEP_SECONDS: Final = 75.0
 _SPARE_FILES: Final = 128
+_ITERATIONS: Final = 10
+_ITERATION_SECONDS: Final = 0.005
 _RETRY: Final = "x-stainless-retry-count"
 
 
@@ -121,20 +127,34 @@ class Gateway:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Reply to one request."""
+        _connection(request).answered = None  # the client goes on: it has what was sent before
         try:
             owner = self._owner(request)
             match request.method, request.path:
                 case "GET", "/v1/models":
                     return _json(models(self._began, MODEL))
+                case "GET", path if path.startswith(_ONE_MODEL):
+                    return _json(self._model(path.removeprefix(_ONE_MODEL)))
                 case "POST", "/v1/chat/completions":
                     return await self._chat(request, owner)
             raise CallRefused(
                 f"there is no {request.method} {request.path!r:.100}; there are POST "
-                "/v1/chat/completions and GET /v1/models",
+                "/v1/chat/completions, GET /v1/models and GET /v1/models/{model}",
                 status=404,
             )
         except CallRefused as refused:
             return _json(refused.body(), refused.status)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return the body that describes a model. Raises CallRefused for an unknown one."""
+        if name != MODEL:
+            raise CallRefused(
+                f"the model {name!r:.100} does not exist; the only one is {MODEL!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        return model(self._began, name)
 
     def _owner(self, request: web.BaseRequest) -> Owner:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -151,12 +171,20 @@ class Gateway:
 
     async def _chat(self, request: web.BaseRequest, owner: Owner) -> web.StreamResponse:
         asked = checked_call(await _body(request), self._sampling)
-        call = owner.call(asked, retry=request.headers.get(_RETRY, "0") != "0")
+        connection = _connection(request)
+        retry = request.headers.get(_RETRY, "0") != "0"
+        for _ in range(_ITERATIONS if retry else 0):
+            # The client has closed the connection of its first try, and the event loop may not
+            # have come to that. Without it, which of several equal calls was left is unknown.
+            await asyncio.sleep(_ITERATION_SECONDS)
+        call = owner.call(asked, retry=retry)
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
             call.given = True  # before it is sent: the client may be quicker than this
             try:
+                if connection.has_left():
+                    raise asyncio.CancelledError  # as the end of the connection does a moment later
                 reply = self._reply(asked, answer)
                 await reply.prepare(request)
                 if not asked.stream:
@@ -166,6 +194,8 @@ class Gateway:
                 raise
             if asked.stream:
                 await self._stream(reply, asked, answer)
+            call.kept = True
+            connection.answered, connection.streamed = call, asked.stream
             return reply
         finally:
             call.clients -= 1
@@ -179,7 +209,7 @@ class Gateway:
     async def _stream(self, reply: web.StreamResponse, asked: ChatCall, answer: ChatAnswer) -> None:
         """Send the answer, which is complete, as events; one event is enough to have it."""
         for chunk in answer.chunks(asked.model, self._began, with_usage=asked.with_usage):
-            await reply.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await reply.write(b"data: " + json_text(chunk).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
 
@@ -197,6 +227,8 @@ class _Connection(web.RequestHandler):
             lingering_time=0.0,
         )
         self._gateway = gateway
+        self.answered: Call | None = None  # the call of the last request, once its answer was sent
+        self.streamed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -205,11 +237,28 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._gateway.disconnected(self)
+        if self.answered is not None and isinstance(exc, ConnectionError):
+            # The client closed it with bytes unread. Of a stream, one event is enough to have it.
+            self.answered.kept = False
+            self.answered.given = self.streamed
+
+    def has_left(self) -> bool:
+        """Return whether the client has closed it, also before the event loop has seen that."""
+        if self.transport is None or self.transport.is_closing():
+            return True
+        ends = select.poll()
+        ends.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(ends.poll(0))
 
     def drop(self) -> None:
         """End it at once."""
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
+
+
+def _connection(request: web.BaseRequest) -> _Connection:
+    assert isinstance(request.protocol, _Connection)
+    return request.protocol
 
 
 class _Server(web.Server):
@@ -237,6 +286,10 @@ async def _body(request: web.BaseRequest) -> Any:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
+            waits = request.headers.get("Expect", "").lower() == "100-continue"
+            if waits and request.version >= HttpVersion11:
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # else aiohttp takes these for bytes of the reply
             return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413) from error
@@ -250,7 +303,7 @@ async def _body(request: web.BaseRequest) -> Any:
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(
-        body=json.dumps(body).encode(), status=status, content_type="application/json"
+        body=json_text(body).encode(), status=status, content_type="application/json"
     )
 
 

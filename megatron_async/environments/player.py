@@ -25,6 +25,7 @@ from megatron_async.environments.interface import (
     EnvironmentFault,
     EnvironmentHung,
     Reply,
+    ToolCall,
     messages_of,
     number_of,
     opening_of,
@@ -34,11 +35,11 @@ from megatron_async.environments.tools import CallReader, bound, described, tool
 from megatron_async.errors import UserError, shown
 from megatron_async.runtime.import_path import described as described_error
 from megatron_async.runtime.import_path import load_object
+from megatron_async.runtime.outcome import Outcome, outcome_of
 from megatron_async.tasks.base import Message
 
 _ENDING_SECONDS: Final = 1.0  # for what is cancelled
 Build = Callable[[], Any]
-Outcome = tuple[Any, BaseException | None]
 
 
 def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
@@ -71,7 +72,7 @@ class Threads:
         """A call that runs, once there is a thread for it; cancelled, it counts as hung."""
         loop = asyncio.get_running_loop()
         await self._free.acquire()
-        call = self._pool.submit(_outcome, action)
+        call = self._pool.submit(outcome_of, action)
         waiting = asyncio.wrap_future(call)
 
         def ended() -> None:
@@ -94,17 +95,10 @@ def _task(work: Awaitable[Any]) -> "asyncio.Future[Outcome]":
     return asyncio.ensure_future(_outcome_of(work))
 
 
-def _outcome(action: Build) -> Outcome:
-    try:
-        return action(), None
-    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
-        return None, error
-
-
 async def _outcome_of(work: Awaitable[Any]) -> Outcome:
     try:
         return await work, None
-    except BaseException as error:  # noqa: BLE001 - as above
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
         return None, error
 
 
@@ -183,17 +177,20 @@ class Player:
         messages = messages_of(replies, self._name) if replies else ()
         return Reply(messages, 0.0, not replies, {})
 
-    async def _tool(self, call: Any, seconds: float) -> Message:
-        action = bound(self.tools, call)
-        if isinstance(action, str):
-            return tool_message(call.name, action)
+    async def _tool(self, call: ToolCall, seconds: float) -> Message:
+        """Return the reply to a call. Raises EnvironmentFault."""
         try:
-            returned = await self._run(call.name, action, raises=True, seconds=seconds)
-            return tool_message(call.name, returned)
+            action = bound(self.tools, call)
+            if isinstance(action, str):
+                return tool_message(call.name, action)
+            returned, error = await self._tried(call.name, action, seconds)
+            if error is None:
+                return tool_message(call.name, returned)
+            raise error if isinstance(error, Exception) else self._raised(call.name, error)
         except EnvironmentFault:
             raise
-        except Exception as error:  # noqa: BLE001 - the policy reads what its call has raised
-            return tool_message(call.name, f"Error: {type(error).__name__}: {error}")
+        except Exception as raised:  # noqa: BLE001 - the policy reads what its call has raised
+            return tool_message(call.name, f"Error: {type(raised).__name__}: {raised}")
 
     async def final_reward(self) -> tuple[float, Mapping[str, float]]:
         """`get_reward()`, or a number `reward` of a class of tools (as TRL's have); else 0.
@@ -264,22 +261,32 @@ class Player:
         """
         return await self._run("observation", action)
 
-    async def _run(
-        self, method: str, action: Build, *, raises: bool = False, seconds: float | None = None
-    ) -> Any:
-        left = self._seconds if seconds is None else seconds
+    async def _run(self, method: str, action: Build) -> Any:
+        """Return what `action` returns. Raises EnvironmentFault."""
+        returned, error = await self._tried(method, action, self._seconds)
+        if error is not None:
+            raise self._raised(method, error)
+        return returned
+
+    async def _tried(self, method: str, action: Build, seconds: float) -> Outcome:
+        """Run `action` and return what it returned or raised.
+
+        An exception is returned, since a coroutine cannot raise a StopIteration. Raises
+        EnvironmentFault after `seconds`.
+        """
         if self._is_async(method):
-            returned, error = await self._within(_task(action()), method, left)
-        else:
-            returned, error = await self._within(await self._threads.begin(action), method, left)
-            if error is None and inspect.isawaitable(returned):
-                returned, error = await self._within(_task(returned), method, left)
-        if error is None:
-            return returned
-        if raises and isinstance(error, Exception):
-            raise error
-        what = described_error(error)
-        raise EnvironmentFault(f"{self._where(method)} raised {what}") from error
+            return await self._within(_task(action()), method, seconds)
+        returned, error = await self._within(await self._threads.begin(action), method, seconds)
+        if error is None and inspect.isawaitable(returned):
+            return await self._within(_task(returned), method, seconds)
+        return returned, error
+
+    def _raised(self, method: str, error: BaseException) -> EnvironmentFault:
+        """Return the fault that names a method and what it raised."""
+        """Return the fault that names a method and what it raised."""
+        fault = EnvironmentFault(f"{self._where(method)} raised {described_error(error)}")
+        fault.__cause__ = error
+        return fault
 
     async def _within(
         self, call: "asyncio.Future[Outcome]", method: str, seconds: float

@@ -10,6 +10,7 @@ Invariants
 """
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -21,8 +22,10 @@ from typing import Any, Final
 
 from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
+from megatron_async.environments.json_text import json_text
 from megatron_async.errors import UserError, how_ended, shown
 from megatron_async.runtime.import_path import described, file_of, load_object
+from megatron_async.runtime.outcome import outcome_of
 from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
@@ -67,7 +70,10 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
             if inspect.iscoroutinefunction(function):
                 return await function(**fitting)
             loop = asyncio.get_running_loop()
-            returned = await loop.run_in_executor(threads, lambda: function(**fitting))
+            whole = functools.partial(function, **fitting)
+            returned, raised = await loop.run_in_executor(threads, outcome_of, whole)
+            if raised is not None:
+                raise raised
             return await returned if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
             raise EnvironmentFault(f"{settings.shown} raised {described(error, file)}") from None
@@ -104,7 +110,7 @@ def _command(command: list[str]) -> Program:
             known = isinstance(error, FileNotFoundError | PermissionError)
             raise EnvironmentFault(f"{where} cannot be started: {error}{remedy * known}") from error
         try:
-            found = await _run_to_its_end(process, json.dumps(dict(row)).encode(), where)
+            found = await _run_to_its_end(process, json_text(dict(row)).encode(), where)
             output, errors = (text.replace(key.encode(), b"(key)") for text in found)
         finally:
             with suppress(ProcessLookupError):

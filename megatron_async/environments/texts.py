@@ -54,6 +54,8 @@ class ToolTexts:
         """An answer to a call as it is stored; `before`: tokens of its input."""
         text = self.conversation.answer_text(answer_ids)
         found = self._calls(text) if call.calls_tools else ()
+        if not call.parallel_calls:  # the stored tokens keep the others: the policy wrote them
+            found = found[:1]
         stored: dict[str, Any] = {
             "text": text,
             "truncated": not ended,
@@ -61,7 +63,7 @@ class ToolTexts:
             "tokens": [before, len(answer_ids)],
         }
         if call.logprobs:
-            pieces = [self.conversation.answer_text([token]) for token in answer_ids]
+            pieces = self.conversation.token_texts(answer_ids)
             stored["logprobs"] = list(zip(pieces, map(float, logprobs), strict=True))
         return stored
 

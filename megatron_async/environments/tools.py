@@ -8,12 +8,21 @@ Invariants
 - What looks like a call and cannot be read stays in the text: no character of an answer vanishes.
 """
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
+from megatron_async.environments.json_text import json_text
+from megatron_async.environments.tool_arguments import (
+    Tool,
+    argument_types,
+    converted,
+    described_tool,
+)
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import Message
 
@@ -24,21 +33,33 @@ _UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
 MOST_NESTED: Final = 64
 """Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
-Tool = Callable[..., Any]
-
 
 def tools_of(environment: Any, name: str) -> dict[str, Tool]:
-    """The public methods of an environment that has no `step`, by name.
+    """Return the public methods of an environment that has no `step`, by name.
 
-    Those of its class: attributes that can be called are none, and properties are not read.
+    A method is whatever the environment's class makes callable: a function, a class method, a
+    static method, a cached or partial one, another descriptor. Attributes of the object, classes
+    and properties are not tools; properties are not read. Raises UserError.
     """
     if hasattr(environment, "step"):
         return {}
-    tools: dict[str, Tool] = {
-        method: getattr(environment, method)
-        for method, _ in inspect.getmembers(type(environment), inspect.isfunction)
-        if not method.startswith("_") and method not in NOT_TOOLS
-    }
+    tools: dict[str, Tool] = {}
+    for method in dir(type(environment)):
+        if method.startswith("_") or method in NOT_TOOLS:
+            continue
+        found = inspect.getattr_static(type(environment), method, None)
+        if isinstance(found, type | functools.cached_property) or inspect.isdatadescriptor(found):
+            continue
+        if hasattr(found, "__get__"):
+            try:
+                found = getattr(environment, method)
+            except Exception as error:  # the user's descriptor may raise anything
+                raise UserError(
+                    f"environment.name {name!r}: the attribute {method!r} cannot be read: "
+                    f"{error!r} (one that is not a tool begins with _)"
+                ) from error
+        if callable(found):
+            tools[method] = found
     if not tools:
         raise UserError(
             f"environment.name {name!r} has neither `step` nor a public method to be a tool"
@@ -47,14 +68,12 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
 
 
 def described(tools: Mapping[str, Tool], name: str) -> list[dict[str, Any]]:
-    """The tools as chat templates take them (JSON schemas). Raises UserError."""
-    from transformers.utils import get_json_schema
-
+    """Return the tools as chat templates take them (JSON schemas). Raises UserError."""
     schemas = []
     for method, tool in tools.items():
         try:
-            schemas.append(get_json_schema(tool))
-        except Exception as error:  # it raises several kinds about types and docstrings
+            schemas.append(described_tool(method, tool))
+        except Exception as error:  # libraries raise several kinds about types and docstrings
             raise UserError(
                 f"environment.name {name!r}: the tool {method!r} cannot be described: {error} "
                 "(a tool needs typed arguments and a docstring with `Args:`; a method that is "
@@ -136,19 +155,43 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
-    """The call to make, or the sentence for the policy that it cannot be made."""
+    """Return the call to make, or the message for the policy that it cannot be made."""
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools)}"
     try:
-        arguments = inspect.signature(tool).bind(**call.arguments)
+        signature = inspect.signature(tool)
+        arguments = signature.bind(**call.arguments).arguments
     except TypeError as error:
         return f"Error: {call.name}: {error}"
-    return lambda: tool(*arguments.args, **arguments.kwargs)
+    types = argument_types(tool)
+    for name, given in arguments.items():
+        if given is None and signature.parameters[name].default is None:
+            continue  # as in `count: int = None`
+        try:
+            arguments[name] = converted(types[name], given)
+        except ValueError as error:
+            return f"Error: {call.name}: {name} is {shown(given)}: {error}"
+    return lambda: tool(**arguments)
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """The message in which the policy reads what a tool has returned: text, else JSON."""
-    content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+    """Return the message in which the policy reads what a tool has returned: text, else JSON.
+
+    Raises TypeError or ValueError for an object that cannot be written as either.
+    """
+    content = returned
+    if not isinstance(returned, str):
+        content = json_text(returned, default=_plain)
     # Half of a surrogate pair, which a policy can put into a call, is no text.
     return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON for an object that is none. Raises TypeError."""
+    if isinstance(value, Enum):
+        return value.value
+    text = str(value)
+    if hex(id(value)) in text:  # a generator, or an object that has no text of its own
+        raise TypeError(f"the tool returned a {type(value).__name__}, which is no text and no JSON")
+    return text

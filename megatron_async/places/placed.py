@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_async.errors import one_line
 from megatron_async.places.place import CallFailed
+from megatron_async.runtime.outcome import outcome_of
 
 _OURS = __name__.partition(".")[0]
 
@@ -62,7 +63,11 @@ class PlacedObject:
                 value = await called(*arguments)
             else:
                 loop = asyncio.get_running_loop()
-                value = await loop.run_in_executor(self._blocking, called, *arguments)
+                value, raised = await loop.run_in_executor(
+                    self._blocking, outcome_of, called, *arguments
+                )
+                if raised is not None:
+                    raise raised
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             if _can_be_sent(error):

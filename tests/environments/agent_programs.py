@@ -110,7 +110,9 @@ async def breaks_off(base_url: str, api_key: str, prompt: str, **row: Any) -> fl
     return 1.0
 
 
-async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
+async def uses_tools(
+    base_url: str, api_key: str, prompt: str, parallel: bool = True, **row: Any
+) -> float:
     policy = client(base_url, api_key)
     messages: list[Any] = [user(prompt)]
     made = 0
@@ -119,6 +121,7 @@ async def uses_tools(base_url: str, api_key: str, prompt: str, **row: Any) -> fl
             model="policy",
             messages=messages,
             tools=[ADD],  # type: ignore[list-item]
+            parallel_tool_calls=parallel,
         )
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -322,6 +325,18 @@ async def quits(base_url: str, api_key: str, **row: Any) -> float:
 
 def quits_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
     sys.exit(3)
+
+
+async def runs_dry(base_url: str, api_key: str, **row: Any) -> float:
+    return float(next(iter(())))
+
+
+def runs_dry_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
+    return float(next(iter(())))
+
+
+def runs_dry_in_a_promise(base_url: str, api_key: str, **row: Any) -> Any:
+    return runs_dry(base_url, api_key)
 
 
 async def cancels_itself(base_url: str, api_key: str, **row: Any) -> float:

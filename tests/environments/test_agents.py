@@ -135,7 +135,7 @@ async def go_on(
 
 
 def load_tokenizer_once(worker: AgentWorker) -> Any:
-    return worker._texts._made[1]
+    return worker._texts._conversation.args[1]
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
@@ -251,6 +251,44 @@ def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
     run(body())
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("dies", [False, True])
+def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
+    model: str, parallel: bool, dies: bool
+) -> None:
+    from tests.environments.templates import template_of
+
+    calls = "".join(
+        f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'a': a}})}\n</tool_call>"
+        for a in (41, 6)
+    )
+
+    def started() -> AgentWorker:
+        arguments = {"parallel": parallel}
+        worker = worker_of(model, "uses_tools", tool_parser="qwen25", arguments=arguments)
+        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
+        worker._texts._known.clear()
+        return worker
+
+    async def body() -> None:
+        worker = started()
+        played = Played(load_tokenizer_once(worker))
+        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
+        if dies:  # the answer to a stored turn is read as its call asked
+            worker = started()
+            await worker.restore("a.5.0", PAYLOAD, played.turns)
+        await go_on(worker, played, lambda turn: ("now " + calls, "done")[turn])
+        assert played.ended is not None and played.ended.reward == (2.0 if parallel else 1.0)
+        assert [turn.parent for turn in played.turns] == [None, 0], "what it got came back"
+        assert played.turns[0].answer is not None
+        assert played.turns[0].answer["text"] == "now " + calls
+        assert len(played.turns[0].answer["tool_calls"]) == (2 if parallel else 1)
+        assert f"now {calls}" in played.text(1), "the policy's own tokens are kept"
+        assert ("<tool_response>\n7" in played.text(1)) == parallel
+
+    run(body())
+
+
 def test_tools_without_a_parser_are_refused_to_the_program(model: str) -> None:
     async def body() -> None:
         with pytest.raises(EnvironmentFault, match=r"400.*agent.tool_parser is not set"):
@@ -289,6 +327,9 @@ FAULTS = {
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "quits_in_a_thread": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
+    "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
+    "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
+    "runs_dry_in_a_promise": r"raised RuntimeError: coroutine raised StopIteration",
     "cancels_itself": "has cancelled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
 }

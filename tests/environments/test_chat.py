@@ -9,8 +9,23 @@ import pytest
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from megatron_async.config.data import DataConfig
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.environments.chat import CallRefused, ChatAnswer, checked_call, models
+from megatron_async.environments.chat import (
+    CallRefused,
+    ChatAnswer,
+    ChatCall,
+    checked_call,
+    models,
+)
+from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.texts import ToolTexts
+from tests.environments.byte_tokenizers import (
+    byte_fallback,
+    byte_level,
+    byte_tokenizer,
+    unigram,
+)
 
 SAMPLING = SamplingConfig(max_new_tokens=16)
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -95,6 +110,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ASKED, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice is 'required'",
     ),
+    "n is a bool": ({**ASKED, "n": True}, "n is True, which cannot be honoured"),
+    "stream": ({**ASKED, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
+    "logprobs": ({**ASKED, "logprobs": 1}, "logprobs is 1; it must be true or false"),
+    "parallel": ({**ASKED, "parallel_tool_calls": 0}, "parallel_tool_calls is 0; it must be"),
     "tools": ({**ASKED, "tools": [{"type": "web_search"}]}, "each must be a function with a name"),
     "calls": (
         {
@@ -173,3 +192,85 @@ def test_a_call_is_read_as_a_chat_template_takes_it() -> None:
     )
     assert json.loads(call.tools) == [TOOL]
     assert (call.calls_tools, call.stream, call.with_usage) == (False, True, True)
+
+
+def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -> None:
+    answer = ChatAnswer("3-1", "", (("add", {"city": "東京 😀", "half": "\udfff"}),))
+    [call] = answer.completion("policy", 7)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "東京 😀", "half": "\\udfff"}'
+    streamed = [
+        call["function"]["arguments"]
+        for chunk in answer.chunks("policy", 7, with_usage=False)
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert streamed == [call["function"]["arguments"]]
+    tool = {"type": "function", "function": {"name": "add", "description": "Größe 😀"}}
+    asked = checked_call({**ASKED, "tools": [tool]}, SAMPLING)
+    assert "Größe 😀" in asked.tools and json.loads(asked.tools) == [tool]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, unigram])
+@pytest.mark.parametrize("text", ["hello 😀東京 hello", "👩‍👩‍👧", "naïve"])
+def test_bytes_of_log_probs_are_the_text_when_tokens_hold_part_of_a_character(
+    make: Any, text: str
+) -> None:
+    tokenizer = byte_tokenizer(make)
+    texts = ToolTexts(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    call = ChatCall(({"role": "user", "content": "?"},), logprobs=True)
+    stored = texts.stored(call, ids, [-0.5] * len(ids), 3, ended=False)
+    kept = json.loads(json.dumps(stored))  # as the store has it
+    [choice] = texts.answer("1-0", kept).completion("policy", 7)["choices"]
+    completion = ChatCompletion.model_validate(
+        {"id": "1", "object": "chat.completion", "created": 7, "model": "p", "choices": [choice]}
+    )
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == len(ids)
+    assert b"".join(bytes(token.bytes or ()) for token in logprobs.content).decode() == text
+    for token in logprobs.content:
+        assert token.token == bytes(token.bytes or ()).decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1, True, False, 16.0, 2.5, "16", [16], {}])
+def test_limit_of_tokens_is_refused_when_it_is_no_positive_integer(name: str, value: Any) -> None:
+    with pytest.raises(CallRefused, match=f"^{name} is .*: Input should be ") as refused:
+        checked_call({**ASKED, name: value}, SAMPLING)
+    assert refused.value.status == 400
+    error = refused.value.body()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", True),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("top_p", 1.5),
+        ("top_p", False),
+        ("top_k", 2.5),
+        ("top_k", -2),
+    ],
+)
+def test_sampling_parameter_is_refused_when_the_api_has_no_such_value(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(CallRefused, match=f"^{name} is ") as refused:
+        checked_call({**ASKED, name: value}, SAMPLING)
+    assert refused.value.body()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"max_tokens": 1, "temperature": 0, "top_p": 1},
+        {"max_completion_tokens": 10**9, "temperature": 2.0, "top_k": -1},
+        {"max_tokens": None, "temperature": None},
+    ],
+)
+def test_sampling_parameter_is_taken_when_the_api_has_its_value(parameters: Any) -> None:
+    assert checked_call({**ASKED, **parameters}, SAMPLING).messages == tuple(ASKED["messages"])

@@ -13,6 +13,12 @@ from hypothesis import strategies as st
 from megatron_async.config.data import DataConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.errors import UserError
+from tests.environments.byte_tokenizers import (
+    byte_fallback,
+    byte_level,
+    byte_tokenizer,
+    unigram,
+)
 from tests.environments.templates import FAMILIES, family_tokenizer
 
 TEXT = st.text("abc xyz.", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -163,3 +169,43 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
     turns.opening([{"role": "user", "content": "old"}])
     with pytest.raises(UserError, match=rf"the token '<new>' \({lacking}\), and the model has"):
         turns.next([{"role": "user", "content": "a <new> one"}], ended=True)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, unigram])
+@given(
+    text=st.text("abe lo.東京都😀👩ïß\n", max_size=20)
+    | st.sampled_from(["hello 👩‍👩‍👧", " a", "\ufffd東"])
+)
+def test_bytes_of_tokens_are_those_of_the_text_when_a_token_is_part_of_a_character(
+    make: Any, text: str
+) -> None:
+    tokenizer = byte_tokenizer(make)
+    turns = Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id])
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    texts = turns.token_texts(ids)
+    assert len(texts) == len(ids)
+    joined = b"".join(text.encode(errors="surrogateescape") for text in texts)
+    assert joined == turns.answer_text(ids).encode()
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "expected"),
+    [
+        (byte_level, ["ð", "Ł", "ĺ", "Ģ"], [b"\xf0", b"\x9f", b"\x98", b"\x80"]),
+        (byte_level, ["æ", "a", "Ŀ"], [b"\xe6", b"a", b"\x9d"]),
+        (byte_fallback, ["<0xE6>", "<0x9D>", "<0xB1>", "▁he"], [b"\xe6", b"\x9d", b"\xb1", b" he"]),
+        (
+            byte_fallback,
+            ["\ufffd", "<0xff>".upper().replace("X", "x"), "a"],
+            [b"\xef\xbf\xbd", b"\xff", b"a"],
+        ),
+        (unigram, ["▁hello", "<0xF0>", "▁hello", "<0x0A>"], [b"hello", b"\xf0", b" hello", b"\n"]),
+    ],
+)
+def test_bytes_of_a_token_are_its_own_when_the_policy_breaks_a_character_off(
+    make: Any, tokens: list[str], expected: list[bytes]
+) -> None:
+    tokenizer = byte_tokenizer(make)
+    turns = Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id])
+    texts = turns.token_texts(tokenizer.convert_tokens_to_ids(tokens))
+    assert [text.encode(errors="surrogateescape") for text in texts] == expected

@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI, NotFoundError
+from openai.types import Model
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments import gateway as gateway_module
@@ -196,7 +198,9 @@ def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> None:
+def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         gateway, owner = Gateway(SamplingConfig()), Answers()
         url = await gateway.start()
@@ -216,6 +220,7 @@ def test_an_answer_of_which_nothing_could_be_sent_is_not_given(stream: bool) -> 
         await gateway.close()
 
     run(body())
+    assert not caplog.records, "a client that leaves is nothing to log"
 
 
 def test_a_client_states_that_it_asks_again() -> None:
@@ -243,6 +248,115 @@ def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
         status, reply = await ask(url, key, json=None, data=parts())
         assert status == 408 and "did not come within 0.2 s" in reply["error"]["message"]
+        assert not owner.calls
+        await gateway.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reply_is_literal_text_when_the_answer_is_not_ascii(stream: bool) -> None:
+    class Answering(Answers):
+        def call(self, asked: ChatCall, *, retry: bool) -> Call:
+            call = Call(asked)
+            call.answer.set_result(ChatAnswer("1-0", "東京 😀 \ud800"))
+            return call
+
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answering())
+        headers = {"Authorization": f"Bearer {key}"}
+        asked = {**BODY, "stream": stream}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/chat/completions", json=asked, headers=headers) as reply,
+        ):
+            assert "東京 😀 \\ud800" in (await reply.read()).decode()
+        await gateway.close()
+
+    run(body())
+
+
+async def get(url: str, key: str, path: str) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(url + path) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+def test_model_is_described_when_it_is_the_policy_and_else_not_found() -> None:
+    async def body() -> None:
+        gateway = Gateway(SamplingConfig())
+        url, key = await gateway.start(), gateway.open(Answers())
+        status, found = await get(url, key, "/models/policy")
+        assert status == 200 and Model.model_validate(found, strict=True).id == "policy"
+        assert (await get(url, key, "/models"))[1]["data"] == [found]
+        for unknown in ("gpt-4o", "Policy", "org/model", "org%2Fmodel", "policy/"):
+            status, refused = await get(url, key, f"/models/{unknown}")
+            assert (status, refused["error"]["code"]) == (404, "model_not_found")
+            assert refused["error"]["type"] == "invalid_request_error"
+        assert (await get(url, "sk-", "/models/policy"))[0] == 401
+        client = AsyncOpenAI(base_url=url, api_key=key)
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(NotFoundError, match="does not exist"):
+            await client.models.retrieve("gpt-4o")
+        await client.close()
+        await gateway.close()
+
+    run(body())
+
+
+async def ask_with_expect(
+    url: str, key: str, expect: str = "100-continue", version: str = "1.1", length: int = 0
+) -> tuple[bytes, bytes]:
+    """Send headers, and the body once it is asked for; returns the first and the last reply."""
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = json.dumps(BODY).encode()
+    writer.write(
+        f"POST /v1/chat/completions HTTP/{version}\r\nHost: a\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key}\r\nExpect: {expect}\r\n"
+        f"Content-Length: {length or len(content)}\r\n\r\n".encode()
+    )
+    first = b""
+    if version == "1.1":
+        first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    if b" 100 " in first or version == "1.0":
+        writer.write(content)
+    last = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return first, last
+
+
+def test_body_is_asked_for_when_the_client_waits_for_that() -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url, key = await gateway.start(), gateway.open(owner)
+        for expect in ("100-continue", "100-Continue"):
+            first, last = await ask_with_expect(url, key, expect)
+            assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert last.startswith(b"HTTP/1.1 200 ") and b'"content": "hi"' in last
+        first, last = await ask_with_expect(url, key, version="1.0")
+        assert last.startswith(b"HTTP/1.0 200 ") and b"100 Continue" not in last
+        assert len(owner.calls) == 3
+        await gateway.close()
+
+    run(body())
+
+
+def test_body_is_not_asked_for_when_the_call_is_refused_by_its_headers() -> None:
+    async def body() -> None:
+        gateway, owner = Gateway(SamplingConfig()), Answers()
+        url, key = await gateway.start(), gateway.open(owner)
+        refused = {
+            b" 401 ": ask_with_expect(url, "sk-"),
+            b" 413 ": ask_with_expect(url, key, length=LARGEST_BODY + 1),
+        }
+        for status, asked in refused.items():
+            first, _ = await asked
+            assert status in first.splitlines()[0]
         assert not owner.calls
         await gateway.close()
 

@@ -410,6 +410,9 @@ def boom() -> None:
         (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(parts={"mean": 1.0})), "is a name of metrics"),
         (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
+        (hostile(reset=lambda: next(iter(()))), r"Own\.reset raised StopIteration:"),
+        (hostile(step=lambda: next(iter(()))), r"Own\.step raised StopIteration:"),
+        (hostile(get_reward=lambda self: next(iter(()))), r"get_reward raised StopIteration:"),
         (hostile(step=give_up), "Own.step raised TimeoutError: the service is slow"),
         (hostile(state=lambda self: "text", restore=boom), "Own.state returned 'text'"),
         (hostile(get_reward=lambda self: "1"), "Own.get_reward: the reward returned '1'"),

@@ -110,6 +110,12 @@ def test_errors_of_ours_arrive_as_they_are_and_others_as_a_sentence(suite: Suite
             call()
 
 
+def test_blocking_method_fails_by_name_when_it_raises_stop_iteration(suite: Suite) -> None:
+    for call in calls(suite.start(), "run_dry"):
+        with pytest.raises(CallFailed, match=r"failed in run_dry: StopIteration"):
+            call()
+
+
 def test_what_cannot_be_made_raises_why_at_every_call(suite: Suite) -> None:
     placed = suite.start("a setting is wrong")
     for call in calls(placed, "pid"):

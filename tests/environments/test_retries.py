@@ -1,0 +1,240 @@
+"""Clients that give up and ask again, over sockets whose ends the test puts in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvloop
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.calls import AgentCalls, Call
+from megatron_async.environments.chat import ChatAnswer
+from megatron_async.environments.gateway import Gateway
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@dataclass
+class Episode:
+    """A gateway, the calls of one key, and clients whose every step the test takes."""
+
+    gateway: Gateway
+    calls: AgentCalls
+    url: str
+    key: str
+    clients: list[Client] = field(default_factory=list)
+
+    async def client(self) -> Client:
+        """Connect a client that has asked nothing yet."""
+        loop = asyncio.get_running_loop()
+        one = socket.socket()
+        one.setblocking(False)
+        port = int(self.url.rpartition(":")[2].partition("/")[0])
+        await loop.sock_connect(one, ("127.0.0.1", port))
+        connections = len(self.clients) + 1
+        self.clients.append(Client(one, self.key))
+        await until(lambda: len(self.gateway._connections) >= connections - self.left)
+        return self.clients[-1]
+
+    @property
+    def left(self) -> int:
+        return sum(client.socket.fileno() < 0 for client in self.clients)
+
+    async def asked(self, client: Client) -> Call:
+        """Make a client's first call and wait until the gateway has it."""
+        before = len(self.equal)
+        client.ask()
+        await until(lambda: len(self.equal) > before and bool(self.equal[-1].clients))
+        return self.equal[-1]
+
+    @property
+    def equal(self) -> list[Call]:
+        return next(iter(self.calls._known.values()), [])
+
+    async def answer(self) -> None:
+        """Answer the next call as the worker does."""
+        call = await self.calls.next(2)
+        assert call is not None
+        turn = self.calls.begin(call, self.calls.match(call))
+        self.calls.reply(turn, ChatAnswer(f"5-{turn}", f"answer {turn}"))
+
+
+@dataclass
+class Client:
+    """A raw connection, whose sending and closing take effect at once."""
+
+    socket: socket.socket
+    key: str
+
+    def ask(self, *, retry: int = 0, stream: bool = False) -> None:
+        body = json.dumps({"messages": MESSAGES, "stream": stream})
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+            f"Authorization: Bearer {self.key}\r\nx-stainless-retry-count: {retry}\r\n\r\n"
+        )
+        self.socket.send((head + body).encode())
+
+    async def read(self) -> str:
+        """Return the content of the answer."""
+        received = b""
+        while b"answer" not in received or not received.endswith(b"}"):
+            async with asyncio.timeout(5):
+                received += await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16)
+        body = json.loads(received.partition(b"\r\n\r\n")[2])
+        return str(body["choices"][0]["message"]["content"])
+
+    async def arrived(self) -> None:
+        """Wait until an answer can be read, and read nothing of it."""
+
+        def peeked() -> bool:
+            try:
+                return bool(self.socket.recv(1, socket.MSG_PEEK))
+            except BlockingIOError:
+                return False
+
+        await until(peeked)
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not happened():
+            await asyncio.sleep(0.002)
+
+
+def run(loop: str, body: Callable[[Episode], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        gateway, calls = Gateway(SamplingConfig()), AgentCalls(lambda: False)
+        episode = Episode(gateway, calls, await gateway.start(), gateway.open(calls))
+        await asyncio.wait_for(body(episode), 30)
+        for client in episode.clients:
+            client.leave()
+        await gateway.close()
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(whole())
+
+
+pytestmark = pytest.mark.parametrize("loop", LOOPS)
+
+
+@pytest.mark.parametrize("closes_later", [False, True])
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_retry_takes_the_call_that_was_left_when_equal_ones_wait(
+    loop: str, leaves: int, closes_later: bool
+) -> None:
+    """The end of the first try and the retry reach the gateway in one iteration of its loop.
+
+    `closes_later`: the client closes its first connection after it has asked again, as an event
+    loop does that was asked to close it.
+    """
+
+    async def body(episode: Episode) -> None:
+        clients = [await episode.client() for _ in range(3)]
+        again = await episode.client()
+        for client in clients:
+            await episode.asked(client)
+        steps = [clients[leaves].leave, lambda: again.ask(retry=1)]
+        for step in reversed(steps) if closes_later else steps:
+            step()
+        await until(lambda: sum(call.clients for call in episode.equal) == 3)
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            await episode.answer()
+        waiting = [client for client in clients if client is not clients[leaves]]
+        found = [await client.read() for client in (*waiting, again)]
+        assert sorted(found) == ["answer 0", "answer 1", "answer 2"]
+        assert episode.calls.left() == ()
+
+    run(loop, body)
+
+
+def test_retry_gets_its_answer_when_the_client_left_before_it_was_sent(loop: str) -> None:
+    async def body(episode: Episode) -> None:
+        first, other, again = [await episode.client() for _ in range(3)]
+        await episode.asked(first)
+        await episode.asked(other)
+        first.leave()
+        await episode.answer()  # before the loop has seen the end of the connection
+        again.ask(retry=1)
+        assert await again.read() == "answer 0"
+        await episode.answer()
+        assert await other.read() == "answer 1"
+        assert episode.calls.left() == ()
+
+    run(loop, body)
+
+
+def test_retry_gets_its_answer_when_the_client_left_before_reading_it(loop: str) -> None:
+    async def body(episode: Episode) -> None:
+        first, other, again = [await episode.client() for _ in range(3)]
+        await episode.asked(first)
+        await episode.asked(other)
+        await episode.answer()
+        await first.arrived()
+        first.leave()
+        again.ask(retry=1)
+        assert await again.read() == "answer 0"
+        await episode.answer()
+        assert await other.read() == "answer 1"
+        assert episode.calls.left() == ()
+
+    run(loop, body)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_retry_gets_another_answer_when_the_first_client_has_its_own(
+    loop: str, leaves: bool
+) -> None:
+    """The first try of the retry never reached the gateway, as on a machine without time."""
+
+    async def body(episode: Episode) -> None:
+        first, again = await episode.client(), await episode.client()
+        await episode.asked(first)
+        await episode.answer()
+        assert await first.read() == "answer 0"
+        if leaves:
+            first.leave()
+        again.ask(retry=1)
+        await episode.answer()
+        assert await again.read() == "answer 1"
+        assert episode.calls.left() == ()
+
+    run(loop, body)
+
+
+def test_retry_gets_the_streamed_answer_when_the_client_read_no_end_of_it(loop: str) -> None:
+    async def body(episode: Episode) -> None:
+        first, again = await episode.client(), await episode.client()
+        first.ask(stream=True)
+        await episode.answer()
+        await first.arrived()
+        await until(lambda: episode.equal[0].kept)
+        assert episode.equal[0].given
+        first.leave()
+        await until(lambda: not episode.equal[0].kept)
+        assert episode.calls.left() == (), "one event is enough to have it"
+        again.ask(retry=1)
+        assert await again.read() == "answer 0"
+
+    run(loop, body)
+
+
+def test_connection_has_ended_when_the_loop_has_not_yet_seen_the_end(loop: str) -> None:
+    async def body(episode: Episode) -> None:
+        client = await episode.client()
+        [connection] = episode.gateway._connections
+        assert not connection.has_left()
+        client.leave()
+        assert connection.has_left()
+
+    run(loop, body)
