@@ -9,4 +9,4 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/launch/cluster_env.sh"
 src="$1" dst="$2"
 shift 2
-exec "$PYTHON" -m megatron_async.cli convert megatron-to-hf --src "$src" --dst "$dst" "$@"
+exec "$PYTHON" -P -m megatron_async.cli convert megatron-to-hf --src "$src" --dst "$dst" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 # No test depends on how fast the machine is: a first call may import or compile.
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
+
+# Child processes do not import from the working directory, and some run code of these tests.
+_ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A shell starts what it runs in the background with SIGINT ignored, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

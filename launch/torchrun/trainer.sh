@@ -7,4 +7,4 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/launch/cluster_env.sh"
-exec "$PYTHON" -m megatron_async.launcher.node trainer "$@"
+exec "$PYTHON" -P -m megatron_async.launcher.node trainer "$@"

@@ -13,11 +13,36 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from megatron_async.errors import UserError
+
+_LARGE_FILES_VARIABLE: Final = "MEGATRON_ASYNC_LARGE_FILES"
+_COMPILED_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a child process that leaves temporary files and sockets behind.
+
+    They go to `directory`, which is removed with the child. What is large goes where the user wants
+    temporary files (`large_files_directory`), and what a later process can use to its caches.
+    """
+    cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    compiled = f"{cache}/megatron_async/torchinductor"
+    return {
+        "TMPDIR": str(directory),
+        _LARGE_FILES_VARIABLE: tempfile.gettempdir(),
+        _COMPILED_VARIABLE: environment.get(_COMPILED_VARIABLE) or compiled,
+    }
+
+
+def large_files_directory() -> Path:
+    """Return the directory for large temporary files of this process."""
+    return Path(os.environ.get(_LARGE_FILES_VARIABLE) or tempfile.gettempdir())
 
 
 @contextmanager

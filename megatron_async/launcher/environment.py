@@ -15,6 +15,7 @@ from typing import Final
 
 from megatron_async.engines.nodes import communication_environment
 from megatron_async.places.local import VISIBLE_VARIABLE
+from megatron_async.runtime.child_process import SAFE_PATH_VARIABLE
 from megatron_async.train_loop.rank import PLACE_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
 
@@ -70,7 +71,8 @@ def trainer_environment(
         defaults[_ALLOCATOR_VARIABLE] = _ALLOCATOR
     added = {name: value for name, value in defaults.items() if name not in base}
     added |= communication_environment(base, one_machine=one_machine, nvls=nvls)
-    added |= _TRAINER_FIXED
+    # torchrun starts the ranks by `-m`, which puts the working directory on their path.
+    added |= {**_TRAINER_FIXED, SAFE_PATH_VARIABLE: "1"}
     stop = None if stop_file is None else str(stop_file)
     chosen = {PLACE_VARIABLE: place, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
     return added | {name: value for name, value in chosen.items() if value is not None}

@@ -37,6 +37,7 @@ from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, Trainer
 from megatron_async.places.on_ray import ROLE_LABEL, TRAINER_ROLE, lost_node_of, ray_place
 from megatron_async.places.ray_cluster import ray_directory, use_ray_token
 from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.runtime.child_process import module_command
 
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
@@ -71,7 +72,7 @@ class Node:
             arguments = (*arguments, f"--temp-dir={directory}")
         child = Child(
             [
-                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+                *module_command("ray.scripts.scripts", "start", "--block"),
                 *("--node-ip-address", self.address, "--disable-usage-stats"),
                 "--dashboard-agent-listen-port=0",
                 "--include-log-monitor=false",  # logs are read where they lie

@@ -16,7 +16,8 @@ from pathlib import Path
 from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
 from megatron_async.files.disk import writing
-from megatron_async.files.own_directory import own_directory
+from megatron_async.files.own_directory import own_directory, temporary_files
+from megatron_async.runtime.child_process import module_command, start_child
 from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 
@@ -42,13 +43,12 @@ class Child:
             log = log_file.open("ab")
         with log:
             self._log_begins = log.tell()
-            self._process = subprocess.Popen(
-                list(command),
+            self._process = start_child(
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **(extra_env or {})},
-                start_new_session=True,
                 preexec_fn=_prepare_child,
             )
 
@@ -127,6 +127,7 @@ def torchrun(
     files: stores of torch would listen on every interface, to anybody.
     """
     with own_directory() as place:
+        environment = {**environment, **temporary_files(place, environment)}
         if rendezvous is None:
             environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
             rendezvous = (
@@ -134,9 +135,10 @@ def torchrun(
                 *(f"--rdzv-endpoint={place}/agent", "--rdzv-conf=store_type=file"),
             )
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+            *module_command("torch.distributed.run", *rendezvous),
             f"--nproc-per-node={ranks}",
             f"--max-restarts={max_restarts}",
+            f"--log-dir={place}",
             *("-m", module, *arguments),
         ]
         child = Child(command, log_file, environment)

@@ -14,8 +14,6 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from megatron_async.places import sockets
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
 from megatron_async.places.placed import request_of, result_of
+from megatron_async.runtime.child_process import module_command, start_child
 from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -225,16 +224,12 @@ class _Process:
                 log = self._log.open("ab")
             with log:
                 self._log_begins = log.tell()
-                self._running = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "megatron_async.places.host"),
-                        *(self._path.name, str(number)),
-                    ],
+                self._running = start_child(
+                    module_command("megatron_async.places.host", self._path.name, str(number)),
                     env=self._environment,
                     stdin=given,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,
                     pass_fds=(read_end, number),
                 )
         except BaseException as error:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import psutil
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.job_config import JobConfig
 
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.files.own_directory import user_directory
@@ -111,6 +112,9 @@ def _init(arguments: dict[str, Any]) -> str:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    # Ray puts the driver's working directory first on the path of its workers, but not for a job
+    # of its own client.
+    arguments["job_config"] = JobConfig(ray_namespace=NAMESPACE, _client_job=True)
     context = ray.init(**arguments, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)

@@ -1,7 +1,8 @@
 """User code by import path: `package.module:name`, or `file.py:name` for a file of one's own.
 
 Invariants
-- A file is imported once per process, under a module name made from its absolute path.
+- A file is imported once per process, under a module name made from its absolute path. Modules next
+  to it can be imported, but never in place of one that is installed.
 - Whatever is wrong with the path or the code is one sentence that names the setting and, for an
   exception in the user's code, the file and line.
 """
@@ -89,7 +90,9 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UserError(f"there is no module {name!r} on the Python path") from error
+            file = Path(f"{name.replace('.', '/')}.py")
+            hint = f"; name the file, as {file}:..." if file.is_file() else ""
+            raise UserError(f"there is no module {name!r} on the Python path{hint}") from error
         raise
 
 
@@ -104,6 +107,8 @@ def _module_of_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # A .py suffix always has a loader.
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Before it runs: dataclasses look their module up.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:

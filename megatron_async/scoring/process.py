@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
+from megatron_async.runtime.child_process import module_command, start_child
 from megatron_async.scoring.frames import (
     BLOCKING,
     END_ID,
@@ -72,12 +72,10 @@ class ScorerProcess:
         self._replies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._replies.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            # In a session of its own: Ctrl-C at a terminal is its worker's business.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, settings.model_dump_json(), kind],
+            self._keeper = start_child(
+                module_command(_MODULE, settings.model_dump_json(), kind),
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
-                start_new_session=True,
                 bufsize=0,
             )
         assert self._keeper.stdin is not None

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import CannotWrite
+from megatron_async.files.own_directory import large_files_directory
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,
@@ -137,7 +138,7 @@ def make_root(parent: Path | None = None) -> Path:
 
     Those of processes that were killed, which no longer exist, are removed.
     """
-    where = parent or Path(tempfile.gettempdir())
+    where = parent or large_files_directory()
     where.mkdir(parents=True, exist_ok=True)
     for left in where.glob(_PREFIX + "*"):
         owner = left.name.removeprefix(_PREFIX).partition("-")[0]
@@ -149,6 +150,6 @@ def make_root(parent: Path | None = None) -> Path:
 
 def remove_roots(owner: int, parent: Path | None = None) -> None:
     """Remove the directories that `make_root` made for process `owner`."""
-    where = parent or Path(tempfile.gettempdir())
+    where = parent or large_files_directory()
     for root in where.glob(f"{_PREFIX}{owner}-*"):
         shutil.rmtree(root, ignore_errors=True)

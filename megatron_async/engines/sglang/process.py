@@ -20,7 +20,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +40,10 @@ from megatron_async.engines.sglang.server import (
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
-from megatron_async.files.own_directory import own_directory
+from megatron_async.files.own_directory import own_directory, temporary_files
 from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.runtime.child_process import module_command, start_child
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -90,9 +90,7 @@ def server_command(
     """
     dtype = resolve_dtype(settings, device)
     command = [
-        sys.executable,
-        "-m",
-        "megatron_async.engines.sglang.server",
+        *module_command("megatron_async.engines.sglang.server"),
         *("--model-path", str(model_path)),
         *("--host", settings.host),
         *("--port", str(port)),
@@ -201,7 +199,7 @@ def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> d
 def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> list[str]:
     """The command line of one simulated server."""
     return [
-        *(sys.executable, "-m", "megatron_async.engines.simulated.server"),
+        *module_command("megatron_async.engines.simulated.server"),
         *("--model-path", str(model_path)),
         *("--port", str(port)),
         f"--weight-version={NO_VERSION}",
@@ -309,6 +307,7 @@ class SGLangProcess:
             )
             shared = self._files.enter_context(own_directory())
             environment |= rendezvous_of_ranks(self.settings, shared, port)
+            environment |= temporary_files(shared, environment)
             environment[DIRECTORY_VARIABLE] = str(shared)
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
@@ -319,13 +318,12 @@ class SGLangProcess:
                 log = self.log_path.open("ab")
             with log:
                 self._log_begins = log.tell()
-                self._process = subprocess.Popen(
+                self._process = start_child(
                     command,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
                     pass_fds=(read_end,),
                 )
         except BaseException:
