@@ -4,8 +4,9 @@ The kind comes from the table of mounts. In a chroot the table lacks the root fi
 then reports the kind. It calls every FUSE file system `fuseblk`, local ones and shared ones.
 
 Memory that processes share through a file, as SQLite's write-ahead log, reaches over one node: on a
-file system of several nodes it may seem to work and is wrong. So only kinds that are known to be
-local count as local.
+file system of several nodes it may seem to work and is wrong. A kind on neither list below may be
+either, such as `9p` of WSL and gVisor or `virtiofs` of virtual machines: a directory that is known
+to be local is preferred, and without one the kind is accepted.
 """
 
 import subprocess
@@ -18,6 +19,14 @@ _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs", "jfs"}
     | {"ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
     | {"ext2/ext3", "overlayfs", "msdos"}  # as `stat` calls ext2 to ext4, overlay and vfat
+    | {"fuse.fuse-overlayfs", "fuse-overlayfs"}
+)
+# Without the prefix of those that FUSE serves.
+_SHARED = frozenset(
+    {"acfs", "afs", "beegfs", "ceph", "ceph-fuse", "cifs", "fhgfs", "gfs", "gfs2", "glusterfs"}
+    | {"gpfs", "lustre", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "quobyte"}
+    | {"smb2", "smb3", "smbfs", "wekafs", "blobfuse", "blobfuse2", "gcsfuse", "goofys", "juicefs"}
+    | {"lizardfs", "mfs", "moosefs", "mountpoint-s3", "rclone", "s3fs", "sshfs"}
 )
 _STAT_SECONDS = 10.0
 
@@ -33,6 +42,11 @@ class FileSystem:
     def local(self) -> bool:
         """Return whether it is known to belong to this node alone."""
         return self.kind in _LOCAL
+
+    @property
+    def shared(self) -> bool:
+        """Return whether it is known to be shared between nodes."""
+        return self.kind.removeprefix("fuse.") in _SHARED
 
     def __str__(self) -> str:
         return f"{self.kind} (mounted at {self.mount})"

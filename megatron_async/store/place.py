@@ -66,15 +66,16 @@ def place_of_writer(run_file: Path, directory: str) -> StorePlace:
         base = Path(directory)
         if base.resolve() == run:
             return StorePlace(run_file, run_file)
-    elif file_system_of(run).local:
-        return StorePlace(run_file, run_file)
     else:
         base = Path(tempfile.gettempdir())
-        if not file_system_of(base).local:
+        of_run, of_base = file_system_of(run), file_system_of(base)
+        if of_run.local or not (of_run.shared or of_base.local):
+            return StorePlace(run_file, run_file)
+        if of_base.shared:
             raise UserError(
-                f"run directory {run} is on {file_system_of(run)} and the temporary directory on "
-                f"{file_system_of(base)}, which other nodes share: set store.directory to a disk "
-                "of the rollout manager's node"
+                f"run directory {run} is on {of_run} and the temporary directory on {of_base}, "
+                "which other nodes share: set store.directory to a disk of the rollout manager's "
+                "node"
             )
         base /= f"megatron_async-{os.getuid()}"
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
@@ -93,6 +94,13 @@ def prepared_place(run_file: Path, directory: str) -> StorePlace:
 def check_place(place: StorePlace) -> None:
     """Check that a database would work there; leaves nothing behind. Raises UserError."""
     folder = existing(place.file.parent)
+    if not (found := file_system_of(folder)).local:
+        logger.warning(
+            "the trajectory store will be in %s on %s; if other nodes share that file system, set "
+            "store.directory to a disk of the rollout manager's node",
+            place.file.parent,
+            found,
+        )
     trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
         trial.touch()  # where not even that is possible the system's reason is better than SQLite's
@@ -151,7 +159,7 @@ class Record:
     def reachable(self, run_file: Path) -> bool:
         """Return whether the database can be opened on this node."""
         file = self.database(run_file)
-        here = self.host == socket.gethostname() or file_system_of(file).local
+        here = self.host == socket.gethostname() or not file_system_of(file).shared
         return here and file.exists()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_async.files import mounts
-from megatron_async.files.mounts import file_system_of
+from megatron_async.files.mounts import FileSystem, file_system_of
 
 
 def table(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
@@ -54,3 +54,25 @@ def test_an_unknown_kind_is_not_local_when_stat_is_missing(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert str(file_system_of(tmp_path)) == "unknown (mounted at /)"
     assert not file_system_of(tmp_path).local
+
+
+@pytest.mark.parametrize(
+    ("kind", "local", "shared"),
+    [
+        ("ext4", True, False),
+        ("overlay", True, False),
+        ("fuse.fuse-overlayfs", True, False),
+        ("nfs4", False, True),
+        ("lustre", False, True),
+        ("fuse.sshfs", False, True),
+        ("fuse.ceph-fuse", False, True),
+        ("fuse.glusterfs", False, True),
+        ("9p", False, False),
+        ("virtiofs", False, False),
+        ("fuse.something", False, False),
+        ("unknown", False, False),
+    ],
+)
+def test_a_kind_is_local_shared_or_neither(kind: str, local: bool, shared: bool) -> None:
+    found = FileSystem(kind, "/")
+    assert (found.local, found.shared) == (local, shared)

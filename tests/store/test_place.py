@@ -154,6 +154,50 @@ def test_without_any_local_disk_both_file_systems_are_named(cluster: Cluster) ->
     assert list(cluster.run.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("of_run", "of_temporary", "where", "warned"),
+    [
+        ("9p", "9p", "run", True),
+        ("virtiofs", "ext4", "temporary", False),
+        ("unknown", "nfs4", "run", True),
+        ("fuse.fuse-overlayfs", "fuse.fuse-overlayfs", "run", False),
+        ("lustre", "unknown", "temporary", True),
+        ("fuse.anything", "tmpfs", "temporary", False),
+    ],
+)
+def test_a_file_system_of_an_unknown_kind_is_used_with_a_warning_when_no_local_one_exists(
+    cluster: Cluster,
+    caplog: pytest.LogCaptureFixture,
+    of_run: str,
+    of_temporary: str,
+    where: str,
+    warned: bool,
+) -> None:
+    cluster.kinds = {str(cluster.folder): of_temporary, str(cluster.run.parent): of_run}
+    place = place_of_writer(cluster.store, "")
+    assert place.file.is_relative_to(cluster.run if where == "run" else cluster.folder / "disk")
+    check_place(place)
+    assert ("if other nodes share that file system" in caplog.text) == warned
+
+
+def test_a_database_on_a_file_system_of_an_unknown_kind_is_found_under_another_host_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has another name at each start."""
+    cluster.kinds = {str(cluster.folder): "9p"}
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(cluster.store)
+        await scored_group(store)
+        await store.close(leave=True)
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        again = TrajectoryStore.open(cluster.store)
+        assert len(offered(again)) == 1
+        await again.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_directory_that_cannot_be_made_is_named(cluster: Cluster) -> None:
     (cluster.folder / "file").touch()
     place = place_of_writer(cluster.store, str(cluster.folder / "file" / "below"))
