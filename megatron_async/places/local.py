@@ -24,6 +24,7 @@ from typing import Any, Final
 import psutil
 
 from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
+from megatron_async.files.bounded_log import BoundedLog
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory
 from megatron_async.places import sockets
@@ -35,6 +36,7 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS: Final = 10.0
+_OUTPUT_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 10.0
 _PAUSES: Final = (0.1, 10.0)  # seconds; the first is doubled up to the last
 
@@ -221,17 +223,20 @@ class _Process:
         self._began = time.monotonic()
         try:
             with writing(self._log):
-                log = self._log.open("ab")
-            with log:
-                self._log_begins = log.tell()
+                self._output = BoundedLog(self._log)
+            try:
                 self._running = start_child(
                     module_command("megatron_async.places.host", self._path.name, str(number)),
                     env=self._environment,
                     stdin=given,
-                    stdout=log,
-                    stderr=log,
+                    stdout=self._output.sink,
+                    stderr=self._output.sink,
                     pass_fds=(read_end, number),
                 )
+            except BaseException:
+                self._output.discard()
+                raise
+            self._output.start()
         except BaseException as error:
             os.close(self._lifeline)
             if isinstance(error, OSError):
@@ -283,10 +288,7 @@ class _Process:
         self._ended()
 
     def _how(self, code: int) -> str:
-        cause = ""
-        with suppress(OSError), self._log.open("rb") as log:  # somebody may have removed it
-            log.seek(self._log_begins)
-            cause = cause_in_log(log.read().decode(errors="replace")) or ""
+        cause = cause_in_log(self._output.tail(_OUTPUT_SECONDS)) or ""
         return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death_after(self, deaths: int) -> str:

@@ -23,6 +23,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.job_config import JobConfig
 
 from megatron_async.errors import ComponentFailure, one_line
+from megatron_async.files.bounded_log import LOG_BYTES
 from megatron_async.files.own_directory import user_directory
 from megatron_async.places.local import VISIBLE_VARIABLE
 from megatron_async.run_directory import write_atomically
@@ -36,6 +37,9 @@ def use_ray_token(file: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # What the user's code prints would fill the disk otherwise.
+    os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(LOG_BYTES))
+    os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     Config.initialize("")  # Ray read its environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
 

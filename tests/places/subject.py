@@ -23,6 +23,12 @@ class Subject:
             raise UserError(refuses)
         self._placed: list[Placed] = []
 
+    def flood(self, megabytes: int) -> None:
+        """Print so much, and the last words to standard error."""
+        for _ in range(megabytes):
+            print("x" * (1 << 20))
+        os.write(2, b"last words")
+
     def pid(self) -> int:
         return os.getpid()
 

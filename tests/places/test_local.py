@@ -112,6 +112,15 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
             placed.ask("pid", limit=LIMIT)
 
 
+def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject")
+        placed.ask("flood", 9, limit=LIMIT)
+    logs = list(tmp_path.glob("subject.log*"))
+    assert sum(log.stat().st_size for log in logs) <= 2 << 20
+    assert (tmp_path / "subject.log").read_text().endswith("last words")
+
+
 def test_each_death_is_explained_by_its_own_cause(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject", restarts=1)

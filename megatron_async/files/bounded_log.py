@@ -1,0 +1,67 @@
+"""The log of a child process, of limited size whatever the process prints.
+
+Invariants
+- The newest output is in two files, PATH and PATH.1, of at most `LOG_BYTES` each; older output is
+  dropped.
+- The child never waits for a disk: what cannot be written is dropped too.
+"""
+
+import os
+import threading
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+LOG_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 1 << 16
+_PIECE_BYTES: Final = 1 << 16
+
+
+class BoundedLog:
+    """A log, and the pipe whose content it takes: `sink` is for the child's output.
+
+    Raises OSError for a file that cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = path.open("ab", buffering=0)
+        self._tail = b""
+        self._source, self.sink = os.pipe()
+        self._thread = threading.Thread(target=self._follow, name=path.name, daemon=True)
+
+    def start(self) -> None:
+        """Take what comes until nobody can write any more. The caller no longer uses `sink`."""
+        os.close(self.sink)
+        self._thread.start()
+
+    def discard(self) -> None:
+        """Close everything, where no child was started."""
+        if self._file is not None:
+            self._file.close()
+        for end in (self._source, self.sink):
+            os.close(end)
+
+    def tail(self, seconds: float) -> str:
+        """Return the end of the output; waits up to `seconds` for the last of it."""
+        self._thread.join(seconds)
+        return self._tail.decode(errors="replace")
+
+    def _follow(self) -> None:
+        with open(self._source, "rb", buffering=0) as source:  # noqa: PTH123 - a descriptor
+            while piece := source.read(_PIECE_BYTES):
+                self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+                with suppress(OSError):
+                    self._write(piece)
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, piece: bytes) -> None:
+        file, self._file = self._file, None
+        if file is not None and file.tell() + len(piece) > LOG_BYTES:
+            file.close()
+            file = None
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file = file or self._path.open("ab", buffering=0)
+        self._file.write(piece)
