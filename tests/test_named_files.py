@@ -17,7 +17,7 @@ OTHERS = {
     "verl/trainer/ppo/rollout_corr_helper.py",
     # of a user, in examples
     *("file.py", "path/to/file.py", "program.py", "tests.py"),
-    *("runner.py", "ask.py", "till.py", "agent.py"),
+    *("runner.py", "ask.py", "till.py", "agent.py", "random.py", "tokenizers.py"),
     # below a variable of a shell
     *("ROOT/launch/cluster_env.sh", "REPOSITORY/examples/smollm2/unpack.py"),
     # written by programs

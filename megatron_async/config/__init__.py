@@ -13,8 +13,8 @@
 - sampling_contract: when an engine's log-probs describe what it samples from.
 - thresholds: the threshold notations of the correction, parsed once.
 - reference: every setting as a list; "did you mean".
-- base, files, load, renamed: the settings' base; files read with refusals of one sentence; YAML and
-  overrides; former names.
+- base, files, load: the settings' base; files read with refusals of one sentence; YAML and
+  overrides.
 """
 
 from megatron_async.config.load import build_config, dump, load_config

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
-from megatron_async.config.renamed import with_todays_names
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.files.package_files import existing
@@ -64,9 +63,7 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(
             f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
         )
-    content = with_todays_names(anchored(content, path.parent), what)
-    if _GIVEN in content:
-        content[_GIVEN] = with_todays_names(content[_GIVEN], what)
+    content = anchored(content, path.parent)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -89,8 +86,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
-    nested = _nested(dotted, anchored(parsed, Path.cwd()))
-    return with_todays_names(nested, f"override {shown(text)}")
+    return _nested(dotted, anchored(parsed, Path.cwd()))
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
-    settings = with_todays_names(_expanded(settings), "settings")
+    settings = _expanded(settings)
     own = {key: value for key, value in settings.items() if key != _GIVEN}
     try:
         config = RunConfig.model_validate(merge(_defaults_below(own), own))
@@ -209,7 +205,7 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     for name, value in plain.items():
         nested = merge(nested, _nested(name, value))
     body = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-    return _with_changes(body, config.given, with_todays_names(nested, "settings"))
+    return _with_changes(body, config.given, nested)
 
 
 def _with_changes(

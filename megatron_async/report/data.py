@@ -28,7 +28,6 @@ from megatron_async.trajectory.types import (
     PolicyVersion,
     Segment,
     Trajectory,
-    parts_of_today,
 )
 
 Lines = list[dict[str, float]]
@@ -182,8 +181,7 @@ def _facts(row: dict[str, Any]) -> str:
     """Describe in words what an evaluation has found about a response."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
-    named = parts_of_today(row.get("parts", {}))
-    parts = {k: v for k, v in named.items() if (k, v) != ("score", reward)}
+    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
     facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
     for name, value in parts.items():
         fault = name in SCORER_FAULTS

@@ -156,8 +156,7 @@ def _trajectories(file: Path, exported: Exported, only: int | None = None) -> It
     """Read the file in order, not beyond its committed length; `only` one trajectory."""
     if not exported.bytes:
         return
-    # Exports of earlier versions have a space before the number.
-    beginnings = tuple(f'{{"trajectory_id":{space}{only},'.encode() for space in ("", " "))
+    beginning = f'{{"trajectory_id":{only},'.encode()
     place = 0
     try:
         with file.open("rb") as lines:
@@ -165,7 +164,7 @@ def _trajectories(file: Path, exported: Exported, only: int | None = None) -> It
                 place += len(line)
                 if place > exported.bytes:
                     return
-                if only is None or line.startswith(beginnings):
+                if only is None or line.startswith(beginning):
                     yield _parsed(line, f"{file}, line {number}")
     except OSError as error:
         raise UserError(f"export {file} cannot be read: {error.strerror}") from error
@@ -188,8 +187,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         **{name: row[name] for name in ("finish_reason", "reward", "drop_reason")},
     )
     token_ids = np.asarray(prompt["token_ids"], dtype=np.int32)
-    priority = prompt.get("priority", 0)  # older exports have none
-    problem = Prompt(token_ids, row["task"], prompt["payload"], priority)
+    problem = Prompt(token_ids, row["task"], prompt["payload"], prompt["priority"])
     segments = tuple(map(_segment, row["segments"]))
     turns = tuple(map(_turn, row.get("turns", ())))
     step = None if batch is None else int(batch["step"])

@@ -45,7 +45,6 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
     Turn,
-    parts_of_today,
 )
 
 P = TypeVar("P", ChunkRow, TurnRow)
@@ -243,7 +242,7 @@ def trajectory_of(
         segments=segments,
         finish_reason=None if row.finish_reason is None else FinishReason(row.finish_reason),
         reward=row.reward,
-        reward_detail=parts_of_today(json.loads(row.reward_detail)),
+        reward_detail=json.loads(row.reward_detail),
         batched_step=batched_step,
         drop_reason=None if batched or row.drop_reason is None else DropReason(row.drop_reason),
         turns=turns,
@@ -295,8 +294,7 @@ class StoreReader:
             self._connection = schema.connect(
                 found.file, read_only=True, immutable=found.is_replica
             )
-            stored = schema.checked_format(self._connection, found.file)
-            schema.show_as_today(self._connection, stored)
+            schema.checked_format(self._connection, found.file)
 
     def close(self) -> None:
         """Release the file."""

@@ -35,7 +35,6 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.documents import Counters
 from megatron_async.store.lineage import Lineage
-from megatron_async.store.migration import migrate
 from megatron_async.store.place import Record, StorePlace, leave, read_record
 from megatron_async.store.reader import read_position, read_rows
 from megatron_async.store.schema import DamagedStore
@@ -71,12 +70,10 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
     if path.exists() and 0 < path.stat().st_size < schema.PAGE_BYTES:
         raise DamagedStore("it ends within its first page")  # SQLite would take it for a new one
     with closing(schema.connect(path)) as connection:
-        found = schema.checked_format(connection, path)
+        schema.checked_format(connection, path)
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
-        if 0 < found < schema.FORMAT:
-            migrate(connection, found)
         schema.create_tables(connection)
         yield connection
 

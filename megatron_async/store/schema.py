@@ -8,8 +8,7 @@ Invariants
 - The columns of a table are the fields of its rows' class, the key first, bytes last: to rename a
   field or to change its place is another format.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
-- A file of format 4 or 5 is migrated by who writes it, and read as it is by who does not; one of
-  any other format is refused, and nothing in it changes.
+- A file of another format is refused, and nothing in it changes.
 """
 
 import sqlite3
@@ -26,7 +25,6 @@ from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import TrajectoryState
 
 FORMAT = 7
-OLDEST_FORMAT = 4  # see `migration`
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
@@ -303,27 +301,15 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def checked_format(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the format (0: a new file). Raises UserError for one that is unknown or no store."""
+    """Return the format (0: a new file). Raises UserError for another one, or for no store."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables and application != APPLICATION_ID:
         raise UserError(f"{path} is an SQLite database, but not a trajectory store")
-    if tables and not OLDEST_FORMAT <= version <= FORMAT:
+    if tables and version != FORMAT:
         raise UserError(
             f"trajectory store {path} has format {version}, and this version of megatron_async "
-            f"reads {OLDEST_FORMAT} to {FORMAT}; go on with the run by the version that wrote it"
+            f"reads {FORMAT}; go on with the run by the version that wrote it"
         )
     return version
-
-
-def show_as_today(connection: sqlite3.Connection, found: int) -> None:
-    """Let who only reads find what a file of format `found` lacks; the file stays as it is."""
-    views = []
-    if found < 5:
-        views.append("chunks AS SELECT *, NULL AS columns FROM main.chunks")
-    if found < 6:
-        nothing = ", ".join(f"NULL AS {name}" for name in (*TurnRow._fields, "crc"))
-        views.append(f"turns AS SELECT {nothing} WHERE false")
-    for view in views:
-        connection.execute(f"CREATE TEMP VIEW {view}")

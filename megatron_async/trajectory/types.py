@@ -18,7 +18,6 @@ import enum
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -90,22 +89,6 @@ class DropReason(enum.StrEnum):
     REFUSED = "refused"
     ENVIRONMENT = "environment"
     USER = "user"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "DropReason | None":
-        """Read `verifier`, as older exports have it, as `scorer`."""
-        return cls.SCORER if value == "verifier" else None
-
-
-FORMER_PARTS: Final[Mapping[str, str]] = MappingProxyType(
-    {f"verifier_{kind}": f"scorer_{kind}" for kind in ("error", "timeout", "crash", "unavailable")}
-)
-"""Parts of a reward that count a failure: their names before format 7 of the store, and today's."""
-
-
-def parts_of_today(stored: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a reward, which an earlier version may have stored."""
-    return {FORMER_PARTS.get(name, name): value for name, value in stored.items()}
 
 
 class FinishReason(enum.StrEnum):

@@ -19,7 +19,6 @@ from megatron_async.config.reference import (
     sections_with,
     shown_value,
 )
-from megatron_async.config.renamed import RENAMED
 from megatron_async.errors import UserError
 from tests.syntax import parse
 
@@ -119,7 +118,7 @@ def test_advice_names_settings_that_exist() -> None:
         f"{file}: {name}"
         for file, text in sentences()
         for name in named.findall(text)
-        if name not in settings | sections | set(RENAMED) and not name.startswith("task.params.")
+        if name not in settings | sections and not name.startswith("task.params.")
         if not name.endswith((".py", ".yaml", ".json", ".sqlite", ".log"))
     }
     assert not wrong

@@ -7,7 +7,6 @@ from typing import Any, Final
 from megatron_async.config.reward import BATCH_METRICS
 from megatron_async.errors import shown
 from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
-from megatron_async.trajectory.types import FORMER_PARTS
 
 Returned = float | tuple[float, Mapping[str, float]]
 """A score, or a score and named parts of it."""
@@ -67,7 +66,7 @@ def score_of(returned: Any) -> RewardScore:
             "to numbers"
         )
     named = {str(name): _number(str(name), part) for name, part in parts.items()}
-    for name in named.keys() & (BATCH_METRICS | SCORER_FAULTS.keys() | FORMER_PARTS.keys()):
+    for name in named.keys() & (BATCH_METRICS | SCORER_FAULTS.keys()):
         raise ValueError(f"the reward names a part {name!r}, which is a name of metrics; rename it")
     return RewardScore(_number("", value), named)
 

@@ -20,7 +20,7 @@ from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.scoring.workers import LocalScorerPool
-from megatron_async.trajectory.types import FORMER_PARTS, Prompt
+from megatron_async.trajectory.types import Prompt
 
 HERE = Path(__file__).parent
 PAYLOAD = {"question": "1+1", "answer": "2", "metadata": {"level": 3}}
@@ -207,7 +207,7 @@ def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
 
 
-@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "scorer_timeout", *FORMER_PARTS])
+@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "scorer_timeout"])
 def test_a_part_with_the_name_of_a_metric_is_refused(part: str) -> None:
     with pytest.raises(ValueError, match=f"names a part {part!r}, which is a name of metrics"):
         score_of((1.0, {"fine": 0.5, part: 0.5}))
