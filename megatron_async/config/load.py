@@ -182,13 +182,12 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config.yaml, apply `overrides` as to the file that it began with.
 
-    Of one that an earlier version wrote, without `given`, a value that the old recipe or preset
-    brings is taken as not set. Raises UserError.
+    Raises UserError.
     """
     body = dict(_expanded(read_yaml(Path(path))))
     given = body.pop(_GIVEN, None)
     if not isinstance(given, Mapping):
-        given = _set_apart(body)
+        raise UserError(f"config file {path} is not of a run: it lacks `{_GIVEN}`, what was set")
     return _with_changes(body, given, _changes(overrides))
 
 
@@ -230,30 +229,6 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in new.items()
         if key not in old or old[key] != value
     }
-
-
-def _set_apart(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a file that holds every value its recipe and preset do not bring."""
-    recipe = _named(body, "algorithm", "recipe", "copris", RECIPES)
-    preset = _named(body, "schedule", "preset", "copris", SCHEDULE_PRESETS)
-    names = {"algorithm": {"recipe": recipe}, "schedule": {"preset": preset}}
-    brought = _flat(build_config(names).model_dump(mode="json"))
-    given = _without(body, brought)
-    own_preset = recipe_defaults(recipe).get("schedule", {}).get("preset", "copris")
-    return merge(given, names if preset != own_preset else {"algorithm": {"recipe": recipe}})
-
-
-def _without(settings: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` less what equals these values of dotted names."""
-    result = copy.deepcopy(dict(settings))
-    for name, value in leaves.items():
-        *sections, key = name.split(".")
-        inner: Any = result
-        for section in sections:
-            inner = inner.get(section) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and key in inner and inner[key] == value:
-            del inner[key]
-    return result
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:

@@ -307,10 +307,10 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     first = _decoded(path, number, text, msgspec.json.decode)
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise UserError(f"{path} is not a schedule record")
-    if first.get("format_version") not in range(5, FORMAT_VERSION + 1):
+    if first.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"schedule record {path} has format_version {first.get('format_version')}, this "
-            f"program reads 5 to {FORMAT_VERSION}"
+            f"program reads {FORMAT_VERSION}"
         )
     try:
         header = msgspec.convert(first, Header, dec_hook=_schedule)
@@ -336,8 +336,6 @@ def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]
 
 
 def _line(text: bytes) -> _Line:
-    text = text.replace(b'"verifier"', b'"scorer"')  # of formats 5 and 6
-    text = text.replace(b"task.verifier_workers", b"task.scorer_workers")  # in a warning
     line = _DECODE(text)
     if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
         raise msgspec.ValidationError("a field is missing")  # one that has a default

@@ -6,8 +6,7 @@ written fails at once.
 
 Invariants
 - A scheduler that was thawed answers every further event as the frozen one does.
-- What was written by code whose classes have other fields is refused by their name, but for those
-  in `_ADDED`: an older scheduler goes on as it did.
+- What was written by code whose classes have other fields is refused by their name.
 - Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
 """
 
@@ -32,16 +31,6 @@ _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReas
     for name, item in vars(module).items()
     if isinstance(item, type) and item.__module__ == module.__name__
 }
-_RENAMED: Final = {"DropReason.VERIFIER": "DropReason.SCORER"}  # since format 7 of records
-_ADDED: Final[dict[str, dict[str, Callable[[dict[str, Any]], Any]]]] = {
-    "TrajectoryEntry": {
-        "extra": lambda entry: 0,
-        "begun": lambda entry: False,
-        "home": lambda entry: None,
-    },
-    "Lifecycle": {"starts": lambda life: life["work"], "open_episodes": lambda life: 0},
-}
-"""Fields that classes have since format 8 of records, and their values from the others."""
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 """First letters of what is neither number nor container: text costs least, in time and bytes."""
@@ -134,23 +123,9 @@ class _Thawer:
         if mark == _REF:
             return self._made[int(text)]
         if mark == _ENUM:
-            name, member = _RENAMED.get(text, text).split(".")
+            name, member = text.split(".")
             return _CLASSES[name][member]
         return {_TEXT: text, _CONFIG: self._config}[mark]
-
-
-def _as_today(snapshot: dict[str, Any], expected: dict[str, list[str]]) -> dict[str, Any]:
-    """A snapshot with the fields that its classes lack, where these are all that differs."""
-    classes = dict(snapshot["classes"])
-    lacks = {n: a for n, a in _ADDED.items() if [*classes.get(n, ()), *a] == expected[n]}
-    if not lacks:
-        return snapshot
-    objects = []
-    for name, *values in snapshot["objects"]:
-        had = dict(zip(classes[name], values, strict=False))
-        objects.append([name, *values, *(value(had) for value in lacks.get(name, {}).values())])
-    classes |= {name: expected[name] for name in lacks}
-    return {"classes": classes, "objects": objects}
 
 
 def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
@@ -160,7 +135,6 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     """
     expected = {name: _fields(cls) for name, cls in _CLASSES.items()}
     expected |= freeze(scheduler)["classes"]
-    snapshot = _as_today(snapshot, expected)
     for name, names in snapshot["classes"].items():
         if expected.get(name) != names:
             raise UserError(

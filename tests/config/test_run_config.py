@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_async.config import RunConfig, dump, load_config
 from megatron_async.config.load import differences, load_run_config
@@ -28,39 +27,35 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def stored(file: Path, config: RunConfig, *, given: bool = True) -> Path:
-    """The config.yaml of a run; without `given` as an earlier version wrote it."""
-    content = yaml.safe_load(dump(config))
-    assert content["given"]
-    if not given:
-        del content["given"]
+def stored(file: Path, config: RunConfig) -> Path:
+    """The config.yaml of a run."""
     path = file.with_name("config.yaml")
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(dump(config))
     return path
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_resume_without_changes_is_the_same_run(file: Path, given: bool) -> None:
+def test_a_file_that_no_run_wrote_is_refused_as_a_runs(file: Path) -> None:
+    with pytest.raises(UserError, match=r"user\.yaml is not of a run: it lacks `given`"):
+        load_run_config(file)
+
+
+def test_a_resume_without_changes_is_the_same_run(file: Path) -> None:
     config = load_config(file, ON_TOP)
-    assert differences(config, load_run_config(stored(file, config, given=given))) == []
+    assert differences(config, load_run_config(stored(file, config))) == []
 
 
-@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("preset", SCHEDULE_PRESETS)
 @pytest.mark.parametrize("before", ["copris", "pipeline", "rapid"])
-def test_a_preset_takes_effect_and_what_was_set_stays(
-    file: Path, before: str, preset: str, given: bool
-) -> None:
+def test_a_preset_takes_effect_and_what_was_set_stays(file: Path, before: str, preset: str) -> None:
     own = [*ON_TOP, f"schedule.preset={before}"]
-    path = stored(file, load_config(file, own), given=given)
+    path = stored(file, load_config(file, own))
     found = load_run_config(path, [f"schedule.preset={preset}"])
     assert differences(found, load_config(file, [*own, f"schedule.preset={preset}"])) == []
 
 
-@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_takes_effect_and_what_was_set_stays(file: Path, recipe: str, given: bool) -> None:
-    path = stored(file, load_config(file, ON_TOP), given=given)
+def test_a_recipe_takes_effect_and_what_was_set_stays(file: Path, recipe: str) -> None:
+    path = stored(file, load_config(file, ON_TOP))
     found = load_run_config(path, [f"algorithm.recipe={recipe}"])
     assert differences(found, load_config(file, [*ON_TOP, f"algorithm.recipe={recipe}"])) == []
 

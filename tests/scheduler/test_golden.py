@@ -23,7 +23,7 @@ from megatron_async.scheduler.record import (
     read_record,
     replay,
 )
-from tests.scheduler.golden import COMMAND, DIRECTORY, EPISODES, path_of
+from tests.scheduler.golden import COMMAND, EPISODES, path_of
 from tests.scheduler.policies import PRESETS
 
 REGENERATE = f"If that is meant, run `{COMMAND}` and commit the records with the change."
@@ -41,12 +41,6 @@ def difference(name: str, make: Callable[[Header], Scheduler] | None = None) -> 
 def test_the_scheduler_still_acts_as_recorded(name: str) -> None:
     found = difference(name)
     assert found is None, f"{path_of(name)}: {found}. {REGENERATE}"
-
-
-@pytest.mark.parametrize("name", ["copris.7", "async.7"])
-def test_a_snapshot_of_format_7_goes_on_as_recorded(name: str) -> None:
-    assert '"format_version":7' in (DIRECTORY / f"{name}.jsonl").read_text()
-    assert difference(name) is None
 
 
 @pytest.mark.parametrize("name", [*PRESETS, EPISODES])

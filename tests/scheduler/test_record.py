@@ -304,7 +304,7 @@ def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
         ),
         (
             '{"format": "megatron_async.schedule", "format_version": 2}\n',
-            f"has format_version 2, this program reads 5 to {FORMAT_VERSION}",
+            f"has format_version 2, this program reads {FORMAT_VERSION}",
         ),
         (
             f'{{"format": "megatron_async.schedule", "format_version": {FORMAT_VERSION}, '

@@ -115,24 +115,6 @@ def test_the_last_steps_stay_and_are_replayed_without_those_before(
         assert replay(path) is None
 
 
-def test_a_record_of_format_6_has_another_name_of_scorer_and_is_replayed(tmp_path: Path) -> None:
-    world = recorded("copris", tmp_path, keep_steps=4)
-    world.weather = Weather(engines=2, scorer_failures=0.3, slow_scores=0.5)
-    for _ in range(1500):
-        world.random_event()
-    world.recorder.close()
-    older = 0
-    for path in record_files(tmp_path).values():
-        text = path.read_text()
-        found = text.replace('"scorer"', '"verifier"').replace(
-            "DropReason.SCORER", "DropReason.VERIFIER"
-        )
-        older += found.count('"verifier"') > 0 and found.count("DropReason.VERIFIER") > 0
-        path.write_text(found.replace('"format_version":7', '"format_version":6'))
-        assert replay(path) is None
-    assert older, "no file has the reason in its snapshot and in an action"
-
-
 def test_a_changed_action_after_a_snapshot_is_noticed(tmp_path: Path) -> None:
     world = recorded("copris", tmp_path)
     for _ in range(2000):
