@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,14 @@ def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUn
         yield engine
     finally:
         engine.process.stop()
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o027], ids=oct)
+def new_file_mode(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Set the umask for the test; return the mode that a new file has under it."""
+    before = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(before)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_async.errors import UserError
-from megatron_async.files.disk import force_to_disk, writing
+from megatron_async.files.disk import force_to_disk, with_default_mode, writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
 from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE, VERSION_KEY
@@ -118,7 +118,7 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
         names_of_file.append(list(tensors))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = folder / _numbered(len(names_of_file), 0)
-        with writing(path):
+        with writing(path), with_default_mode(path):
             save_file(tensors, path, metadata=metadata)
         # While the next bucket fills, nothing of this one may be left.
         bucket.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,21 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_model_directory(stream(), tmp_path / "copy", source)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_exported_files_have_the_umasks_mode_when_weights_fill_some_files(
+    count: int, tmp_path: Path, new_file_mode: int
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "config.json").chmod(0o600)
+    stream = iter([[(str(number), torch.zeros(4))] for number in range(count)])
+    write_model_directory(stream, tmp_path / "copy", source, dtype="float32")
+    files = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+    assert len(files) == count + (1 if count == 1 else 2), files
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {new_file_mode}
 
 
 def test_buckets_hold_at_most_their_size_and_keep_the_order() -> None:
