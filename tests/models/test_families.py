@@ -118,7 +118,7 @@ def test_rope_is_that_of_transformers_when_rope_scaling_is_beside_rope_parameter
     assert served_context(config) == (2048 if scaling is LLAMA3 else int(ours.factor * 2048))
 
 
-def test_rope_is_read_when_both_settings_say_the_same(tmp_path: Path) -> None:
+def test_rope_is_read_when_both_settings_are_equal(tmp_path: Path) -> None:
     both = {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 5e5}}
     found = read_architecture(_write(tmp_path, **both, rope_theta=5e5)).rope
     assert found == Rope(5e5, "linear", 8.0)

@@ -75,6 +75,15 @@ class TestLoading:
         with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\)"):
             _load(model_dir)
 
+    def test_head_is_refused_when_it_differs_from_its_tied_embedding(self, tmp_path: Path) -> None:
+        save_hf_model("qwen2_tied", tmp_path / "model")
+        embedding = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+        _rewrite(tmp_path / "model", {"lm_head.weight": embedding.clone()})
+        _load(tmp_path / "model")
+        _rewrite(tmp_path / "model", {"lm_head.weight": embedding + 1})
+        with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+            _load(tmp_path / "model")
+
     def test_a_truncated_file(self, model_dir: Path) -> None:
         path = model_dir / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])

@@ -35,7 +35,7 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 
 def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
-    """Read the ropes of global and of local layers, as transformers 5 and transformers 4 write them.
+    """Read the ropes of global and of local layers, as transformers 4 or 5 writes them.
 
     As in transformers, `rope_scaling` changes the global one.
     """
