@@ -40,7 +40,7 @@ from megatron_async.launcher.figures import (
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
-_ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
+_ONE_NODE = "srun --nodes=1 --ntasks=1 --export=ALL --exclusive --cpu-bind=none --gpus-per-node"
 _SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
 _LARGEST_NOTICE = 65_535  # that Slurm takes
 
