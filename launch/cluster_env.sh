@@ -15,6 +15,11 @@ if [ -n "${MEGATRON_ASYNC_SETUP:-}" ]; then
   set -u
 fi
 
+# Under `sbatch --export=NONE` (or SBATCH_EXPORT=NONE) Slurm sets this variable, and every srun would
+# start its tasks without PATH and without what is exported here. MEGATRON_ASYNC_SRUN_ARGS may still
+# hold an --export.
+unset SLURM_EXPORT_ENV
+
 case "${MEGATRON_ASYNC_SRUN_ARGS:-}" in
   *--container-image*) VENV="${MEGATRON_ASYNC_VENV:-/opt/venv}" ;;
   *) VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}" ;;

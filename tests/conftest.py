@@ -42,6 +42,14 @@ def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUn
         engine.process.stop()
 
 
+@pytest.fixture(params=[0o022, 0o002, 0o027], ids=oct)
+def new_file_mode(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Set the umask for the test; return the mode that a new file has under it."""
+    before = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(before)
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     """Eight megabytes that a test may fill or make read-only."""

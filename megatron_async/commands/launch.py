@@ -40,9 +40,11 @@ from megatron_async.launcher.figures import (
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
-_ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
+_ONE_NODE = "srun --nodes=1 --ntasks=1 --export=ALL --exclusive --cpu-bind=none --gpus-per-node"
 _SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
 _LARGEST_NOTICE = 65_535  # that Slurm takes
+_OPTION = re.compile(r"--[\w-]+(=.*)?|-\w\S*")
+_SECOND_OPTION = re.compile(r"\s--?\w")
 
 
 @dataclass(frozen=True)
@@ -299,8 +301,10 @@ def job_script(
     """The sbatch script of one run; the work is in launch/slurm/train.sbatch.
 
     `stop`: seconds that the trainers may take from Slurm's signal on. Raises UserError for a time
-    limit, or a signal of the user's own, that does not leave them.
+    limit, or a signal of the user's own, that does not leave them, and for what cannot be written
+    into a job script.
     """
+    _check_text(directory, cluster)
     options = [
         f"--job-name={config.name}",
         f"--nodes={config.parallel.nodes + rollout_nodes}",
@@ -308,13 +312,15 @@ def job_script(
         f"--signal=B:USR1@{cluster.notice(stop)}",
         "--requeue",
         "--open-mode=append",
-        f"--output={directory.logs}/job-%j.log",
+        f"--output={str(directory.logs).replace('%', '%%')}/job-%j.log",
         *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
         "--exclusive",
         "--mem=0",  # all of it: Slurm's default may be a small part
         *cluster.sbatch_options,
     ]
-    lines = "\n".join(f"#SBATCH {option}" for option in options)
+    # Slurm reads a shell's quotes, in which a backslash still escapes the next character.
+    quoted = (shlex.quote(option.replace("\\", r"\\")) for option in options)
+    lines = "\n".join(f"#SBATCH {option}" for option in quoted)
     command = shlex.join(
         [
             *_prefix(),
@@ -328,6 +334,23 @@ def job_script(
     return f"#!/usr/bin/env bash\n{lines}\nexec {command}\n"
 
 
+def _check_text(directory: RunDirectory, cluster: Cluster) -> None:
+    """Check that a job script can hold the run's path and the user's options. Raises UserError."""
+    path = str(directory.path)
+    if "\\" in path or not path.isprintable():
+        raise UserError(
+            f"the run directory is {path!r}; Slurm cannot write logs to a path with a backslash or "
+            "a character that is not printable. Choose another name or root."
+        )
+    for option in (f"--time={cluster.time_limit}", *cluster.sbatch_options):
+        one = _OPTION.fullmatch(option) and not _SECOND_OPTION.search(option)
+        if not one or not option.isprintable():
+            raise UserError(
+                f"an option for sbatch is {option!r}; it must be one printable --NAME=VALUE. "
+                "Repeat --sbatch for each option."
+            )
+
+
 def _prefix() -> list[str]:
     """`env` with what shipped scripts need, or nothing."""
     variables = [f"{name}={value}" for name, value in script_environment().items()]
@@ -336,13 +359,11 @@ def _prefix() -> list[str]:
 
 def by_hand(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
     """The command of every node, for clusters without Slurm."""
-    scripts, path = ROOT / "launch/torchrun", shlex.quote(str(directory.path))
-    nodes = config.parallel.nodes
-    bash = shlex.join([*_prefix(), "bash"])
     lines = ["# one command on each node, in any order; SESSION is any new name, alike on all"]
-    for role, count in (("rollout", rollout_nodes), ("trainer", nodes)):
+    for role, count in (("rollout", rollout_nodes), ("trainer", config.parallel.nodes)):
+        script = str(ROOT / f"launch/torchrun/{role}.sh")
+        command = shlex.join([*_prefix(), "bash", script, str(directory.path)])
         lines += [
-            f"{bash} {scripts}/{role}.sh {path} --index {index} --count {count} --session SESSION"
-            for index in range(count)
+            f"{command} --index {index} --count {count} --session SESSION" for index in range(count)
         ]
     return "\n".join(lines)

@@ -130,18 +130,26 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError | yaml.YAMLError) else _MISFIT
 
 
+def named_templates(folder: Path) -> list[Path]:
+    """Return the files in which transformers keeps a tokenizer's named templates, sorted."""
+    return sorted((folder / "additional_chat_templates").glob("*.jinja"))
+
+
 def tokenizer_digest(model_path: str) -> str:
-    """SHA-256 of a model's tokenizer and chat template; empty where there is no tokenizer."""
+    """SHA-256 of a model's tokenizer and chat templates; empty where there is no tokenizer."""
     folder = Path(model_path)
     files = [file for name in TOKENIZER_FILES if (file := folder / name).is_file()]
     if not files:
         return ""
     template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    named = {file.stem: read_text(file, f"{file}") for file in named_templates(folder)}
     text: object = None
-    if template.is_file():  # as transformers has it, before the other
+    # transformers ignores tokenizer_config.json's templates where there are files of templates.
+    if template.is_file():
         text = read_text(template, f"{template}")
-    elif settings.is_file():
+    elif settings.is_file() and not named:
         text = read_json_object(settings, f"{settings}").get("chat_template")
+    text = {"default": text, **named} if named else text
     try:
         content = files[0].read_bytes()
     except OSError as error:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -146,6 +147,19 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # the error of the write is the one that matters
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def with_default_mode(path: Path) -> Iterator[None]:
+    """Give the file that the block writes at `path` the mode that umask gives any new file.
+
+    Meant for libraries that choose a mode themselves, as safetensors does. Raises OSError.
+    """
+    # Not os.umask, which reads the umask only by changing it for all threads of the process.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
 
 
 def replace_durably(temporary: Path, target: Path) -> None:

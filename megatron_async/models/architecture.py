@@ -6,7 +6,8 @@ Invariants
 - Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an
   activation, a bias) is refused with one sentence that names it, never ignored.
 - Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta`
-  with `rope_scaling` (transformers 4).
+  with `rope_scaling` (transformers 4). Where a file has both, they are read as transformers 5 reads
+  them, or refused where they differ.
 - No import of transformers: reading a config costs milliseconds and runs no model code.
 """
 
@@ -22,6 +23,7 @@ from megatron_async.errors import UserError, shown
 LARGEST_SIZE: Final = (1 << 31) - 1
 """Of any dimension or count in a config.json: what tensors can have."""
 MOST_LAYERS: Final = 100_000
+_ORIGINAL: Final = "original_max_position_embeddings"
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -170,18 +172,37 @@ class ConfigReader:
             raise self.error("head_dim", size, "even")
         return size
 
+    def rope_settings(self) -> tuple[str, Mapping[str, Any]]:
+        """Return the key of the rotary settings that transformers reads, and their value."""
+        key = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        return key, self.mapping(key, self.raw.get(key) or {})
+
     def rope(self, default_theta: float = 1e4) -> Rope:
-        """`rope_parameters`, or `rope_theta` and `rope_scaling`."""
+        """Read the rope from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+
+        transformers and SGLang ignore `rope_parameters` beside `rope_scaling`. It is refused there
+        unless it repeats the other, or states the base and no scaling. Raises UserError.
+        """
+        key, settings = self.rope_settings()
+        ignored = self.mapping("rope_parameters", self.raw.get("rope_parameters") or {})
         theta = self.raw.get("rope_theta", default_theta)
-        key = "rope_scaling" if self.raw.get("rope_parameters") is None else "rope_parameters"
-        settings = self.mapping(key, self.raw.get(key) or {})
-        if any(isinstance(value, Mapping) for value in settings.values()):
-            raise self.error(key, dict(settings), "one for all layers")
-        return self.rope_from({"rope_theta": theta, **settings}, key)
+        rope = self.rope_from({"rope_theta": theta, **settings}, key)
+        other = self.rope_from({"rope_theta": theta, **ignored}, "rope_parameters")
+        if ignored and other not in (rope, Rope(rope.theta)):
+            raise UserError(
+                f"{self.where}: {key} is {shown(dict(settings))} with rope_theta {rope.theta:g}, "
+                f"and rope_parameters is {shown(dict(ignored))}; SGLang and transformers read only "
+                f"{key}. Make them agree, or remove one."
+            )
+        return rope
 
     def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
         """The rope of these settings, which `key` of the config holds."""
+        if any(isinstance(value, Mapping) for value in settings.values()):
+            raise self.error(key, dict(settings), "one for all layers")
         kind = settings.get("rope_type", settings.get("type", "default"))
+        if settings.get("type", kind) != kind:
+            raise self.error(f"{key}.type", settings["type"], f"{shown(kind)}, as rope_type is")
         if kind not in get_args(RopeKind):
             raise UserError(
                 f"{self.where}: {key} has the rope type {shown(kind)}, which is not supported; "
@@ -203,6 +224,7 @@ class ConfigReader:
             return Rope(theta=theta, kind="linear", factor=positive("factor"))
         if kind == "yarn":
             return self._yarn(theta, settings, key)
+        self.refuse(_ORIGINAL, (None, settings.get(_ORIGINAL)))
         low, high = positive("low_freq_factor"), positive("high_freq_factor")
         if low >= high:
             raise self.error(f"{key}.high_freq_factor", high, f"above low_freq_factor {low}")
@@ -213,7 +235,7 @@ class ConfigReader:
             factor=positive("factor"),
             low_freq_factor=low,
             high_freq_factor=high,
-            original_max_positions=positions.integer("original_max_position_embeddings"),
+            original_max_positions=positions.integer(_ORIGINAL),
         )
 
     def _yarn(self, theta: float, settings: Mapping[str, Any], key: str) -> Rope:
@@ -222,7 +244,7 @@ class ConfigReader:
         for name in ("attention_factor", "attn_factor", "mscale", "mscale_all_dim"):
             yarn.refuse(name, (None,))
         yarn.refuse("truncate", (None, True))
-        self.refuse("original_max_position_embeddings", (None,))
+        self.refuse(_ORIGINAL, (None,))
         factor, fast = yarn.number("factor", 0.0), yarn.number("beta_fast", 32.0)
         slow = yarn.number("beta_slow", 1.0)
         if factor < 1:
@@ -236,7 +258,7 @@ class ConfigReader:
             theta=theta,
             kind="yarn",
             factor=factor,
-            original_max_positions=yarn.integer("original_max_position_embeddings", positions),
+            original_max_positions=yarn.integer(_ORIGINAL, positions),
             beta_fast=fast,
             beta_slow=slow,
         )
@@ -338,9 +360,8 @@ def yarn_context(model: Mapping[str, Any]) -> int | None:
     Files that state the original context there, as Qwen's do, would be served at that.
     """
     read = _read_context(model)
-    scaling = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if read is None or kind != "yarn":
+    _, scaling = ConfigReader(model, "SGLang").rope_settings()
+    if read is None or scaling.get("rope_type", scaling.get("type")) != "yarn":
         return None
     rope = ConfigReader(model, "SGLang").rope()
     return max(read, int(rope.factor * rope.original_max_positions))
@@ -350,12 +371,12 @@ def _read_context(model: Mapping[str, Any]) -> int | None:
     """The context that SGLang reads from it."""
     outer = ConfigReader(model, "SGLang")
     text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
-    key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"
-    scaling = ConfigReader(text.mapping(key, text.raw.get(key) or {}), "SGLang")
+    scaling = ConfigReader(text.rope_settings()[1], "SGLang")
     stretched = scaling.number("factor", 1.0)
     if (
-        "original_max_position_embeddings" in scaling.raw
+        _ORIGINAL in scaling.raw
         or scaling.raw.get("rope_type") == "llama3"
+        or text.raw.get("model_type") == "gemma3_text"  # its ropes are those of layer types
     ):
         stretched = 1.0  # the file gives the length after scaling
     found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)

@@ -42,6 +42,7 @@ _FLOATS: dict[str, tuple[str, int]] = {
 }
 _READ_WHOLE_BYTES = 8 << 30  # of a larger model the trainers read the rest, and check it
 _READ_BYTES_OF_EACH = 1 << 20
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAY_BE_ZERO = ("o_proj", "down_proj", ".w2.", ".gate.")  # at the start of a training
 
 
@@ -89,6 +90,13 @@ class SafetensorsDirectory:
     def dtype(self, name: str) -> str:
         """Return the tensor's data type as the file names it, such as BF16."""
         return str(self._slice(name).get_dtype())
+
+    def content(self, name: str) -> memoryview:
+        """Return the tensor's bytes, mapped from its file."""
+        file = self.path / self.file_of[name]
+        header, offset = _header(file)
+        start, end = header[name]["data_offsets"]
+        return np.memmap(file, np.uint8, "r", offset + start, (end - start,)).data
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """`tensor[start:stop]` for dim 0, `tensor[:, start:stop]` for dim 1."""
@@ -172,7 +180,7 @@ def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[in
 def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
     """Raises UserError when a tensor is missing, unknown, or not as config.json describes it."""
     where = f"model.path {directory.path}: tensor"
-    expected = {"lm_head.weight"} if architecture.tied_head else set()
+    expected = {_HEAD} if architecture.tied_head else set()
     for name, shape in expected_tensors(architecture):
         expected.add(name)
         if name not in directory.file_of:
@@ -195,6 +203,14 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
                 f"{where} {name} is unknown to family {architecture.family} with the "
                 f"{architecture.num_layers} layers that config.json asks for"
             )
+    if architecture.tied_head and {_HEAD, _EMBEDDING} <= directory.file_of.keys():
+        kinds = {(directory.shape(name), directory.dtype(name)) for name in (_HEAD, _EMBEDDING)}
+        if len(kinds) > 1 or directory.content(_HEAD) != directory.content(_EMBEDDING):
+            raise UserError(
+                f"{where} {_HEAD} differs from {_EMBEDDING}, and config.json has "
+                "tie_word_embeddings true, with which it would be lost. Set tie_word_embeddings to "
+                "false, or remove the tensor."
+            )
 
 
 def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
@@ -214,11 +230,16 @@ def check_weights(model_dir: Path | str, architecture: Architecture | None) -> N
             _check_numbers(f"model.path: {file}: tensor {name}", name, bits, exponent, architecture)
 
 
-def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-    """Name, bits and mask of the exponent of each tensor of a safetensors file."""
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file, and where its tensors begin."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
+        return json.loads(opened.read(length)), 8 + length
+
+
+def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+    """Name, bits and mask of the exponent of each tensor of a safetensors file."""
+    header, offset = _header(file)
     for name, tensor in header.items():
         if name == "__metadata__" or tensor["dtype"] not in _FLOATS:
             continue
@@ -226,7 +247,7 @@ def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray
         start, end = tensor["data_offsets"]
         size = end - start if most_bytes is None else min(end - start, most_bytes)
         count = size // np.dtype(kind).itemsize
-        yield name, np.fromfile(file, kind, count, offset=8 + length + start), exponent
+        yield name, np.fromfile(file, kind, count, offset=offset + start), exponent
 
 
 def _check_numbers(

@@ -6,7 +6,7 @@ Invariants
 - Rank 0 holds at most one file's worth of tensors (`max_shard_bytes`, or one larger tensor).
 - Weights have the precision that config.json states, so that HF → Megatron → HF is bit-exact.
 - Every file of weights names the policy version that they are, where they are of a run.
-- Config, tokenizer and chat template are copied from the directory that the model came from.
+- Config, tokenizer and chat templates are copied from the directory that the model came from.
 """
 
 import json
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from megatron_async.config.files import named_templates
 from megatron_async.errors import UserError
-from megatron_async.files.disk import force_to_disk, writing
+from megatron_async.files.disk import force_to_disk, with_default_mode, writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
 from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE, VERSION_KEY
@@ -87,7 +88,7 @@ def write_model_directory(
         _write_weights(stream, partial, version)
         with writing(destination):
             copy_hf_files(source, partial, dtype)
-            for path in partial.iterdir():
+            for path in partial.rglob("*"):
                 force_to_disk(path)
             force_to_disk(partial)
             partial.rename(destination)
@@ -99,9 +100,11 @@ def write_model_directory(
 
 def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
     """Copy what lies beside the weights; `dtype` is what config.json of the copy states."""
-    for path in sorted(source.iterdir()):
+    for path in [*sorted(source.iterdir()), *named_templates(source)]:
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     if dtype is not None:
         file = folder / "config.json"
         config = {**json.loads(file.read_text()), "dtype": dtype}
@@ -118,7 +121,7 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
         names_of_file.append(list(tensors))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = folder / _numbered(len(names_of_file), 0)
-        with writing(path):
+        with writing(path), with_default_mode(path):
             save_file(tensors, path, metadata=metadata)
         # While the next bucket fills, nothing of this one may be left.
         bucket.clear()

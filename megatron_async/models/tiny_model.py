@@ -28,7 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_async.errors import UserError
-from megatron_async.files.disk import writing
+from megatron_async.files.disk import with_default_mode, writing
+from megatron_async.models.model_files import SINGLE_FILE
 
 PAD_TOKEN: Final = "<pad>"
 EOS_TOKEN: Final = "<eos>"
@@ -120,7 +121,8 @@ def build_tiny_model(directory: Path, seed: int, shape: TinyModel | None = None)
     model = random_model(shape or TinyModel(), seed)
     with writing(directory):
         partial.mkdir(parents=True)
-        model.save_pretrained(str(partial))
+        with with_default_mode(partial / SINGLE_FILE):
+            model.save_pretrained(str(partial))
         write_character_tokenizer(partial)
         partial.rename(directory)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -210,6 +210,7 @@ def _copy(
     # No locks: nobody else opens the file yet, and its file system may have none.
     writing = f"{part.absolute().as_uri()}?vfs=unix-none"
     try:
+        part.touch()  # SQLite would make it with mode 644 at most, whatever umask allows.
         with (
             closing(schema.connect(source, read_only=True, immutable=from_replica)) as connection,
             closing(sqlite3.connect(writing, uri=True, isolation_level=None)) as sink,

@@ -236,10 +236,12 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
     """A connection with the store's settings; `immutable`: to a file that never changes.
 
     WAL with synchronous=NORMAL: a commit survives the death of every process; a power loss may
-    take the newest commits away, but never a part of one. Raises sqlite3.Error, UserError where
-    the file system cannot have a write-ahead log.
+    take the newest commits away, but never a part of one. Raises sqlite3.Error, OSError, UserError
+    where the file system cannot have a write-ahead log.
     """
     mode = "ro&immutable=1" if immutable else "ro" if read_only else "rwc"
+    if mode == "rwc" and not path.exists():
+        path.touch()  # SQLite would make it with mode 644 at most, whatever umask allows.
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,

@@ -66,7 +66,7 @@ def train(
             link = _link(directory, config, place_address, stop, stack)
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
-            metrics = writer(directory, config, stack, lineage=lineage)
+            metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             for damaged in checkpoints.newer_than(newest):
                 message = (
                     f"{damaged.path} is damaged (see trainer.log); step {resume.step} is loaded"
@@ -137,10 +137,14 @@ def writer(
     *,
     lineage: int,
     stage: str = "",
+    step: int = 0,
 ) -> MetricsWriter:
-    """Return the writer of the run's metrics, which `stack` closes, with its trackers."""
+    """Return the writer of the run's metrics, which `stack` closes, with its trackers.
+
+    `step`: number of the step that comes first.
+    """
     settings = config.model_dump(mode="json", exclude={"engines": {"api_key"}})
-    run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage)
+    run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage, step=step)
     metrics = MetricsWriter(
         directory.metrics_file, start_trackers(config.telemetry, run), lineage=lineage
     )

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.files.disk import replacing, writing
+from megatron_async.files.disk import replacing, with_default_mode, writing
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.tasks.rows import open_rows
@@ -101,7 +101,7 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
         if layout.rank == 0:
             cu_S1 = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
             arrays = {"logprobs": np.concatenate(found), "cu_seqlens": cu_S1}
-            with writing(out), replacing(out) as temporary:
+            with writing(out), replacing(out) as temporary, with_default_mode(temporary):
                 save_file(arrays, temporary)
 
 

@@ -323,11 +323,12 @@ def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
     assert take_key() == "secret"
     assert take_key() == "", "what the server starts does not inherit it"
     _pretend(monkeypatch, _BROKEN)
-    process = _process(tmp_path)
-    with pytest.raises(ComponentFailure):
-        process.start()
-    mode = stat.S_IMODE(process.log_path.stat().st_mode)
-    assert mode == 0o600, "SGLang logs its settings, and the key with them"
+    for key, private in (("", False), ("secret", True), ("", True)):
+        process = _process(tmp_path, api_key=key)
+        with pytest.raises(ComponentFailure):
+            process.start()
+        mode = stat.S_IMODE(process.log_path.stat().st_mode)
+        assert (mode == 0o600) == private, "SGLang logs its settings, and the key with them"
 
 
 def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.errors import UserError
 from megatron_async.models.families import read_architecture
 from megatron_async.models.model_files import (
@@ -164,6 +165,61 @@ def test_tensors_that_do_not_fit_the_config_are_named(
     save_file(change(load_file(folder / SINGLE_FILE)), folder / SINGLE_FILE)
     with pytest.raises(UserError, match=sentence):
         check_weights(folder, read_architecture(folder))
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _tied(folder: Path, head: torch.Tensor, dtype: torch.dtype) -> None:
+    """Tie the head of the model by its config, and write a head all the same, in another file."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = {name: t.to(dtype) for name, t in load_file(folder / SINGLE_FILE).items()}
+    (folder / SINGLE_FILE).unlink()
+    tensors.pop(HEAD, None)
+    save_file(tensors, folder / "a.safetensors")
+    save_file({HEAD: head}, folder / "b.safetensors")
+    index = {"weight_map": {**dict.fromkeys(tensors, "a.safetensors"), HEAD: "b.safetensors"}}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ((0, 1.5), torch.float32),
+        ((-1, 1.0078125), torch.bfloat16),
+        ((-1, float("nan")), torch.float16),
+    ],
+    ids=["first value", "last value", "NaN"],
+)
+def test_head_is_refused_when_it_differs_from_its_tied_embedding(
+    family: str, change: tuple[int, float], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", family)
+    head = load_file(folder / SINGLE_FILE)[EMBEDDING].to(dtype)
+    head.view(-1)[change[0]] = change[1]
+    _tied(folder, head, dtype)
+    sentence = f"{HEAD} differs from {EMBEDDING}, and .* has tie_word_embeddings true"
+    with pytest.raises(UserError, match=sentence):
+        check_weights(folder, read_architecture(folder))
+    with pytest.raises(UserError, match=sentence):
+        hf_to_megatron(folder, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+
+
+def test_head_is_refused_when_its_shape_differs_from_its_tied_embedding(folder: Path) -> None:
+    _tied(folder, torch.ones(3, 8), torch.float32)
+    with pytest.raises(UserError, match=f"{HEAD} differs from {EMBEDDING}"):
+        check_weights(folder, read_architecture(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_is_accepted_when_it_equals_its_tied_embedding(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    _tied(folder, load_file(folder / SINGLE_FILE)[EMBEDDING].to(dtype), dtype)
+    check_weights(folder, read_architecture(folder))
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])

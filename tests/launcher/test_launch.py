@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,79 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: 
         assert part in text
     assert "# engines.max_total_tokens = " in text
     assert "# first prompt, " in text, "what the templates make of it"
+
+
+# What a name, a path and an option may hold, and a shell or Slurm would read as something else.
+ODD_TEXTS = ["two words", "50%", "%j", "a#b", 'quo"te', "it's", "a;b & $HOME", "--x=y", "ü"]
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_job_script_quotes_names_paths_and_options(
+    settings: Path, tmp_path: Path, text: str
+) -> None:
+    root = tmp_path / f"root {text}"
+    cluster = replace(GPUS, sbatch_options=(f"--comment={text}", "-pgpu", "--mail-type=END"))
+    overrides = [f"name={json.dumps(text)}", f"root={json.dumps(str(root))}"]
+    script = launch_run(settings, None, overrides, cluster, slurm=True, dry_run=True)
+    lines = script.split("\n\n")[0].splitlines()
+    directives = [shlex.split(line)[1:] for line in lines if line.startswith("#SBATCH")]
+    assert all(len(words) == 1 for words in directives), "one option a line"
+    options = {words[0] for words in directives}
+    output = f"--output={root}/{text}/logs/".replace("%", "%%") + "job-%j.log"
+    assert {f"--job-name={text}", output, *cluster.sbatch_options} <= options
+    assert shlex.split(lines[-1])[-1] == f"{root}/{text}"
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXTS, "back\\slash"])
+def test_commands_by_hand_quote_paths(
+    settings: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.commands.launch.ROOT", tmp_path / "a clone")
+    overrides = [f"name={json.dumps(text)}", f"root={tmp_path}/my runs"]
+    shown = launch_run(settings, None, overrides, GPUS, slurm=False, dry_run=True)
+    commands = [line for line in shown.splitlines() if line.startswith("bash ")]
+    assert len(commands) == 4
+    for command in commands:
+        _, script, run, *rest = shlex.split(command)
+        assert script.startswith(f"{tmp_path}/a clone/launch/torchrun/")
+        assert run == f"{tmp_path}/my runs/{text}"
+        assert rest[-2:] == ["--session", "SESSION"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "message"),
+    [
+        (["name=back\\slash"], GPUS, "back.*slash'; Slurm cannot write logs to a path with a back"),
+        (
+            ['root="/tmp/two\\nlines"'],
+            GPUS,
+            "the run directory is '/tmp/two.nlines/job'; Slurm cannot",
+        ),
+        (['root="/tmp/a\\tb"'], GPUS, "not printable. Choose another name or root"),
+        (
+            [],
+            replace(GPUS, sbatch_options=("--a=x\n#SBATCH --b=y",)),
+            r"is '--a=x.n#SBATCH --b=y';",
+        ),
+        (
+            [],
+            replace(GPUS, sbatch_options=("--partition gpu",)),
+            "is '--partition gpu'; it must be",
+        ),
+        ([], replace(GPUS, sbatch_options=("--qos=a --account=b",)), "Repeat --sbatch for each"),
+        ([], replace(GPUS, sbatch_options=("-p gpu",)), "an option for sbatch is '-p gpu'"),
+        ([], replace(GPUS, sbatch_options=("partition=gpu",)), "must be one printable --NAME=VAL"),
+        ([], replace(GPUS, time_limit="1:00:00\n#"), "is '--time=1:00:00.n#'; it must be one"),
+    ],
+)
+def test_launch_refuses_before_anything_is_written_when_slurm_cannot_read_a_text(
+    settings: Path, tmp_path: Path, overrides: list[str], cluster: Cluster, message: str
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=message):
+            launch_run(settings, None, overrides, cluster, slurm=True, dry_run=dry_run)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Path) -> None:

@@ -27,6 +27,22 @@ with open({file!r}, "a") as out:
 """
 
 
+# Runs the command that follows its own options, with the environment that srun passes on.
+SRUN = """
+command, export = sys.argv[1:], os.environ.get("SLURM_EXPORT_ENV", "ALL")
+while command[0].startswith("--"):
+    name, _, value = command.pop(0).partition("=")
+    export = value if name == "--export" else export
+names = export.split(",")
+passed = {
+    name: value
+    for name, value in os.environ.items()
+    if "ALL" in names or name in names or name.startswith("SLURM_")
+}
+os.execvpe(command[0], command, passed)
+"""
+
+
 @dataclass(frozen=True)
 class Call:
     """How a stand-in was called."""
@@ -44,14 +60,7 @@ class Machine:
         (root / "venv" / "bin").mkdir(parents=True)
         (root / "venv" / ".megatron_async-venv").touch()
         (root / "bin").mkdir()
-        # srun runs the command that follows its own options.
-        self._write(
-            root / "bin" / "srun",
-            "srun",
-            "command = sys.argv[1:]\n"
-            "while command[0].startswith('--'): command = command[1:]\n"
-            "os.execvp(command[0], command)",
-        )
+        self._write(root / "bin" / "srun", "srun", SRUN)
         self._write(
             root / "venv" / "bin" / "python",
             "python",
@@ -275,6 +284,46 @@ def test_fine_tuning_on_several_nodes_gives_each_its_number_and_the_session(
         *("sft", "--out", "a b", "parallel.nodes=4"),
         *("--session", "71.0", "--index", "2"),
     ]
+
+
+@pytest.mark.parametrize("export", ["NONE", "NIL", "HOME", "HOME,MEGATRON_ASYNC_VENV"])
+@pytest.mark.parametrize("command", ["sft", "eval", "convert", "train"])
+def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
+    machine: Machine, command: str, export: str
+) -> None:
+    setup = machine.root / "site.sh"
+    setup.write_text("export FROM_SETUP=yes\n")
+    run = machine.root / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    scontrol = machine.root / "bin" / "scontrol"
+    scontrol.write_text('#!/bin/sh\nprintf "n1\\nn2\\n"\n')
+    scontrol.chmod(0o755)
+    arguments = ["--trainer-nodes=1", "runs/a"] if command == "train" else ["--config", "x"]
+    machine.run(
+        f"slurm/{command}.sbatch",
+        *arguments,
+        SLURM_EXPORT_ENV=export,
+        SLURM_JOB_NODELIST="n[1-2]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_ID="71",
+        SLURM_PROCID="0",
+        MEGATRON_ASYNC_SETUP=str(setup),
+    )
+    calls = machine.calls("python")
+    assert len(calls) == (2 if command == "train" else 1)
+    for call in calls:
+        assert call.environment["FROM_SETUP"] == "yes"
+        assert call.environment["HF_HUB_OFFLINE"] == "1"
+        assert call.environment[CODE_VARIABLE] == code_digest()
+        assert call.environment["PATH"].startswith(f"{machine.root}/venv/bin:")
+    assert command != "sft" or calls[0].arguments[-4:] == ["--session", "71.0", "--index", "0"]
+
+
+def test_an_export_of_the_users_own_wins(machine: Machine) -> None:
+    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_SRUN_ARGS="--export=HOME")
+    (python,) = machine.calls("python")
+    assert "HF_HUB_OFFLINE" not in python.environment
 
 
 def test_hooks_for_modules_and_containers(machine: Machine) -> None:

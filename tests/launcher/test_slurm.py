@@ -252,3 +252,36 @@ def assert_trained_once(directory: RunDirectory) -> None:
     assert [int(line["step"]) for line in lines] == list(range(STEPS))
     assert int(lines[0]["lineage"]) == 0
     assert int(lines[-1]["lineage"]) == 2
+
+
+@pytest.mark.parametrize("name", ["two words", "50%j", 'a#b it\'s "so"', "a;b & $HOME"])
+def test_slurm_takes_the_job_script_when_names_and_options_are_odd(
+    cluster: SlurmCluster, tmp_path: Path, name: str
+) -> None:
+    """Its script is run too, up to the first srun, whose command is a stand-in."""
+    build_tiny_model(tmp_path / "model", seed=1)
+    settings = tmp_path / "c.yaml"
+    settings.write_text(SETTINGS)
+    root = tmp_path / f"my {name}"
+    overrides = [f"root={root}", f"model.path={tmp_path / 'model'}", f"name={name}"]
+    options = (f"--comment={name} \\ it", "--mail-type=NONE")
+    nodes = Cluster(0, engine_nodes=1, time_limit="01:00:00", sbatch_options=options)
+    script = launch_run(settings, None, overrides, nodes, slurm=True, dry_run=True)
+    launch_run(settings, None, overrides, nodes, slurm=False, dry_run=False)
+    job_file = tmp_path / "job.sbatch"
+    job_file.write_text(script)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "role: $3, run: $4"\nexit 2\n')
+    python.chmod(0o755)
+    environment = {**ENVIRONMENT, "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")}
+    job = cluster.submit(job_file, environment=environment)
+    described = cluster.call(["scontrol", "show", "job", job])
+    assert f"JobName={name}\n" in described
+    assert f"Comment={name} \\ it" in described
+    cluster.wait_for(job, ENDED, 60)
+    logs = root / name / "logs"
+    assert "session" in (logs / f"job-{job}.log").read_text()
+    for role in ("trainer", "rollout"):
+        (log,) = logs.glob(f"{role}-*.log")
+        assert f"role: {role}, run: {root}/{name}\n" in log.read_text()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from megatron_async.errors import UserError
-from megatron_async.models.architecture import Rope
+from megatron_async.models.architecture import Rope, served_context
 from megatron_async.models.families import families, read_architecture, rules_of
 from megatron_async.models.model_files import SafetensorsDirectory
 from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
@@ -79,6 +80,98 @@ def test_rope_of_transformers_4_and_5_configs(tmp_path: Path) -> None:
     assert old.rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("scaling", [YARN, LINEAR, LLAMA3], ids=["yarn", "linear", "llama3"])
+@pytest.mark.parametrize(
+    "theta",
+    [
+        {"rope_parameters": THETA, "rope_theta": 10000.0},
+        {"rope_parameters": {}, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "default"}},
+    ],
+    ids=["theta in both", "theta outside", "no theta"],
+)
+def test_rope_is_that_of_transformers_when_rope_scaling_is_beside_rope_parameters(
+    family: str, scaling: dict[str, Any], theta: dict[str, Any], tmp_path: Path
+) -> None:
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048}
+    folder = _write(tmp_path, model_type=family, rope_scaling=scaling, **theta, **more)
+    ours = read_architecture(folder).rope
+    theirs = AutoConfig.from_pretrained(folder)
+    assert (ours.theta, ours.kind, ours.factor) == tuple(
+        theirs.rope_parameters[name] for name in ("rope_theta", "rope_type", "factor")
+    )
+    original = theirs.rope_parameters.get("original_max_position_embeddings")
+    assert scaling is LINEAR or ours.original_max_positions == original
+    config = json.loads((folder / "config.json").read_text())
+    assert served_context(config) == (2048 if scaling is LLAMA3 else int(ours.factor * 2048))
+
+
+def test_rope_is_read_when_both_settings_are_equal(tmp_path: Path) -> None:
+    both = {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 5e5}}
+    found = read_architecture(_write(tmp_path, **both, rope_theta=5e5)).rope
+    assert found == Rope(5e5, "linear", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters"),
+    [
+        (YARN, {"rope_theta": 5e5}),
+        ({**YARN, "rope_theta": 5e5}, THETA),
+        (LINEAR, YARN),
+        (LINEAR, {**LINEAR, "factor": 2.0}),
+        (YARN, {**YARN, "beta_fast": 16}),
+        (LLAMA3, {**LLAMA3, "original_max_position_embeddings": 4096}),
+    ],
+)
+def test_two_ropes_are_refused_with_both_names_when_they_differ(
+    scaling: dict[str, Any], parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = _write(tmp_path, rope_scaling=scaling, rope_parameters=parameters)
+    with pytest.raises(UserError, match=r"rope_scaling is .* with .*, and rope_parameters is .*"):
+        read_architecture(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LINEAR},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default"},
+                "sliding_attention": {"rope_type": "default"},
+            },
+            "rope_theta": 3e6,
+        },
+        {
+            "rope_parameters": {"full_attention": THETA, "sliding_attention": THETA},
+            "rope_scaling": LINEAR,
+            "rope_local_base_freq": 2e4,
+        },
+        {"rope_scaling": LINEAR, "rope_theta": 3e6, "rope_local_base_freq": 2e4},
+    ],
+)
+def test_gemma3_ropes_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = _write(tmp_path, model_type="gemma3_text", max_position_embeddings=4096, **changes)
+    found, theirs = read_architecture(folder), AutoConfig.from_pretrained(folder).rope_parameters
+    assert found.local_rope is not None
+    for ours, name in ((found.rope, "full_attention"), (found.local_rope, "sliding_attention")):
+        assert (ours.theta, ours.kind) == (theirs[name]["rope_theta"], theirs[name]["rope_type"])
+        assert ours.factor == theirs[name].get("factor", 1.0)
+    assert served_context(json.loads((folder / "config.json").read_text())) == 4096
+
+
 def test_yarn_without_an_original_context_has_the_models(tmp_path: Path) -> None:
     model = _write(tmp_path, max_position_embeddings=32768, rope_scaling=YARN)
     assert read_architecture(model).rope == Rope(1e4, "yarn", 4.0, original_max_positions=32768)
@@ -114,6 +207,10 @@ def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -
         ({"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": THETA}, "rope type 'dynamic'"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"type": "longrope"}}, "rope_parameters has"),
+        ({"rope_scaling": {**LINEAR, "type": "yarn"}}, "rope_scaling.type is 'yarn'"),
+        ({"rope_scaling": LLAMA3, "original_max_position_embeddings": 9}, "embeddings is 9"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is 0.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
         ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor is 1.2"),

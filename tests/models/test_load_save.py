@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from megatron_async.config.files import tokenizer_digest
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from megatron_async.errors import UserError
 from megatron_async.models.export import NamedTensor, buckets
 from megatron_async.models.save import write_model_directory
+from megatron_async.models.tiny_model import character_tokenizer
 from tests.hf_models import save_hf_model
 
 
@@ -73,6 +78,15 @@ class TestLoading:
         _rewrite(model_dir, {"model.norm.weight": torch.ones(7)})
         with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\)"):
             _load(model_dir)
+
+    def test_head_is_refused_when_it_differs_from_its_tied_embedding(self, tmp_path: Path) -> None:
+        save_hf_model("qwen2_tied", tmp_path / "model")
+        embedding = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+        _rewrite(tmp_path / "model", {"lm_head.weight": embedding.clone()})
+        _load(tmp_path / "model")
+        _rewrite(tmp_path / "model", {"lm_head.weight": embedding + 1})
+        with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+            _load(tmp_path / "model")
 
     def test_a_truncated_file(self, model_dir: Path) -> None:
         path = model_dir / "model.safetensors"
@@ -162,6 +176,78 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_model_directory(stream(), tmp_path / "copy", source)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def _named_templates(folder: Path, templates: dict[str, str], *, files: bool) -> None:
+    """Write a tokenizer with these templates as transformers does, in files or in its config."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(str(folder), save_jinja_files=files)
+
+
+TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{# no text #}"}
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["files", "tokenizer_config.json"])
+@pytest.mark.parametrize("names", [["default", "tool_use", "a.b"], ["tool_use"]])
+def test_named_chat_templates_are_kept_when_a_model_is_written(
+    files: bool, names: list[str], tmp_path: Path
+) -> None:
+    save_hf_model("qwen3", tmp_path / "model")
+    templates = {name: TEMPLATES[name] for name in names}
+    _named_templates(tmp_path / "model", templates, files=files)
+    assert (tmp_path / "model" / "additional_chat_templates").exists() == files
+    write_model_directory(iter([[("a", torch.ones(1))]]), tmp_path / "copy", tmp_path / "model")
+    hf_to_megatron(tmp_path / "model", tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    for copy in ("copy", "back"):
+        found = AutoTokenizer.from_pretrained(tmp_path / copy, local_files_only=True)
+        assert found.chat_template == templates
+        assert tokenizer_digest(f"{tmp_path / copy}") == tokenizer_digest(f"{tmp_path / 'model'}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tool_use": "another"},
+        {"third": ""},
+        {"default": "another"},
+        {"a.b": None},
+        {"default": None},
+    ],
+)
+@pytest.mark.parametrize("files", [True, False], ids=["files", "tokenizer_config.json"])
+def test_tokenizer_digest_differs_when_a_named_template_differs(
+    change: dict[str, str | None], files: bool, tmp_path: Path
+) -> None:
+    changed = {key: value for key, value in (TEMPLATES | change).items() if value is not None}
+    for name, templates in (("one", TEMPLATES), ("other", changed)):
+        _named_templates(tmp_path / name, templates, files=files)
+    one, other = (tokenizer_digest(f"{tmp_path / name}") for name in ("one", "other"))
+    assert one and other and one != other
+
+
+def test_tokenizer_digest_ignores_its_config_when_templates_are_in_files(tmp_path: Path) -> None:
+    _named_templates(tmp_path, {"tool_use": "{{ tools }}"}, files=True)
+    before = tokenizer_digest(f"{tmp_path}")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "x"}))
+    assert tokenizer_digest(f"{tmp_path}") == before, "transformers ignores it too"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_exported_files_have_the_umasks_mode_when_weights_fill_some_files(
+    count: int, tmp_path: Path, new_file_mode: int
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "config.json").chmod(0o600)
+    stream = iter([[(str(number), torch.zeros(4))] for number in range(count)])
+    write_model_directory(stream, tmp_path / "copy", source, dtype="float32")
+    files = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+    assert len(files) == count + (1 if count == 1 else 2), files
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {new_file_mode}
 
 
 def test_buckets_hold_at_most_their_size_and_keep_the_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,10 @@ def test_every_dimension_divides_over_two_ranks() -> None:
 def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         build_tiny_model(tmp_path, seed=1)
+
+
+def test_model_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
+    build_tiny_model(tmp_path / "m", seed=0, shape=TinyModel(layers=1))
+    files = list((tmp_path / "m").iterdir())
+    assert "model.safetensors" in {path.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {new_file_mode}

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
@@ -403,6 +404,22 @@ def test_the_database_moves_with_the_setting(tmp_path: Path) -> None:
             assert offered(store) == list(range(lineage))
             await scored_group(store, version=PolicyVersion(lineage, 0))
             await (killed(store) if lineage % 2 else store.close(leave=True))
+
+    asyncio.run(scenario())
+
+
+def test_store_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / "run" / STORE)
+        await two_steps(store)
+        files = list((tmp_path / "run").glob("*sqlite*"))
+        assert {file.name for file in files} >= {
+            STORE,
+            f"{STORE}-wal",
+            "trajectories.replica.sqlite",
+        }
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {new_file_mode}
+        await store.close(leave=True)
 
     asyncio.run(scenario())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from megatron_async.config.load import build_config
 from megatron_async.config.run import TelemetryConfig
@@ -19,6 +20,7 @@ from megatron_async.errors import UserError
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun, Tracker
 from megatron_async.telemetry.trackers.build import build_trackers, start_trackers
+from megatron_async.telemetry.trackers.tensorboard import TensorBoardTracker
 
 OWN = """
 from megatron_async.telemetry.trackers.base import Tracker
@@ -172,6 +174,74 @@ def test_samples_are_in_the_run_directory_and_in_tensorboard(tmp_path: Path) -> 
     events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
     for text in (b"samples/heldout", b"it is four", b"checkpoints/step_3", b"steps in all 3"):
         assert text in events
+
+
+def steps_shown(folder: Path) -> dict[str, list[int]]:
+    """Return the steps of each tag that TensorBoard shows."""
+    shown = EventAccumulator(str(folder), tensor_size_guidance={"scalars": 0, "text": 0})
+    shown.Reload()
+    return {tag: [event.step for event in shown.Tensors(tag)] for tag in shown.Tags()["tensors"]}
+
+
+@pytest.mark.parametrize("restored", [[5], [0], [3, 3, 1], [9, 7, 8]])
+@pytest.mark.parametrize("stage", ["", "sft"])
+def test_tensorboard_shows_each_step_once_when_a_run_is_restored(
+    restored: list[int], stage: str, tmp_path: Path
+) -> None:
+    other = TensorBoardTracker()
+    other.start(TrackedRun("run", tmp_path, {}, stage="sft" if not stage else ""))
+    other.metrics(9, {"train/loss": 0.5})
+    other.finish()
+    for lineage, step in enumerate([0, *restored]):
+        tracker = TensorBoardTracker()
+        tracker.start(TrackedRun("run", tmp_path, {}, lineage, stage, step))
+        for number in range(step, 10):
+            tracker.metrics(number, {"train/loss": lineage})
+            if number % 2 == 0:
+                tracker.metrics(number, {"eval/accuracy": lineage})
+                tracker.text(number, "warning/slow", "slow")
+        tracker.finish()
+    folder = tmp_path / "tensorboard"
+    shown = steps_shown(folder / stage)
+    assert shown["train/loss"] == list(range(10))
+    assert shown["eval/accuracy"] == [0, 2, 4, 6, 8]
+    assert shown["warning/slow/text_summary"] == [0, 2, 4, 6, 8]
+    assert steps_shown(folder / ("" if stage else "sft"))["train/loss"] == [9], "left alone"
+
+
+def test_wandb_id_belongs_to_the_run_when_directories_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    from megatron_async.telemetry.trackers.weights_and_biases import WandbTracker
+
+    asked: list[dict[str, Any]] = []
+
+    class Run:
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def init(**given: Any) -> Run:
+        asked.append(given)
+        return Run()
+
+    monkeypatch.setattr(wandb, "init", init)
+
+    def start(folder: Path, lineage: int = 0, stage: str = "", **arguments: Any) -> str:
+        folder.mkdir(exist_ok=True)
+        WandbTracker(**arguments).start(TrackedRun("run", folder, {}, lineage, stage))
+        assert asked[-1]["resume"] == "allow"
+        return str(asked[-1]["id"])
+
+    place = tmp_path / "run"
+    first, tuning = start(place), start(place, stage="sft")
+    assert first == start(place, 1) and len({first, tuning}) == 2
+    place.rename(tmp_path / "run.failed-1")
+    second = start(place)
+    assert second != first, "another run at the same path"
+    assert start(tmp_path / "run.failed-1", 2) == first, "the run that was moved"
+    assert start(tmp_path / "run.failed-1", 2, stage="sft") == tuning
+    assert start(place, 1) == second
+    assert start(place, 1, id="own") == "own", "the user's argument wins"
 
 
 def everything(tracker: BackgroundTracker, folder: Path, step: int) -> None:

@@ -108,6 +108,7 @@ def test_the_command_starts_the_ranks_and_leaves_one_file(
     assert result.exception is None, result.output
     assert result.output == f"log-probs of {len(LENGTHS)} sequences in {out}\n"
     check_equal(load_file(out), expected)
+    assert out.stat().st_mode == (tmp_path / "c.yaml").stat().st_mode, "as umask gives it"
     assert not any((tmp_path / "runs").iterdir())
     with pytest.raises(UserError, match=r"--out .*scores.safetensors exists"):
         CliRunner().invoke(app, [*command, "--out", str(out), *layout], catch_exceptions=False)

@@ -314,7 +314,9 @@ class SGLangProcess:
         try:
             with writing(self.log_path):
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
-                self.log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
+                if self.settings.api_key:  # SGLang logs all of its settings, the key included.
+                    self.log_path.touch(mode=0o600)
+                    self.log_path.chmod(0o600)  # An earlier start may have had no key.
                 log = self.log_path.open("ab")
             with log:
                 self._log_begins = log.tell()

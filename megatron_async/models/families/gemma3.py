@@ -35,19 +35,23 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 
 def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
-    """(global, local), as transformers 5 and as transformers 4 write them."""
-    key = "rope_parameters"
-    if config.raw.get(key) is not None:
-        both = config.mapping(key, config.raw[key])
-        full, local = (
-            config.mapping(f"{key}.{name}", both.get(name))
-            for name in ("full_attention", "sliding_attention")
-        )
-        return (
-            config.rope_from({"rope_theta": 1e6, **full}, f"{key}.full_attention"),
-            config.rope_from({"rope_theta": 1e4, **local}, f"{key}.sliding_attention"),
-        )
-    return config.rope(default_theta=1e6), Rope(theta=config.number("rope_local_base_freq", 1e4))
+    """Read the ropes of global and of local layers, as transformers 4 or 5 writes them.
+
+    As in transformers, `rope_scaling` changes the global one.
+    """
+    key, kinds = "rope_parameters", ("full_attention", "sliding_attention")
+    both = config.mapping(key, config.raw.get(key) or {kind: {} for kind in kinds})
+    full, local = (config.mapping(f"{key}.{kind}", both.get(kind)) for kind in kinds)
+    scaling = config.mapping("rope_scaling", config.raw.get("rope_scaling") or {})
+    theta, local_theta = (
+        config.number("rope_theta", 1e6),
+        config.number("rope_local_base_freq", 1e4),
+    )
+    full_key = "rope_scaling" if scaling else f"{key}.full_attention"
+    return (
+        config.rope_from({"rope_theta": theta, **full, **scaling}, full_key),
+        config.rope_from({"rope_theta": local_theta, **local}, f"{key}.sliding_attention"),
+    )
 
 
 def _local_layers(config: ConfigReader) -> tuple[bool, ...]:

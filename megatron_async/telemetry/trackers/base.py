@@ -27,7 +27,9 @@ Row = Mapping[str, Any]
 class TrackedRun:
     """The run that a tracker follows. `lineage` is above 0 when it was restored.
 
-    `stage`: `sft` where the run directory is that of RL too, else empty.
+    `stage`: `sft` where the run directory is that of RL too, else empty. `step`: number of the step
+    that comes first; what an earlier process has reported about this step and later ones is
+    superseded.
     """
 
     name: str
@@ -35,11 +37,16 @@ class TrackedRun:
     config: Mapping[str, Any]
     lineage: int = 0
     stage: str = ""
+    step: int = 0
 
     @property
     def label(self) -> str:
         """The name, with the stage if there is one."""
         return f"{self.name}-{self.stage}" if self.stage else self.name
+
+    def id_file(self, tracker: str) -> Path:
+        """Return the file of the run directory in which `tracker` keeps its own id of the run."""
+        return self.directory / f"{tracker}_run_id{self.stage}"
 
 
 class Tracker:

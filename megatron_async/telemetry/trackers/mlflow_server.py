@@ -12,9 +12,9 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Metric, Param
 
 from megatron_async.errors import UserError
+from megatron_async.files.disk import replacing
 from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
 
-_RUN_FILE = "mlflow_run_id"
 _MOST_AT_ONCE = 500
 _LONGEST_PARAMETER = 500
 _REFUSED = re.compile(r"[^\w\-. /]")
@@ -42,7 +42,7 @@ class MlflowTracker(Tracker):
     def start(self, run: TrackedRun) -> None:
         """Open a run, or the one of the same directory again."""
         self._client = MlflowClient(tracking_uri=self._uri)
-        known = run.directory / f"{_RUN_FILE}{run.stage}"
+        known = run.id_file("mlflow")
         if known.exists():
             self._run = known.read_text()
             self._client.update_run(self._run, status="RUNNING")
@@ -54,7 +54,8 @@ class MlflowTracker(Tracker):
             else found.experiment_id
         )
         self._run = self._client.create_run(experiment, run_name=run.label).info.run_id
-        known.write_text(self._run)
+        with replacing(known) as temporary:
+            temporary.write_text(self._run)
         flat = [Param(name, value[:_LONGEST_PARAMETER]) for name, value in _flat(run.config)]
         for begin in range(0, len(flat), 100):
             self._client.log_batch(self._run, params=flat[begin : begin + 100])

@@ -21,11 +21,11 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a new event file."""
+        """Open a new event file; TensorBoard drops what earlier files have of repeated steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         directory = str(run.directory / self._folder / run.stage)
-        self._writer = SummaryWriter(directory, flush_secs=_FLUSH_SECONDS)
+        self._writer = SummaryWriter(directory, flush_secs=_FLUSH_SECONDS, purge_step=run.step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add scalars."""

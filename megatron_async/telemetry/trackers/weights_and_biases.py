@@ -1,6 +1,6 @@
 """Weights & Biases, online or offline (`WANDB_MODE=offline`, or the argument `mode`)."""
 
-import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import wandb
 
+from megatron_async.files.disk import replacing
 from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
 
 _STEP = "step"
@@ -24,9 +25,17 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or the one of the same directory again."""
-        identity = hashlib.sha256(f"{run.directory}/{run.stage}".encode()).hexdigest()[:16]
-        own = {"name": run.label, "id": identity, "dir": str(run.directory), "resume": "allow"}
+        """Open a run, or the one whose id is in the run directory again."""
+        known = run.id_file("wandb")
+        if not known.exists():
+            with replacing(known) as temporary:
+                temporary.write_text(secrets.token_hex(8))
+        own = {
+            "name": run.label,
+            "id": known.read_text(),
+            "dir": str(run.directory),
+            "resume": "allow",
+        }
         self._run = wandb.init(config=dict(run.config), **{**own, **self._arguments})
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
