@@ -162,24 +162,20 @@ def _plain(file: Path) -> Path:
 
 def _check_shards(files: Sequence[Path], what: str) -> None:
     """Refuse files of which the names show that others are missing. Raises UserError."""
-    numbers: dict[tuple[Path, str], list[int]] = {}
-    totals: dict[Path, set[str]] = {}
-    for file in files:
-        plain = _plain(file)
-        if shard := _SHARD.search(plain.stem):
-            series = plain.with_name(_SHARD.sub("", plain.stem) + plain.suffix)
-            numbers.setdefault((series, shard[2]), []).append(int(shard[1]))
-            totals.setdefault(series, set()).add(shard[2])
-    for series, found in totals.items():
-        if len(found) > 1:
-            several = " and of ".join(sorted(found))
-            raise UserError(f"{what} holds shards of {several} of {series.name}; keep one set")
-    for (series, total), present in numbers.items():
+    series: dict[str, dict[str, set[int]]] = {}
+    for file in map(_plain, files):
+        if shard := _SHARD.search(file.stem):
+            name = str(file.with_name(_SHARD.sub("", file.stem) + file.suffix))
+            series.setdefault(name, {}).setdefault(shard[2], set()).add(int(shard[1]))
+    for name, shards in series.items():
+        if len(shards) > 1:
+            several = " and of ".join(sorted(shards))
+            raise UserError(f"{what} holds shards of {several} of {name}; keep one set")
+        [(total, present)] = shards.items()
         first = 1 if 0 not in present and int(total) in present else 0
-        expected = range(first, first + int(total))
-        if missing := sorted(set(expected) - set(present)):
+        if missing := sorted({*range(first, first + int(total))} - present):
             raise UserError(
-                f"{what} lacks shard {missing[0]:0{len(total)}d} of {total} of {series.name} "
+                f"{what} lacks shard {missing[0]:0{len(total)}d} of {total} of {name} "
                 f"({len(missing)} are missing); add them, or rename the rest to use it alone"
             )
 
