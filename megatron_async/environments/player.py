@@ -283,7 +283,6 @@ class Player:
 
     def _raised(self, method: str, error: BaseException) -> EnvironmentFault:
         """Return the fault that names a method and what it raised."""
-        """Return the fault that names a method and what it raised."""
         fault = EnvironmentFault(f"{self._where(method)} raised {described_error(error)}")
         fault.__cause__ = error
         return fault

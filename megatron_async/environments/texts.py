@@ -64,7 +64,9 @@ class ToolTexts:
         }
         if call.logprobs:
             pieces = self.conversation.token_texts(answer_ids)
-            stored["logprobs"] = list(zip(pieces, map(float, logprobs), strict=True))
+            # An answer that is made up for a check before a run has no log-probs.
+            numbers = [float(number) for number in logprobs] or [0.0] * len(pieces)
+            stored["logprobs"] = list(zip(pieces, numbers, strict=True))
         return stored
 
     def answer(self, name: str, stored: Mapping[str, Any]) -> ChatAnswer:

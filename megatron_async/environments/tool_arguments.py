@@ -48,7 +48,17 @@ def argument_types(tool: Tool) -> dict[str, Any]:
         if parameter.name not in hints:
             raise TypeError(f"the argument {parameter.name!r} has no type")
         types[parameter.name] = hints[parameter.name]
+        _check_enums(types[parameter.name])
     return types
+
+
+def _check_enums(hint: Any) -> None:
+    """Refuse enumerations of values that JSON does not have. Raises TypeError."""
+    for inner in (hint, *typing.get_args(hint)):
+        if isinstance(inner, type) and issubclass(inner, Enum):
+            for member in inner:
+                if not isinstance(member.value, str | int | float | None):
+                    raise TypeError(f"{inner.__name__}.{member.name} is neither text nor a number")
 
 
 def described_tool(name: str, tool: Tool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from types import ClassMethodDescriptorType, MethodDescriptorType
 from typing import Any, Final
 
 from megatron_async.environments.interface import ToolCall
@@ -30,6 +31,13 @@ NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward",
 """Public methods of an environment that are no tools."""
 _UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
 """What parsers get where nothing describes a tool: without any they look for no call."""
+_NO_METHODS: Final = (
+    type,
+    functools.cached_property,
+    MethodDescriptorType,
+    ClassMethodDescriptorType,
+)
+"""Attributes of a class that are no methods of the user's; the last two are those of built-in types."""
 MOST_NESTED: Final = 64
 """Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 
@@ -48,18 +56,19 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
         if method.startswith("_") or method in NOT_TOOLS:
             continue
         found = inspect.getattr_static(type(environment), method, None)
-        if isinstance(found, type | functools.cached_property) or inspect.isdatadescriptor(found):
+        if isinstance(found, _NO_METHODS) or inspect.isdatadescriptor(found):
             continue
-        if hasattr(found, "__get__"):
-            try:
-                found = getattr(environment, method)
-            except Exception as error:  # the user's descriptor may raise anything
-                raise UserError(
-                    f"environment.name {name!r}: the attribute {method!r} cannot be read: "
-                    f"{error!r} (one that is not a tool begins with _)"
-                ) from error
-        if callable(found):
-            tools[method] = found
+        if not hasattr(found, "__get__"):
+            continue  # a value that can be called, as an alias of a type or a function of C
+        try:
+            tool = getattr(environment, method)
+        except Exception as error:  # the user's descriptor may raise anything
+            raise UserError(
+                f"environment.name {name!r}: the attribute {method!r} cannot be read: "
+                f"{error!r} (one that is not a tool begins with _)"
+            ) from error
+        if callable(tool):
+            tools[method] = tool
     if not tools:
         raise UserError(
             f"environment.name {name!r} has neither `step` nor a public method to be a tool"

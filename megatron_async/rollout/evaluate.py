@@ -286,7 +286,8 @@ class Evaluator:
             )
             for r, score, of_it in zip(whole, scores, turns, strict=True)
         )
-        refused = Answered("", None, {}, 0, False, refused=True)
+        # An episode is also without a response where its environment has failed.
+        refused = Answered("", None, {}, 0, False, refused=self._held is None)
         return [refused if response is None else next(found) for response in responses]
 
     def _result(

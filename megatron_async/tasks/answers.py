@@ -5,7 +5,7 @@ from typing import Final
 
 _TAGGED: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # A box that opens, an escaped character, or a brace.
-_BRACES: Final = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_BRACES: Final = re.compile(r"(?P<box>\\+(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _END_OF_THOUGHT: Final = "</think>"
 
 

@@ -14,7 +14,7 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.rows import data_files
 
 Identity: TypeAlias = "dict[str, dict[str, Any]]"
-"""By setting: the `path` as it is set, and by file below it `size`, `changed_ns` and `digest`."""
+"""By setting: `path` and `split` as set, and by file `size`, `changed_ns` and `digest`."""
 _UNCHANGED: Final = ("size", "changed_ns")
 
 
@@ -36,7 +36,7 @@ def data_identity(config: RunConfig, known: Mapping[str, Any] | None = None) -> 
             states = {name: _state(file, before.get(name, {})) for name, file in files.items()}
         except OSError as error:
             raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
-        found[setting] = {"path": path, "files": states}
+        found[setting] = {"path": path, "split": split, "files": states}
     return found
 
 
@@ -45,7 +45,7 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     changes = []
     for setting, was in before.items():
         is_now = now.get(setting)
-        if is_now is None or is_now["path"] != was["path"]:
+        if is_now is None or any(is_now[name] != was[name] for name in ("path", "split")):
             continue  # the setting itself has changed, which a resume shows
         old, new = ({n: f["digest"] for n, f in s["files"].items()} for s in (was, is_now))
         kinds = {

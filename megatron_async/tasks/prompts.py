@@ -36,15 +36,20 @@ class ChatTemplate:
     ) -> WorkedExample:
         """A conversation to learn from: all that the assistant wrote, each turn's end included.
 
-        `arguments`: the template's, beside the settings' (`tools`).
-        Raises UserError where there is nothing of it, or where the template shows earlier turns
-        otherwise once later ones follow (some drop an earlier turn's thoughts).
+        A message with `weight` 0, as OpenAI's format has it, is not learned. `arguments`: the
+        template's, beside the settings' (`tools`). Raises UserError where nothing is learned, for
+        `tools` that the template does not use, and where it shows earlier turns otherwise once
+        later ones follow (some drop an earlier turn's thoughts).
         """
         self.check_fields(messages, where)
+        if arguments.get("tools") and not re.search(
+            r"\btools\b", str(self._tokenizer.chat_template)
+        ):
+            raise UserError(f"{where}: there are `tools`, which the chat template does not use")
         text = self.text(messages, begin=False, **arguments)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight", 1) == 0:
                 continue
             before = self.text(messages[:number], begin=True, **arguments)
             upto = self.text(messages[: number + 1], begin=False, **arguments).rstrip()

@@ -36,8 +36,10 @@ _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-# Number and total of a shard: train-00000-of-00002.parquet, part_1_of_4.jsonl.
-_SHARD: Final = re.compile(r"[-_.](\d+)[-_.]of[-_.](\d+)$")
+# Number and total of a shard, also before a hash: train-00000-of-00002.parquet, part_1_of_4.jsonl.
+_SHARD: Final = re.compile(r"(?:^|[-_.])(\d+)[-_.]of[-_.](\d+)(?:[-_.][0-9a-f]{6,})?$")
+# A part of the only split of its folder: part-00000.parquet.
+_PART: Final = re.compile(r"(?:part|shard|chunk)[-_.]?\d.*|\d*")
 _LARGE_NUMBER = re.compile(rb"\d{19}")
 
 
@@ -130,12 +132,11 @@ def _directory(folder: Path, split: str, setting: str) -> list[Path]:
     by_split: dict[str, list[Path]] = {}
     for file in _data_files(folder):  # train-00000-of-00002.parquet, test.jsonl, train/0.parquet
         stem = _SHARD.sub("", _plain(file).stem)
-        name = stem if re.search(r"\D", stem) else file.parent.name
+        name = file.parent.name if _PART.fullmatch(stem) else stem
         by_split.setdefault(name, []).append(file)
     if not by_split:
         raise UserError(f"{what} holds no {', '.join(_SUFFIXES)} file and no saved dataset")
-    readable = [n for n, files in by_split.items() if any(_plain(f) == f for f in files)]
-    files = by_split[_chosen(split, readable or list(by_split), what)]
+    files = by_split[_chosen(split, list(by_split), what)]
     _check_shards(files, what)
     return files
 
@@ -165,7 +166,7 @@ def _check_shards(files: Sequence[Path], what: str) -> None:
     series: dict[str, dict[str, set[int]]] = {}
     for file in map(_plain, files):
         if shard := _SHARD.search(file.stem):
-            name = str(file.with_name(_SHARD.sub("", file.stem) + file.suffix))
+            name = str(file.parent / _SHARD.sub("", file.stem))
             series.setdefault(name, {}).setdefault(shard[2], set()).add(int(shard[1]))
     for name, shards in series.items():
         if len(shards) > 1:
@@ -173,10 +174,11 @@ def _check_shards(files: Sequence[Path], what: str) -> None:
             raise UserError(f"{what} holds shards of {several} of {name}; keep one set")
         [(total, present)] = shards.items()
         first = 1 if 0 not in present and int(total) in present else 0
-        if missing := sorted({*range(first, first + int(total))} - present):
+        if missing := {*range(first, first + int(total))} - present:
+            found = ", ".join(map(str, sorted(present)[:10]))
             raise UserError(
-                f"{what} lacks shard {missing[0]:0{len(total)}d} of {total} of {name} "
-                f"({len(missing)} are missing); add them, or rename the rest to use it alone"
+                f"{what} lacks {len(missing)} of {int(total)} shards of {name}; found are those "
+                f"with the numbers {found}. Add the others, or rename these to use them alone."
             )
 
 
@@ -355,7 +357,7 @@ class _Table:
     def _rows(self, begin: int, count: int) -> Iterator[Row | UserError]:
         for index, row in enumerate(self._table.slice(begin, count).to_pylist(), begin):
             try:
-                yield {name: _json(value) for name, value in row.items()}
+                yield {name: _column(name, value) for name, value in row.items()}
             except ValueError as error:
                 yield UserError(f"{self.where(index)}: {error}")
 
@@ -385,6 +387,24 @@ def _holds_bytes(kind: Any, types: Any) -> bool:
         or types.is_fixed_size_binary(kind)
         or types.is_binary_view(kind)
     )
+
+
+def _column(name: str, value: Any) -> Any:
+    """Return a column's value as JSON has it.
+
+    In messages and tools every object has the fields of all others, those that it lacks as null:
+    they are left out.
+    """
+    found = _json(value)
+    first = found[0] if isinstance(found, list) and found else None
+    named = name == "tools" or (isinstance(first, dict) and "role" in first)
+    return _without_null(found) if named else found
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _json(value: Any) -> Any:

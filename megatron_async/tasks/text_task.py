@@ -211,12 +211,12 @@ class TextTask:
         return self._prompts.messages(problem)
 
     def _prompt(self, problem: Problem) -> Prompt:
-        ids, payload = self.prompt_ids(problem), problem.payload
-        if self._plays:
-            shown = list(self.messages(problem)) if payload["question"] else []
-            ids = ids[:0]
-            payload = {**payload, "messages": shown, "chat": bool(problem.messages)}
-        return Prompt(ids, self.source.name, payload, problem.priority)
+        payload = problem.payload
+        if not self._plays:
+            return Prompt(self.prompt_ids(problem), self.source.name, payload, problem.priority)
+        shown = list(self.messages(problem)) if payload["question"] else []
+        payload = {**payload, "messages": shown, "chat": bool(problem.messages)}
+        return Prompt(np.zeros(0, np.int32), self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
         response_ids = self._prompts.encode(response, special_tokens=False)

@@ -232,6 +232,15 @@ def test_bytes_of_log_probs_are_the_text_when_tokens_hold_part_of_a_character(
         assert token.token == bytes(token.bytes or ()).decode(errors="replace")
 
 
+def test_an_answer_made_up_for_a_check_has_log_probs_when_a_program_asks_for_them() -> None:
+    tokenizer = byte_tokenizer(byte_level)
+    texts = ToolTexts(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
+    ids = tokenizer.encode("hello", add_special_tokens=False)
+    call = ChatCall(({"role": "user", "content": "?"},), logprobs=True)
+    stored = texts.stored(call, ids, (), 3, ended=False)
+    assert [number for _, number in stored["logprobs"]] == [0.0] * len(ids)
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [0, -1, True, False, 16.0, 2.5, "16", [16], {}])
 def test_limit_of_tokens_is_refused_when_it_is_no_positive_integer(name: str, value: Any) -> None:

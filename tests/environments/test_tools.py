@@ -6,9 +6,10 @@ import asyncio
 import enum
 import functools
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NewType
 
 import pytest
 from pydantic import Field
@@ -25,6 +26,10 @@ PROMPT = [{"role": "user", "content": "q"}]
 class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
+
+
+class Pair(enum.Enum):
+    FIRST = (1, 2)
 
 
 class Level(enum.IntEnum):
@@ -257,6 +262,31 @@ def test_method_with_two_names_is_described_once_by_each_name() -> None:
     assert [schema["function"]["name"] for schema in schemas] == ["find", "search"]
 
 
+class WithoutObject:
+    """Look a word up.
+
+    Args:
+        word: The word.
+    """
+
+    def __call__(self, word: str) -> str:
+        return word
+
+
+@pytest.mark.parametrize(
+    "member",
+    [math.sqrt, list[int], int | None, NewType("ID", int), threading.Lock, WithoutObject(), Color],
+    ids=["function of C", "alias", "union", "new type", "type of C", "object", "class"],
+)
+def test_value_of_a_class_is_no_tool_when_it_can_be_called(member: Any) -> None:
+    assert list(tools_with(look=look, search=member)) == ["look"]
+
+
+def test_methods_of_a_built_in_base_are_no_tools() -> None:
+    tools = type("Tools", (dict,), {"look": look})()
+    assert list(tools_of(tools, "Tools")) == ["look"]
+
+
 def test_property_is_neither_read_nor_offered_when_a_class_has_tools() -> None:
     def unread(self: Any) -> None:
         raise RuntimeError("no game has started")
@@ -291,7 +321,7 @@ def of_no_type(self: Any, word) -> str:  # type: ignore[no-untyped-def]
 
 
 @documented
-def of_unknown_type(self: Any, word: threading.Lock) -> str:  # type: ignore[name-defined]  # noqa: F821
+def of_unknown_type(self: Any, word: missing.Lock) -> str:  # type: ignore[name-defined]  # noqa: F821
     return str(word)
 
 
@@ -301,19 +331,18 @@ def of_a_class(self: Any, word: Threads) -> str:
 
 
 @documented
-def of_itself(self: Any, word: Tree) -> str:
+def of_pairs(self: Any, word: Pair) -> str:
     return str(word)
 
 
-class WithoutObject:
-    """Look a word up.
+@documented
+def of_pairs_or_none(self: Any, word: Pair | None = None) -> str:
+    return str(word)
 
-    Args:
-        word: The word.
-    """
 
-    def __call__(self, word: str) -> str:
-        return word
+@documented
+def of_itself(self: Any, word: Tree) -> str:
+    return str(word)
 
 
 class Unreadable:
@@ -333,11 +362,11 @@ class Unreadable:
         (by_position, "cannot be given by name"),
         (of_many, "cannot be given by name"),
         (of_no_type, "'word' has no type"),
-        (of_unknown_type, "'threading' is not defined"),
+        (of_unknown_type, "'missing' is not defined"),
         (of_a_class, "Unable to generate pydantic-core schema"),
         (of_itself, "recursion"),
-        (math.sqrt, "cannot be described"),
-        (WithoutObject(), "cannot be described"),
+        (of_pairs, r"Pair\.FIRST is neither text nor a number"),
+        (of_pairs_or_none, r"Pair\.FIRST is neither text nor a number"),
         (Unreadable(), r"cannot be read: ValueError\('no connection'\)"),
     ],
 )

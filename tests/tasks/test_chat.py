@@ -233,6 +233,36 @@ def test_calls_that_cannot_be_read_are_refused(tmp_path: Path, calls: Any, sente
         task_of(tmp_path, SHOWS_ALL).worked_examples(1, FileConfig(path=str(file)))
 
 
+def test_objects_in_parquet_have_no_fields_of_other_objects(tmp_path: Path) -> None:
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]
+    schema = [{"function": {"name": "f", "parameters": {"a": {"type": "x"}}}}]
+    other = [{"function": {"name": "g", "parameters": {"b": {"type": "y"}}}}]
+    template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + SHOWS_ALL
+    rows = []
+    for call, tools in zip(calls, (schema, other), strict=True):
+        rows.append({"messages": calling({"function": call}), "tools": tools})
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "sft.parquet")
+    file = FileConfig(path=str(tmp_path / "sft.parquet"))
+    texts = [text for text, _ in learned(task_of(tmp_path, template), file)]
+    assert '[f {"a": 1}]' in texts[0] and '[g {"b": 2}]' in texts[1]
+    assert "null" not in "".join(texts)
+
+
+def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
+    talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    ((_, kept),) = learned(task_of(tmp_path), FileConfig(path=str(tmp_path / "sft.jsonl")))
+    assert kept == "5<eos>"
+
+
+def test_tools_that_the_template_does_not_use_are_refused(tmp_path: Path) -> None:
+    row = {"messages": TALK[:2], "tools": [{"type": "function"}]}
+    (tmp_path / "sft.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"sft\.jsonl:1: there are `tools`, which the chat"):
+        task_of(tmp_path).worked_examples(1, FileConfig(path=str(tmp_path / "sft.jsonl")))
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_reach_the_template_as_schemas(tmp_path: Path, as_text: bool) -> None:
     tools = [{"type": "function", "function": {"name": "mul"}}]

@@ -106,6 +106,15 @@ def test_a_relative_path_names_another_file_in_another_directory(
     assert not data_changes(before, data_identity(config, before))
 
 
+def test_another_split_is_a_changed_setting_and_no_changed_file(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        rows(tmp_path / "data" / f"{name}.jsonl", 5)
+    task = {"path": str(tmp_path / "data"), "name": "exact"}
+    before = data_identity(build_config({"task": {**task, "split": "train"}}))
+    now = data_identity(build_config({"task": {**task, "split": "test"}}), before)
+    assert data_changes(before, now) == []
+
+
 def test_another_path_is_a_changed_setting_and_no_changed_file(tmp_path: Path) -> None:
     before = data_identity(config_of(tmp_path))
     assert data_changes(before, data_identity(config_of(tmp_path / "new"), before)) == []

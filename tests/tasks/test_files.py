@@ -265,6 +265,7 @@ PIECES = r"\left\{\begin{array}{ll}2x & x>0\\ -x & x\le 0\end{array}\right."
         (r"$\boxed{1}$, no, $\boxed{2}$ and not \boxed{", "2"),
         (r"So $\boxed {\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"So $\fbox{3}$.", "3"),
+        (r"So $\\boxed{9}$.", "9"),
         (r"So \boxed{a \\{b} c}.", r"a \\{b} c"),
     ],
 )

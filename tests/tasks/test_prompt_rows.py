@@ -111,6 +111,14 @@ def test_an_example_with_a_token_that_the_model_lacks_is_refused_by_line(tmp_pat
         task.worked_examples(9, data)
 
 
+def test_an_episode_may_start_from_a_row_of_which_no_prompt_can_be_made(tmp_path: Path) -> None:
+    """An environment or an agent makes its own prompt; what fails is that episode."""
+    path = write(tmp_path / "rows.jsonl", [{"prompt": SYSTEM}, {"prompt": "a<new>b"}])
+    config = TaskConfig.model_validate({"path": path, "name": "exact", "heldout_share": 0})
+    task = build_task(config, model_of(tmp_path, extra=("<new>",)), plays=True)
+    assert [len(prompt.token_ids) for prompt in task.train_prompts(0, 4)] == [0, 0, 0, 0]
+
+
 def test_a_kept_index_is_made_again_for_another_tokenizer_or_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,11 @@ def names_in(folder: Path, split: str = "") -> list[str]:
         ["part_1_of_3.jsonl", "part_2_of_3.jsonl", "part_3_of_3.jsonl"],
         ["data/train-0-of-1.jsonl"],
         ["0.jsonl", "1.jsonl"],
+        ["part-0.jsonl", "part-1.jsonl"],
+        ["train/part-00000-8f1c.jsonl", "train/part-00001-8f1c.jsonl"],
+        ["train/00000-of-00002.jsonl", "train/00001-of-00002.jsonl"],
+        ["train-00000-of-00002-ab12cd34.jsonl", "train-00001-of-00002-ef56ab78.jsonl"],
+        ["train-00000-of-00002.json", "train-00001-of-00002.jsonl"],
     ],
 )
 def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str]) -> None:
@@ -43,12 +48,15 @@ def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["train-00000-of-00002.jsonl"], "lacks shard 00001 of 00002 of .*train.jsonl"),
-        (["train-00001-of-00002.jsonl"], "lacks shard 00000 of 00002 of .*train.jsonl"),
-        (["a_2_of_3.jsonl", "a_3_of_3.jsonl"], "lacks shard 1 of 3 of .*a.jsonl"),
+        (["train-00000-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; found are .* numbers 0"),
+        (["train-00001-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; found are .* numbers 1"),
+        (["a_2_of_3.jsonl", "a_3_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbers 2, 3"),
+        (["a_1_of_3.jsonl", "a_2_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbers 1, 2"),
+        (["train-00000-of-00002-ab12cd34.jsonl"], "lacks 1 of 2 shards of .*train;"),
+        (["train/00000-of-00002.jsonl"], "lacks 1 of 2 shards"),
         (
             ["t-0-of-2.jsonl", "t-1-of-2.jsonl", "t-0-of-1.jsonl"],
-            "holds shards of 1 and of 2 of .*t.jsonl",
+            "holds shards of 1 and of 2 of .*t;",
         ),
         (
             ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl.gz"],
@@ -56,6 +64,8 @@ def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str
         ),
         (["train.jsonl.gz"], "train.jsonl.gz is compressed"),
         (["0.jsonl", "1.jsonl.zst"], "1.jsonl.zst is compressed"),
+        (["part-0.jsonl", "part-1.jsonl.gz"], "part-1.jsonl.gz is compressed"),
+        (["a.jsonl", "b.jsonl.gz"], "several splits: set split to one of a, b"),
     ],
 )
 def test_a_split_with_a_missing_or_compressed_shard_is_refused(
@@ -85,8 +95,8 @@ def test_a_compressed_copy_of_a_file_is_left_out(tmp_path: Path) -> None:
     assert names_in(folder_of(tmp_path, "train.jsonl", "train.jsonl.gz")) == ["train.jsonl"]
 
 
-def test_a_split_is_not_refused_for_a_compressed_file_of_another(tmp_path: Path) -> None:
+def test_a_split_that_is_named_is_read_beside_a_compressed_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "train.jsonl", "raw.jsonl.gz")
-    assert names_in(folder) == ["train.jsonl"]
-    with pytest.raises(UserError, match="set split to one of train"):
+    assert names_in(folder, "train") == ["train.jsonl"]
+    with pytest.raises(UserError, match=r"raw\.jsonl\.gz is compressed"):
         names_in(folder, "raw")

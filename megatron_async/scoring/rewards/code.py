@@ -97,27 +97,34 @@ def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[boo
 
 
 def _program(sample: Sample, entry: str) -> str:
-    """Return the program to test: the last block of the response that defines `entry`.
+    """Return the program to test: the last block of the response that defines `entry` best.
 
     Where no block does, the last one is a completion if it defines `entry` when it follows the
     prompt. So prose never stands before a program.
     """
     candidates = code_candidates(sample.response, PYTHON_TAGS)
     code = candidates[-1]
+    best = max(reversed(candidates), key=lambda program: _defines(program, entry))
     completed = [f"{sample.prompt}{gap}{code}" for gap in ("", "\n")]
-    for program in (*reversed(candidates), *completed):
+    for program in (best, *completed):
         if _defines(program, entry):
             return program
     return code
 
 
-def _defines(source: str, name: str) -> bool:
-    """Return whether Python's `source` binds `name` at its top level; False if it is not Python."""
+def _defines(source: str, name: str) -> int:
+    """Return how Python's `source` binds `name` at its top level.
+
+    3: it defines a function or class; 2: it assigns; 1: it imports, as tests of a solution do; 0:
+    not at all, or it is not Python.
+    """
     try:
         found = symtable.symtable(source, "program", "exec").lookup(name)
     except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError):
-        return False
-    return found.is_assigned() or found.is_imported()
+        return 0
+    if found.is_namespace():
+        return 3
+    return 2 if found.is_assigned() and not found.is_imported() else int(found.is_imported())
 
 
 def _tested_name(row: Mapping[str, Any], tests: str) -> str:
@@ -161,8 +168,8 @@ def _tests(row: Mapping[str, Any]) -> str:
         return f"{test}\ncheck({entry})\n" if entry else test
     if not row.get("test_list"):
         raise ValueError("the row has no tests: neither a column `test` nor `test_list`")
-    before = "test_imports" if row.get("test_imports") else "test_setup_code"
-    return _running("\n".join([*_texts(row, before), *_texts(row, "test_list")]))
+    columns = ("test_imports", "test_setup_code", "test_list")
+    return _running("\n".join(text for column in columns for text in _texts(row, column)))
 
 
 def _texts(row: Mapping[str, Any], column: str) -> list[str]:
@@ -180,6 +187,8 @@ def _running(tests: str) -> str:
     """Return `tests`. Raises ValueError where they only define: any program would pass."""
     for statement in ast.parse(tests).body:
         if isinstance(statement, _DEFINITIONS) or _is_main(statement):
+            continue
+        if re.match(r"(unittest|pytest)\.main\(", ast.unparse(statement)):
             continue
         if any(isinstance(node, ast.Call | ast.Assert | ast.Raise) for node in ast.walk(statement)):
             return tests

@@ -3,8 +3,9 @@
 Models do not always write what CommonMark accepts, so four more forms count:
 - A fence may be indented by any amount, as in an item of a list. The content loses as much of
   that indentation as all its lines have.
-- An opening fence may follow a colon, a tag or bold text on its line: "Here it is: ```python".
-- A tag may follow a closing fence on its line: "```</answer>".
+- An opening fence with a language may follow text on its line: "Here is the code ```python". One
+  without must follow a colon, a tag or bold text.
+- A tag, punctuation or a sentence may follow a closing fence on its line: "```</answer>".
 - A fence inside a triple-quoted string of Python does not end the block, provided that the longer
   block is valid Python.
 """
@@ -23,8 +24,12 @@ _OUTPUT_TAGS: Final = frozenset(
 _END_OF_THOUGHT: Final = "</think>"
 # A quotation, or the mark of an item of a list, may stand before a fence.
 _CONTAINER: Final = re.compile(r"(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*")
-_FENCE: Final = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<info>[^\n]*)")
-_FENCE_BEHIND_TEXT: Final = re.compile(r"[^`]*[:>*][ \t]*(?P<marks>`{3,})(?P<info>[^\s`]*)\s*\Z")
+_FENCE: Final = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<info>[^\n]*)(?P<bare>)")
+_FENCE_BEHIND_TEXT: Final = re.compile(
+    r"[^`]+(?P<marks>`{3,})(?P<info>[^\s`]+)\s*\Z"
+    r"|[^`]*[:>*][ \t]*(?P<bare>`{3,})\s*\Z"
+)
+_AFTER_CLOSING: Final = re.compile(r"\s*\Z|\s*</|[.,;:!?)*\]]|\s+\S+\s+\S")
 _TAG: Final = re.compile(r"[\s{.]*([\w+#-]+)")
 _MOST_EXTENSIONS: Final = 20
 
@@ -62,7 +67,7 @@ class _Fence:
         return (
             len(rest) - len(after) >= len(self.marks)
             and len(line) - len(rest) <= self.indent + 3
-            and (not after.strip() or after.lstrip().startswith("</"))
+            and _AFTER_CLOSING.match(after) is not None
         )
 
     def content(self, lines: Sequence[str]) -> str:
@@ -88,7 +93,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
     """Return the fenced blocks of `text` in order; a block without an end reaches the last line."""
     lines, blocks, at = text.split("\n"), [], 0
     while at < len(lines):
-        fence = _opening_fence(lines[at])
+        fence = _opening_fence(lines[at], lines[at + 1] if at + 1 < len(lines) else "")
         at += 1
         if fence is None:
             continue
@@ -128,18 +133,25 @@ def python_tree(source: str) -> ast.Module | None:
         return None
 
 
-def _opening_fence(line: str) -> _Fence | None:
+def _opening_fence(line: str, following: str) -> _Fence | None:
+    """Return the fence that `line` opens; the line after it decides whether text means one."""
+    line = line.lstrip("\ufeff")
     container = _CONTAINER.match(line)
     before = container[0] if container else ""
     rest = line[len(before) :]
-    found = _FENCE.match(rest) or _FENCE_BEHIND_TEXT.match(rest)
-    if found is None or (found["marks"][0] == "`" and "`" in found["info"]):
+    found = _FENCE.match(rest)
+    if found is None and not _FENCE.match(following.lstrip()):
+        found = _FENCE_BEHIND_TEXT.match(rest)
+    if found is None:
         return None
-    tag = _TAG.match(found["info"])
+    marks, info = found["marks"] or found["bare"], found["info"] or ""
+    if marks[0] == "`" and "`" in info:
+        return None
+    tag = _TAG.match(info)
     quotes = before.count(">")
     # The marks of a quotation are taken off every line, with one blank each.
     indent = len(before.rpartition(">")[2].removeprefix(" ") if quotes else before)
-    return _Fence(found["marks"], tag[1].lower() if tag else "", indent, quotes)
+    return _Fence(marks, tag[1].lower() if tag else "", indent, quotes)
 
 
 def _ends_in_string(source: str) -> bool:

@@ -65,7 +65,7 @@ class JsonPoster:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return the reply's JSON. Raises Unavailable after the last try."""
-        address, proxy = URL(url, encoded="%" in url), proxy_of(url)
+        address, proxy = URL(url, encoded="%" in url and url.isascii()), proxy_of(url)
         if self._session is None:  # it needs a running loop
             self._opened = _session(self._headers)
             self._session = await anext(self._opened)
@@ -74,9 +74,6 @@ class JsonPoster:
             pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
             try:
                 async with self._session.post(address, json=body, proxy=proxy) as reply:
-                    if reply.method != "POST":
-                        problem = f"it redirects to {reply.url} without the request's body"
-                        break
                     content = await _content_of(reply)
                     if reply.status < 300:
                         return json.loads(content)
@@ -102,9 +99,22 @@ class JsonPoster:
 
 async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
     """Yield a session, closed with the generator: at the latest by the end of the event loop."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    connector, trace = aiohttp.TCPConnector(limit=0), aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_check_redirect)
+    async with aiohttp.ClientSession(
+        connector=connector, headers=headers, trace_configs=[trace]
+    ) as session:
         yield session
+
+
+async def _check_redirect(
+    _session: aiohttp.ClientSession, _context: Any, found: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """Refuse a redirect that would be followed without the request's body. Raises Unavailable."""
+    location = found.response.headers.get("Location")
+    if location is not None and found.response.status not in (307, 308):
+        target = found.url.join(URL(location))
+        raise Unavailable(f"{found.url}: it redirects to {target} without the request's body")
 
 
 def below(url: str, path: str) -> str:
@@ -124,8 +134,10 @@ def proxy_of(url: str) -> str | None:
     proxy = proxies.get(parsed.scheme) or proxies.get("all") or ""
     if not proxy or _is_loopback(host) or proxy_bypass(f"{host}:{parsed.port}"):
         return None
+    if any(_is_in(host, network.strip()) for network in proxies.get("no", "").split(",")):
+        return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
-    if not proxy.startswith(("http://", "https://")):
+    if not proxy.lower().startswith(("http://", "https://")):
         raise UserError(
             f"the environment names the proxy {proxy} for {url}; only HTTP proxies can be used: "
             f"set {parsed.scheme}_proxy to one, or add {host} to no_proxy"
@@ -135,9 +147,19 @@ def proxy_of(url: str) -> str | None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return bool(mapped.is_loopback or mapped.is_unspecified)
+
+
+def _is_in(host: str, network: str) -> bool:
+    """Return whether an address is in a network such as 10.0.0.0/8."""
+    try:
+        return "/" in network and ipaddress.ip_address(host) in ipaddress.ip_network(network, False)
+    except ValueError:
+        return False
 
 
 async def _content_of(reply: aiohttp.ClientResponse) -> bytes:

@@ -231,6 +231,26 @@ def test_the_block_that_defines_the_tested_function_is_the_program(code: Reward)
         assert score(code, text, row).value == 1.0
 
 
+@pytest.mark.parametrize(
+    "block",
+    ["from solution import add\nassert add(1, 2) == 3", "add = undefined(add)", "import add"],
+)
+def test_a_block_that_only_uses_the_tested_function_is_not_the_program(
+    code: Reward, block: str
+) -> None:
+    text = f"```python\n{ADD}```\nTest it:\n```python\n{block}\n```"
+    assert score(code, text, MBPP).value == 1.0
+
+
+def test_imports_and_setup_of_a_row_both_run(code: Reward) -> None:
+    row = {
+        "test_imports": ["import math"],
+        "test_setup_code": "three = 3",
+        "test_list": ["assert math.floor(add(1, 2)) == three"],
+    }
+    assert score(code, ADD, row).value == 1.0
+
+
 def test_a_tested_function_may_have_the_name_of_a_builtin(code: Reward) -> None:
     program = "def sum(a, b):\n    return a + b"
     for test in ("assert sum(1, 2) == 3", "assert set([sum(1, 2)]) == set([3])"):
@@ -291,6 +311,10 @@ def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
         ({"test_list": ["assert 0"], "test_imports": [3]}, r"`test_imports` is \[3\]"),
         ({"test": "def test_add():\n    assert add(1, 2) == 4"}, "any program would pass"),
         ({"test": UNITTEST}, "only define things, so that any program would pass"),
+        (
+            {"test": UNITTEST.replace('if __name__ == "__main__":\n    ', "")},
+            "only define things, so that any program would pass",
+        ),
         ({"test_list": ["x = 1", "'why'"]}, "only define things, so that any program would pass"),
     ],
 )

@@ -71,6 +71,11 @@ def test_code_blocks_have_the_first_word_of_any_info_string_as_tag(
         ("I write it in ```python\n```python\nx\n```\nDone", "x"),
         ("```python\nx\n```\nThe empty one:\n```\n```", "x"),
         ("```python\r\nx\r\n```\r\nDone", "x\r"),
+        ("Here is the code ```python\nx\n```\nDone", "x"),
+        ("```python\nx\n``` That is all.\nDone", "x"),
+        ("```python\nx\n```.\nDone", "x"),
+        ("\ufeff```python\nx\n```\nDone", "x"),
+        ("So: **```python\nx\n```**", "x"),
     ],
 )
 def test_the_last_block_is_the_code_when_models_write_it_so(text: str, code: str) -> None:

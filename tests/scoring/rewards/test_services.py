@@ -233,8 +233,7 @@ def test_a_redirect_that_drops_the_body_is_a_failure_with_both_addresses(
     name: str, status: int
 ) -> None:
     async def moved(request: web.Request) -> web.Response:
-        if request.path.startswith("/there"):
-            return web.json_response({"score": 1.0, **completion("Score: 10")})
+        assert request.path.startswith("/here"), "the redirect is not followed"
         return web.Response(status=status, headers={"Location": "/there"})
 
     arguments = {"model": "m", "rubric": "r"} if name == "judge" else {}
@@ -276,6 +275,11 @@ def test_a_reply_without_success_is_no_score(status: int) -> None:
         ("http://127.0.0.1:80/", {"http_proxy": "http://p"}, None),
         ("http://127.1.2.3/", {"http_proxy": "http://p"}, None),
         ("http://localhost/", {"all_proxy": "http://p"}, None),
+        ("http://0.0.0.0:9/", {"all_proxy": "http://p"}, None),
+        ("http://[::ffff:127.0.0.1]/", {"all_proxy": "http://p"}, None),
+        ("http://10.1.2.3/", {"http_proxy": "http://p", "no_proxy": "a, 10.0.0.0/8"}, None),
+        ("http://11.1.2.3/", {"http_proxy": "http://p", "no_proxy": "10.0.0.0/8"}, "http://p"),
+        ("http://grader/", {"http_proxy": "HTTP://p"}, "HTTP://p"),
         ("http://[::1]:80/", {"http_proxy": "http://p"}, None),
         ("http://127.grader.com/", {"http_proxy": "http://p"}, "http://p"),
     ],
