@@ -37,7 +37,7 @@ _NO_METHODS: Final = (
     MethodDescriptorType,
     ClassMethodDescriptorType,
 )
-"""Attributes of a class that are no methods of the user's; the last two are those of built-in types."""
+"""Attributes that are no methods of the user's; the last two are those of built-in types."""
 MOST_NESTED: Final = 64
 """Levels of a call's arguments; what is far deeper, Python can read and not write again."""
 

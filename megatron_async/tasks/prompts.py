@@ -7,6 +7,7 @@ Invariants
   wrote are refused where the chat template does not use them.
 """
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from megatron_async.tasks.base import Message, Problem, WorkedExample
 from megatron_async.tasks.layouts import CONTENT_FIELDS
 from megatron_async.trajectory.types import IntArray
 
+_logger = logging.getLogger(__name__)
+
 
 class ChatTemplate:
     """A tokenizer's chat template with the settings' system message and arguments."""
@@ -26,6 +29,7 @@ class ChatTemplate:
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._warned = False
 
     def conversation(
         self,
@@ -37,15 +41,15 @@ class ChatTemplate:
         """A conversation to learn from: all that the assistant wrote, each turn's end included.
 
         A message with `weight` 0, as OpenAI's format has it, is not learned. `arguments`: the
-        template's, beside the settings' (`tools`). Raises UserError where nothing is learned, for
-        `tools` that the template does not use, and where it shows earlier turns otherwise once
-        later ones follow (some drop an earlier turn's thoughts).
+        template's, beside the settings' (`tools`). Raises UserError where nothing is learned, and
+        where the template shows earlier turns otherwise once later ones follow (some drop an
+        earlier turn's thoughts).
         """
         self.check_fields(messages, where)
-        if arguments.get("tools") and not re.search(
-            r"\btools\b", str(self._tokenizer.chat_template)
-        ):
-            raise UserError(f"{where}: there are `tools`, which the chat template does not use")
+        template = str(self._tokenizer.chat_template)
+        if arguments.get("tools") and not (self._warned or re.search(r"\btools\b", template)):
+            self._warned = True
+            _logger.warning("%s: the chat template of model.path leaves out `tools`", where)
         text = self.text(messages, begin=False, **arguments)
         spans = []
         for number, message in enumerate(messages):
