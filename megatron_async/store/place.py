@@ -94,13 +94,6 @@ def prepared_place(run_file: Path, directory: str) -> StorePlace:
 def check_place(place: StorePlace) -> None:
     """Check that a database would work there; leaves nothing behind. Raises UserError."""
     folder = existing(place.file.parent)
-    if not (found := file_system_of(folder)).local:
-        logger.warning(
-            "the trajectory store will be in %s on %s; if other nodes share that file system, set "
-            "store.directory to a disk of the rollout manager's node",
-            place.file.parent,
-            found,
-        )
     trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
         trial.touch()  # where not even that is possible the system's reason is better than SQLite's
@@ -113,6 +106,13 @@ def check_place(place: StorePlace) -> None:
         for file in schema.files_of(trial):
             with contextlib.suppress(OSError):  # the error of the database is the one that matters
                 file.unlink(missing_ok=True)
+    if not (found := file_system_of(folder)).local:
+        logger.warning(
+            "the trajectory store will be in %s on %s; if other nodes share that file system, set "
+            "store.directory to a disk of the rollout manager's node",
+            place.file.parent,
+            found,
+        )
 
 
 def make_folder(place: StorePlace) -> None:

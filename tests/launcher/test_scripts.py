@@ -64,7 +64,8 @@ class Machine:
         self._write(
             root / "venv" / "bin" / "python",
             "python",
-            "sys.exit(int(os.environ.get('CODE_' + sys.argv[3], '7')))",
+            "codes = (os.environ.get('CODE_' + argument) for argument in sys.argv)\n"
+            "sys.exit(int(next(filter(None, codes), '7')))",
         )
 
     def _write(self, path: Path, name: str, then: str) -> None:
@@ -267,7 +268,7 @@ def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     (srun,) = machine.calls("srun")
     assert "--cpu-bind=none" in srun.arguments, "one task uses all cores of its node"
     (python,) = machine.calls("python")
-    wanted = ["-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
+    wanted = ["-P", "-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
     assert python.arguments == wanted
 
 
@@ -280,7 +281,7 @@ def test_fine_tuning_on_several_nodes_gives_each_its_number_and_the_session(
     (srun,) = machine.calls("srun")
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(srun.arguments)
     (python,) = machine.calls("python")
-    assert python.arguments[2:] == [
+    assert python.arguments[3:] == [
         *("sft", "--out", "a b", "parallel.nodes=4"),
         *("--session", "71.0", "--index", "2"),
     ]
@@ -382,8 +383,8 @@ def test_by_hand_each_role_is_started_with_what_the_script_was_given(machine: Ma
     for role in ("rollout", "trainer"):
         assert machine.run(f"torchrun/{role}.sh", *arguments).returncode == 7
     rollout, trainer = machine.calls("python")
-    assert rollout.arguments == ["-m", "megatron_async.launcher.node", "rollout", *arguments]
-    assert trainer.arguments == ["-m", "megatron_async.launcher.node", "trainer", *arguments]
+    assert rollout.arguments == ["-P", "-m", "megatron_async.launcher.node", "rollout", *arguments]
+    assert trainer.arguments == ["-P", "-m", "megatron_async.launcher.node", "trainer", *arguments]
     for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"):
         assert variable not in rollout.environment, (
             "meant for trainer ranks (launcher/environment.py)"
@@ -457,9 +458,9 @@ def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert asked.exists() == requeued
-    roles = {call.arguments[2]: call.arguments for call in machine.calls("python")}
+    roles = {call.arguments[3]: call.arguments for call in machine.calls("python")}
     for role in ("trainer", "rollout"):
-        assert roles[role][3:] == [
+        assert roles[role][4:] == [
             str(run),
             *("--index", "0", "--count", "1", "--session", f"5.{restarts}"),
         ]
