@@ -108,8 +108,8 @@ class DataConfig(FileConfig):
     """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
     start and list the first ten, or leave them out and show their number."""
     changed_data: Literal["refuse", "accept"] = "refuse"
-    """Whether a resume goes on when a data file is not what it was at the run's start: its size and
-    a hash of its content are in `data.json` of the run directory."""
+    """Whether to accept or refuse a resume when a data file has changed since the run's start;
+    `data.json` of the run directory holds the size and a hash of each."""
     filter_overlong: bool = False
     """Leave such prompts out before the run starts; their number is shown."""
     remove_spaces: bool = False

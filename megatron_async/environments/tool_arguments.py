@@ -142,7 +142,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Replace references by what they name, since chat templates follow none."""
+    """Replace references by their definitions, since chat templates do not follow references."""
     if isinstance(schema, list):
         return [_inlined(inner, definitions) for inner in schema]
     if not isinstance(schema, dict):

@@ -185,7 +185,7 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """Return the message in which the policy reads what a tool has returned: text, else JSON.
+    """Return the message with a tool's result for the policy: text, or else JSON.
 
     Raises TypeError or ValueError for an object that cannot be written as either.
     """

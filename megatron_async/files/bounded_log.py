@@ -3,7 +3,7 @@
 Invariants
 - The newest output is in two files, PATH and PATH.1, of at most `LOG_BYTES` each; older output is
   dropped.
-- The child never waits for a disk: what cannot be written is dropped too.
+- The child never waits for a disk: output that cannot be written is dropped too.
 """
 
 import os
@@ -32,7 +32,7 @@ class BoundedLog:
         self._thread = threading.Thread(target=self._follow, name=path.name, daemon=True)
 
     def start(self) -> None:
-        """Take what comes until nobody can write any more. The caller no longer uses `sink`."""
+        """Log the output in a thread until every writer has closed the pipe; closes `sink`."""
         os.close(self.sink)
         self._thread.start()
 

@@ -151,7 +151,7 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
 def check_same_run(
     directory: RunDirectory, before: RunConfig, config: RunConfig
 ) -> tuple[str, ...]:
-    """Refuse what a resume cannot change: the run's place, its model, its weights, its data.
+    """Refuse a resume that changes the run's directory, model, weights or data.
 
     Returns notices of data files that have changed and that task.changed_data accepts. Raises
     UserError.

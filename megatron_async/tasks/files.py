@@ -36,7 +36,7 @@ class ProblemFile:
     """The problems of one file, read when they are asked for; an index of some 50 bytes a row.
 
     `mode` (task.bad_rows) skip: rows that cannot be used are left out, with a warning. `prompts`:
-    what makes prompts of them; a row of which it can make none cannot be used.
+    renders each row; a row that cannot be rendered cannot be used either.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ CONTENT_FIELDS: Final = (
     "reasoning",
     "thinking",
 )
-"""Fields of a message that hold a part of what the assistant wrote."""
+"""Fields of a message that hold content of the assistant."""
 
 
 def _after_hashes(text: str) -> str | None:

@@ -3,8 +3,8 @@
 Invariants
 - Every token that a text of the user's becomes is one of the model's vocabulary: a tokenizer may
   have tokens that the model has no embedding for, and an engine or a trainer would end at one.
-- No part of a message is left out without a word: fields that hold a part of what the assistant
-  wrote are refused where the chat template does not use them.
+- No part of a message is lost silently: fields that hold content of the assistant are refused
+  where the chat template does not use them.
 """
 
 import logging
@@ -81,7 +81,7 @@ class ChatTemplate:
         return WorkedExample(tokens[:first], tokens[first:], trained[first:])
 
     def check_fields(self, messages: Sequence[Message], where: str) -> None:
-        """Refuse fields of what the assistant wrote that the template leaves out. UserError."""
+        """Refuse content fields that the template does not use. Raises UserError."""
         template = str(self._tokenizer.chat_template)
         for message in messages:
             for name in CONTENT_FIELDS:

@@ -1,6 +1,6 @@
 """Finds the code in a response: its fenced blocks, by CommonMark's rules for fences.
 
-Models do not always write what CommonMark accepts, so four more forms count:
+Models do not always follow CommonMark, so four more forms count:
 - A fence may be indented by any amount, as in an item of a list. The content loses as much of
   that indentation as all its lines have.
 - An opening fence with a language may follow text on its line: "Here is the code ```python". One
@@ -78,7 +78,7 @@ class _Fence:
         return "\n".join(text[width:] if text.strip() else text for text in texts)
 
     def ends(self, lines: Sequence[str], start: int) -> Iterator[tuple[int, int]]:
-        """Yield the places where the block may end, as (end of its content, line to go on at)."""
+        """Yield where the block may end: (end of its content, number of the next line to read)."""
         for number in range(start, len(lines)):
             line = self.unquoted(lines[number])
             if line is None:

@@ -22,7 +22,7 @@ _FRAMES = 3  # this module's, `main`'s and `exec`'s are beneath the program's ow
 
 
 def _read(name: str) -> tuple[ModuleType, CodeType]:
-    """Return the module of `name`.py and its code. Raises what the compiler raises."""
+    """Return the module of `name`.py and its code. Raises the compiler's errors."""
     path = os.path.abspath(f"{name}.py")  # noqa: PTH100 - no need for pathlib
     spec = spec_from_file_location(name, path)
     if spec is None:
