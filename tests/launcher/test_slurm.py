@@ -272,7 +272,7 @@ def test_slurm_takes_the_job_script_when_names_and_options_are_odd(
     job_file.write_text(script)
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "role: $3, run: $4"\nexit 2\n')
+    python.write_text('#!/bin/sh\necho "role: $4, run: $5"\nexit 2\n')
     python.chmod(0o755)
     environment = {**ENVIRONMENT, "MEGATRON_ASYNC_VENV": str(tmp_path / "venv")}
     job = cluster.submit(job_file, environment=environment)

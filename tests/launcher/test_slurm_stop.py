@@ -26,9 +26,9 @@ pytestmark = [
 ]
 
 SAVE_SECONDS = 6
-# Called as `python -m MODULE ROLE RUN --index I --count N --session S`.
+# Called as `python -P -m MODULE ROLE RUN --index I --count N --session S`.
 ROLE = f"""#!/usr/bin/env bash
-role=$3 run=$4 session=${{10}}
+role=$4 run=$5 session=${{11}}
 control="$run/launch/$session"
 touch "$control/$role.up"
 until_there() {{ until [ -e "$1" ] || [ -e "$2" ]; do sleep 0.1; done; }}
