@@ -101,7 +101,7 @@ def configuration(
         "model": {"path": str(root / "model")},
         "trainer": {"max_restarts": 1_000_000, "wait_for_batch_seconds": 120},
         "optimizer": {"lr": 1.0e-5},
-        "task": {"kind": "jsonl", "name": "exact", "path": str(root / "problems.jsonl")},
+        "task": {"kind": "files", "name": "exact", "path": str(root / "problems.jsonl")},
         "schedule": {
             "preset": preset,
             "groups_per_batch": 4,

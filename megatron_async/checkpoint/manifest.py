@@ -40,8 +40,6 @@ MANIFEST_NAME = "manifest.json"
 COPY_NAME = "manifest.copy.json"
 _BOTH = (COPY_NAME, MANIFEST_NAME)
 FORMAT = 3
-_WITHOUT_ITS_OWN_CHECKSUM = 2
-# 1: torch.distributed.checkpoint's files, without checksums of tensors
 _QUICKLY_READ_BYTES = 2 << 30
 
 # First parts of tensors' names: values, Adam's moments, Muon's momentum.
@@ -123,14 +121,13 @@ class Manifest:
         """Read what `to_json` writes; raises CorruptCheckpoint for anything else, OtherFormat."""
         try:
             content = json.loads(text)
-            if (found := content["format"]) not in (_WITHOUT_ITS_OWN_CHECKSUM, FORMAT):
+            if (found := content["format"]) != FORMAT:
                 raise OtherFormat(
-                    f"it has format {found}, and this version of megatron_async reads formats "
-                    f"{_WITHOUT_ITS_OWN_CHECKSUM} and {FORMAT}; with the version that wrote it, go "
-                    "on with the run or convert the weights (megatron-async convert "
-                    "megatron-to-hf) and start a run from them"
+                    f"it has format {found}, and this version of megatron_async reads format "
+                    f"{FORMAT}; with the version that wrote it, go on with the run or convert the "
+                    "weights (megatron-async convert megatron-to-hf) and start a run from them"
                 )
-            if found == FORMAT and content.pop("checksum") != _checksum(content):
+            if content.pop("checksum") != _checksum(content):
                 raise ValueError("its content does not have the checksum that it holds")
             del content["format"]
             return cls(

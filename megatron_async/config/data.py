@@ -87,8 +87,8 @@ class DataConfig(FileConfig):
 
     kind: Literal["chain_sum", "reasoning_gym", "files", "seeds"] = "chain_sum"
     """Source of problems: `chain_sum`: sums of integers. `reasoning_gym`: the task `name` of that
-    optional package. `files`: rows of files (the default where `path` or `sources` is set; formerly
-    `jsonl`). `seeds`: rows {seed} for an environment."""
+    optional package. `files`: rows of files (the default where `path` or `sources` is set).
+    `seeds`: rows {seed} for an environment."""
     name: str = ""
     """Name of the task of reasoning-gym; for files without `reward`, the checker: exact or math."""
     sources: list[SourceConfig] = Field(default_factory=list)
@@ -139,12 +139,9 @@ class DataConfig(FileConfig):
     @model_validator(mode="before")
     @classmethod
     def _kind(cls, values: Any) -> Any:
-        """Accept `files` by its former name, and as the default of a path."""
-        if not isinstance(values, dict):
-            return values
-        has_files = values.get("path") or values.get("sources")
-        if values.get("kind") == "jsonl" or ("kind" not in values and has_files):
-            return {**values, "kind": "files"}
+        """Make `files` the default where a path is given."""
+        if isinstance(values, dict) and (values.get("path") or values.get("sources")):
+            return {"kind": "files", **values}
         return values
 
     def check(self) -> None:

@@ -52,10 +52,6 @@ class Child:
                 preexec_fn=_prepare_child,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def exit_code(self) -> int | None:
         """The exit code; None while the process runs."""
         return self._process.poll()
@@ -90,8 +86,6 @@ class Child:
 
     def log_tail(self, lines: int = 15) -> str:
         """Return the last lines that the process wrote."""
-        if not self.log_file.exists():
-            return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def failure(self, what: str) -> ComponentFailure:

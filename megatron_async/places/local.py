@@ -31,7 +31,7 @@ from megatron_async.places import sockets
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
 from megatron_async.places.placed import request_of, result_of
-from megatron_async.runtime.child_process import module_command, start_child
+from megatron_async.runtime.child_process import module_command, start_child, wait_until_ended
 from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -298,7 +298,7 @@ class _Process:
             return self._why
 
     def end(self) -> None:
-        """Kill it and all that it started."""
+        """Kill it and all that it started; return when they are gone, within a limit."""
         with self._changed:
             ended_before, self._ending = self._ending, True
             self._changed.notify_all()
@@ -311,4 +311,5 @@ class _Process:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
+        wait_until_ended(left, _END_SECONDS)
         self._watch.join(_END_SECONDS)

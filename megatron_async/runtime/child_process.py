@@ -9,8 +9,11 @@ Invariants
 
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+import psutil
 
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
 """Has the effect of `-P` on every Python below a process whose command we do not make."""
@@ -24,3 +27,22 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start `command`; `options` are those of `subprocess.Popen`. Raises OSError."""
     return subprocess.Popen([*command], start_new_session=True, **options)
+
+
+def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
+    """Wait for processes that were killed, not only children; return whether all ended in time.
+
+    A zombie has ended, and may stay for ever: process 1 of a container often reaps nothing.
+    """
+    deadline = time.monotonic() + seconds
+    left = [*processes]
+    while (left := [process for process in left if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

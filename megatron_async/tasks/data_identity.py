@@ -7,7 +7,7 @@ something else once a file has changed.
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
@@ -15,7 +15,6 @@ from megatron_async.tasks.rows import data_files
 
 Identity: TypeAlias = "dict[str, dict[str, Any]]"
 """By setting: `path` and `split` as set, and by file `size`, `changed_ns` and `digest`."""
-_UNCHANGED: Final = ("size", "changed_ns")
 
 
 def data_identity(config: RunConfig, known: Mapping[str, Any] | None = None) -> Identity:
@@ -72,7 +71,7 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 def _state(file: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     stat = file.stat()
     state: dict[str, Any] = {"size": stat.st_size, "changed_ns": stat.st_ctime_ns}
-    if before and all(before[name] == state[name] for name in _UNCHANGED):
+    if state.items() <= before.items():
         return dict(before)
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))

@@ -91,7 +91,7 @@ def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> N
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 3, "step": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 3, "step": 2}'])
 def test_other_json_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         Manifest.from_json(text)
@@ -113,15 +113,7 @@ def test_no_flipped_bit_of_a_manifest_becomes_a_position_or_a_counter(tmp_path: 
     assert silent == []
 
 
-def test_format_2_had_no_checksum_of_the_manifest_and_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path, 12) / "manifest.json"
-    content = json.loads(path.read_text())
-    del content["checksum"]
-    path.write_text(json.dumps({**content, "format": 2}))
-    assert open_checkpoint(path.parent).extra == {"store_position": 120}
-
-
-@pytest.mark.parametrize("found", [1, 4])
+@pytest.mark.parametrize("found", [2, 4])
 def test_another_format_is_refused_by_a_sentence_that_names_both(
     tmp_path: Path, found: int
 ) -> None:
@@ -132,10 +124,7 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
     assert content["format"] == 3
     for name in (MANIFEST_NAME, COPY_NAME):
         (manifest_file.parent / name).write_text(json.dumps({**content, "format": found}))
-    refusal = (
-        f"step_000002: it has format {found}, and this version of megatron_async reads formats 2 "
-        "and 3"
-    )
+    refusal = f"it has format {found}, and this version of megatron_async reads format 3;"
     with pytest.raises(UserError, match=refusal):
         open_checkpoint(tmp_path / "step_000002")
     with pytest.raises(UserError, match=refusal):

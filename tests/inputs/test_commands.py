@@ -101,7 +101,7 @@ def _damaged(whole: Path, folder: Path, damage: Damage) -> list[str]:
     settings = {
         "root": str(folder / "runs"),
         "model": {"path": str(folder)},
-        "task": {"kind": "jsonl", "name": "exact", "path": str(folder / "data.jsonl")},
+        "task": {"kind": "files", "name": "exact", "path": str(folder / "data.jsonl")},
     }
     (folder / "run.yaml").write_text(json.dumps(settings))
     (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')

@@ -47,7 +47,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _problems(file: Path) -> FileProblems:
-    return FileProblems(TaskConfig(kind="jsonl", name="exact", path=str(file), heldout_share=1e-12))
+    return FileProblems(TaskConfig(kind="files", name="exact", path=str(file), heldout_share=1e-12))
 
 
 def _expected(content: bytes) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(folder: Path, **changes: Any) -> RunConfig:
     own_data = {
         "model": {"path": str(folder)},
-        "task": {"kind": "jsonl", "name": "exact", "path": str(folder / "data.jsonl")},
+        "task": {"kind": "files", "name": "exact", "path": str(folder / "data.jsonl")},
         "schedule": {"groups_per_batch": 4},
     }
     return build_config(merge(own_data, changes))

@@ -76,15 +76,16 @@ def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path\n"
         "from megatron_async.launcher.processes import Child\n"
         f"log = Path({str(tmp_path / 'log')!r})\n"
-        "c = Child([sys.executable, '-c', 'import time; time.sleep(60)'], log)\n"
-        "print(c.pid, flush=True); time.sleep(60)\n"
+        "Child([sys.executable, '-c', 'import time; time.sleep(60)'], log)\n"
+        "print(flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child_pid = int(parent.stdout.readline())
+    parent.stdout.readline()
+    [child] = psutil.Process(parent.pid).children()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
-    assert wait_for(lambda: gone(child_pid))
+    assert wait_for(lambda: gone(child.pid))
 
 
 def test_a_child_that_ended_badly_is_reported_with_its_code_and_its_last_lines(

@@ -60,6 +60,17 @@ class Subject:
     async def start_process(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
+    def start_large(self) -> int:
+        """In a session of its own; the kernel takes a moment to free what it holds."""
+        code = "import time; held = b'x' * (1 << 30); print(flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", code]
+        started = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        assert started.stdout is not None
+        started.stdout.readline()
+        return started.pid
+
     async def place_another(self, address: str, logs: Path) -> tuple[int, int]:
         """Start a subject from here; its process and one that it has started."""
         place: Place = place_at(address, logs)

@@ -82,6 +82,12 @@ def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
     assert gone(pid) and not directory_of(place).exists()
 
 
+def test_the_end_waits_for_what_it_kills_outside_the_group(tmp_path: Path) -> None:
+    with local_place(tmp_path) as place:
+        pid = place.start(Subject, name="subject").ask("start_large", limit=LIMIT)
+    assert gone(pid)
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool) -> None:
     opener = subprocess.Popen(

@@ -34,7 +34,7 @@ ENDS_SECONDS = 60.0  # for the kernel to end processes on a machine with a load 
 def config(tmp_path: Path) -> TaskConfig:
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
-    return TaskConfig(kind="jsonl", name="exact", path=str(path), answer_marker="#")
+    return TaskConfig(kind="files", name="exact", path=str(path), answer_marker="#")
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def worker(math_file: str) -> Iterator[ScorerWorker]:
-    config = TaskConfig(kind="jsonl", name="math", path=math_file, scorer_timeout_seconds=20.0)
+    config = TaskConfig(kind="files", name="math", path=math_file, scorer_timeout_seconds=20.0)
     worker = ScorerWorker(ScorerSettings(task=config))
     yield worker
     worker.close()
@@ -60,7 +60,7 @@ def worker(math_file: str) -> Iterator[ScorerWorker]:
 def _with_limit(math_file: str, policy: str) -> ScorerWorker:
     task = TaskConfig.model_validate(
         {
-            "kind": "jsonl",
+            "kind": "files",
             "name": "math",
             "path": math_file,
             "scorer_timeout_seconds": 1.0,

@@ -451,16 +451,6 @@ def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
         build_task(settings, str(tmp_path)).check_lengths(102, 100)
 
 
-# ------------------------------------------------------------ old settings
-
-
-def test_the_former_kind_of_files_still_works(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
-    old = TaskConfig.model_validate({"kind": "jsonl", "name": "math", "path": str(path)})
-    assert old.kind == "files"
-    assert questions(FileProblems(old), 0, 90) == questions(FileProblems(config(path)), 0, 90)
-
-
 def test_settings_that_exclude_each_other_are_refused() -> None:
     for given_, sentence in [
         ({"path": "a", "sources": [{"path": "b"}]}, "task.path and task.sources are both set"),

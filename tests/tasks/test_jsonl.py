@@ -25,7 +25,7 @@ def hundred(tmp_path: Path) -> str:
 
 
 def _config(path: str, **changes: Any) -> TaskConfig:
-    settings = {"kind": "jsonl", "name": "exact", "path": path, **changes}
+    settings = {"kind": "files", "name": "exact", "path": path, **changes}
     return TaskConfig.model_validate(settings)
 
 

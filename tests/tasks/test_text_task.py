@@ -79,7 +79,7 @@ def test_a_prompt_is_as_urgent_as_its_line_in_the_file(model: str, tmp_path: Pat
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "answer": 2, "priority": -4}) + "\n")
     config = _config(
-        kind="jsonl", name="exact", path=str(path), params={}, prompt_template="{question}"
+        kind="files", name="exact", path=str(path), params={}, prompt_template="{question}"
     )
     (prompt,) = build_task(config, model).train_prompts(0, 1)
     assert prompt.priority == -4
@@ -153,7 +153,7 @@ def _file_of(folder: Path, questions: list[str], **changes: Any) -> TaskConfig:
     path = folder / "questions.jsonl"
     rows = [json.dumps({"prompt": question, "answer": 1}) for question in questions]
     path.write_text("\n".join(rows) + "\n")
-    settings = {"kind": "jsonl", "name": "exact", "path": str(path), **changes}
+    settings = {"kind": "files", "name": "exact", "path": str(path), **changes}
     return TaskConfig.model_validate(settings)
 
 

@@ -43,7 +43,7 @@ from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory, temporary_files
 from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
-from megatron_async.runtime.child_process import module_command, start_child
+from megatron_async.runtime.child_process import module_command, start_child, wait_until_ended
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -369,19 +369,13 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_KILL_SECONDS)
-    deadline = time.monotonic() + _KILL_SECONDS
-    while any(_runs_in(process.pid, member) for member in psutil.process_iter()):
-        if time.monotonic() > deadline:
-            raise ComponentFailure(
-                f"processes of inference server {process.pid} outlived SIGKILL by "
-                f"{_KILL_SECONDS:g} seconds"
-            )
-        time.sleep(0.02)
-
-
-def _runs_in(group: int, process: psutil.Process) -> bool:
-    """Return whether a process is of this group and no zombie."""
-    try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-        return False
+    left = []
+    for member in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(member.pid) == process.pid:
+                left.append(member)
+    if not wait_until_ended(left, _KILL_SECONDS):
+        raise ComponentFailure(
+            f"processes of inference server {process.pid} outlived SIGKILL by "
+            f"{_KILL_SECONDS:g} seconds"
+        )

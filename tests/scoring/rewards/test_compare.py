@@ -60,7 +60,7 @@ def test_regex_finds_a_pattern_or_compares_what_it_captures() -> None:
 
 
 def test_task_is_the_checker_that_a_file_is_read_with() -> None:
-    task = {"kind": "jsonl", "name": "math", "path": "unused", "answer_marker": "#"}
+    task = {"kind": "files", "name": "math", "path": "unused", "answer_marker": "#"}
     settings = build_config({"task": task}).scorers
     reward = build_reward(settings, settings.parts[0])
     (right,) = reward.score([Sample("#0.5", answer="1/2", payload={"answer": "1/2"})])
