@@ -104,7 +104,8 @@ class Algorithm:
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
         metrics = batch_staleness(batch.lag_T, batch.loss_mask_T, batch.resumed_S[first_E])
-        rewards_E = self._rewards(batch)
+        rewards_E = self._rewards(batch)  # before rejection takes tokens from the KL
+        batch = replace(batch, shaped_rewards_S=rewards_E[index_S])
         if self.needs_old_logprobs:
             batch, found = self._decoupled(batch)
             metrics |= found
@@ -140,10 +141,12 @@ class Algorithm:
             denominators = replace(denominators, weight_mean=mean)
         if self.config.advantage.estimator == "rapid":
             rapid = self.config.rapid
+            if batch.shaped_rewards_S is None:
+                raise ValueError("the batch has no shaped rewards; call prepare")
             if len(batch.episodes[0]) < batch.num_sequences:
                 raise ValueError("rapid weighs whole generations, got an episode with branches")
             advantages_S = advantages.rapid_advantages(
-                self._rewards(batch),
+                batch.shaped_rewards_S,
                 generation_log_weight(log_ratio_T, mask_T, cu_S1),
                 batch.group_index_S,
                 eta=rapid.eta,

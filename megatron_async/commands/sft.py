@@ -50,7 +50,9 @@ def sft_command(
     with directory_of(config, SFT, session, index) as (directory, node):
         if teacher is not None:
             config = taught(config, directory, teacher)
-            typer.echo(check_run(config, generates=False).summary)
+            checked = check_run(config, generates=False)
+            typer.echo(checked.summary)
+            config = checked.config
             directory.save_config(config)
         run_sft(config, directory, out, node)
     if index == 0:
@@ -68,4 +70,4 @@ def run_sft(
 ) -> None:
     """Train, and leave a Hugging Face directory at `destination`."""
     module = "megatron_async.train_loop.sft_rank"
-    RankJob("sft", module, (str(destination),), config.sft.steps).run(config, directory, node)
+    RankJob("sft", module, (str(destination),), config.sft.batches).run(config, directory, node)

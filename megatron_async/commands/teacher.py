@@ -6,7 +6,6 @@ Hugging Face directory that one of the run's engines serves meanwhile. What is k
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure, UserError, shown
 from megatron_async.files.disk import append_json_lines
 from megatron_async.launcher.preflight import check_served
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
@@ -57,8 +56,13 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
         raise UserError(
             f"--from-teacher {teacher} is neither an address (http://...) nor a Hugging Face model"
         )
-    if config.sft.data:
-        raise UserError(f"--from-teacher cannot be combined with sft.data {config.sft.data}")
+    refused = {"data": config.sft.data, "steps": config.sft.steps, "epochs": config.sft.epochs}
+    for name, value in refused.items():
+        if value:
+            raise UserError(
+                f"sft.{name} is {shown(value)}, and --from-teacher learns what the reward accepts, "
+                "sft.teacher.epochs times: leave it out"
+            )
 
 
 def _is_address(teacher: str) -> bool:
@@ -93,10 +97,8 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
             f"--from-teacher {teacher}: the reward accepted none of its answers "
             f"(sft.teacher.least_reward {config.sft.teacher.least_reward:g}); see {kept.parent}"
         )
-    epochs = config.sft.teacher.epochs
-    steps = math.ceil(epochs * count / config.sft.batch_sequences)
     data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
-    config = config.with_section("sft", **data, epochs=epochs, steps=steps)
+    config = config.with_section("sft", **data, epochs=config.sft.teacher.epochs)
     return config.with_section("task", prompt_template=template)
 
 

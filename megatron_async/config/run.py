@@ -1,5 +1,6 @@
 """`RunConfig`: everything one run is, and the sub-commands' own settings."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -30,6 +31,7 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.errors import shown
 
+_SFT_STEPS: Final = 200
 _LONGEST_NAME: Final = 200  # of 255 bytes, so that a suffix fits
 
 
@@ -79,10 +81,10 @@ class TeacherConfig(Settings):
 class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
-    steps: int = Field(200, ge=1)
-    """Optimizer steps."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps, one per batch; none = as many as `epochs` take, or 200 without `epochs`."""
     epochs: int = Field(0, ge=0)
-    """Times that each example is learned at most; 0 = as `steps` allow."""
+    """Times that each example is learned; 0 = as often as `steps` allow."""
     batch_sequences: int = Field(64, ge=1)
     """Examples per step."""
     examples: int = Field(20000, ge=1)
@@ -102,6 +104,20 @@ class SFTConfig(Settings):
     """Steps between two progress lines."""
     teacher: TeacherConfig = TeacherConfig()
     """`--from-teacher` only."""
+
+    def check(self) -> None:
+        if self.steps is not None and self.epochs:
+            raise ValueError(
+                f"sft.steps is {self.steps} and sft.epochs is {self.epochs}: each follows from the "
+                "other, so leave one of them out"
+            )
+
+    @property
+    def batches(self) -> int:
+        """Batches that are trained on, and the span of the learning rate."""
+        if self.epochs:
+            return math.ceil(self.epochs * self.examples / self.batch_sequences)
+        return self.steps or _SFT_STEPS
 
     def file(self) -> FileConfig | None:
         """The file of `data`; None: the task's own answers."""
@@ -257,6 +273,11 @@ class RunConfig(Settings):
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, each with its settings."""
         return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates that the trainer makes of one batch, those of all epochs."""
+        return self.schedule.updates_per_batch * self.algorithm.epochs
 
     @property
     def evaluates_exactly(self) -> bool:

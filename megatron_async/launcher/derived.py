@@ -198,7 +198,7 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
         f"{parallel.pipeline} x CP {parallel.context} x DP {parallel.data}, EP {parallel.expert}",
         f"engines: {engines.count} of TP {engines.tensor}, {engines.placement}{_shared(config)}",
         f"batch: {schedule.groups_per_batch} groups of {schedule.group_size}, "
-        f"{schedule.updates_per_batch} update(s); microbatches of "
+        f"{config.updates_per_step} update(s); microbatches of "
         f"{config.trainer.microbatch_tokens} tokens",
     ]
     if machine.device == "cpu":

@@ -356,4 +356,6 @@ def _check_worked_answers(config: RunConfig) -> Checked:
             f"sft.batch_sequences is {size}, and {source} {found}: a batch would be larger than "
             "the data; lower sft.batch_sequences"
         )
+    if config.sft.data:
+        config = config.with_section("sft", examples=found)
     return Checked(config, summary=f"{found:,} examples of {config.sft.data or 'the task'}")

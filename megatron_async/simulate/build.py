@@ -87,6 +87,7 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
         config.simulate,
         config.trainer.microbatch_tokens,
         config.optimizer.sharded,
+        config.algorithm.epochs,
     )
 
 

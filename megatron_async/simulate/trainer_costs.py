@@ -1,14 +1,15 @@
 """Cost of the trainer's work and of a weight update, in seconds.
 
-One batch of B sequences in H updates:
+One batch of B sequences in H updates, `epochs` times:
 
-    H x (tokens on the busiest data-parallel rank x seconds per token x pipeline factor
-         + gradient reduction and parameter gathering + update_overhead_seconds)
+    epochs x H x (tokens on the busiest data-parallel rank x seconds per token x pipeline factor
+                  + gradient reduction and parameter gathering + update_overhead_seconds)
     + batch_overhead_seconds
 
 - Seconds per token: (per-parameter FLOPs x active parameters + attention) / (TP PP CP F e_t) plus
   tensor-parallel communication. Per-parameter FLOPs are 6, plus 2 for each further forward pass
-  (recomputation, pi_old, reference); attention scales alike, with half the keys on average.
+  (recomputation; pi_old and reference, once for all epochs); attention scales alike, with half the
+  keys on average.
 - Sequences are packed, or padded to the longest of the whole batch (`padding`); padding costs what
   tokens cost. (A trainer that pads on each rank has the same time: the others wait for that rank.)
 - The busiest rank holds at least the longest sequence, and at least its share of the update.
@@ -50,6 +51,7 @@ class TrainerCosts:
     settings: SimulateConfig
     microbatch_tokens: int
     sharded_optimizer: bool
+    epochs: int = 1
 
     @property
     def _model_ranks(self) -> int:
@@ -57,12 +59,12 @@ class TrainerCosts:
         return self.layout.tensor * self.layout.pipeline
 
     def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
-        """Training on these sequences (prompt + response lengths) in `updates` updates."""
+        """Training on these sequences (prompt + response lengths), `updates` updates an epoch."""
         count = len(sequence_tokens)
         if self.settings.padding == "batch":
             sequence_tokens = [max(sequence_tokens)] * count
         ends = [count * i // updates for i in range(updates + 1)]
-        return self.settings.efficiency.batch_overhead_seconds + sum(
+        return self.settings.efficiency.batch_overhead_seconds + self.epochs * sum(
             self._update_seconds(sequence_tokens[first:last])
             for first, last in itertools.pairwise(ends)
         )
@@ -80,9 +82,10 @@ class TrainerCosts:
 
     @property
     def passes(self) -> float:
-        """Work on a token in units of one forward pass."""
-        extra = self.settings.extra_forward_passes + self.settings.recompute_activations
-        return self.settings.training_flops_per_parameter / 2 + extra
+        """Work on a token in an epoch, in units of one forward pass."""
+        extra = self.settings.extra_forward_passes / self.epochs
+        trained = self.settings.training_flops_per_parameter / 2
+        return trained + self.settings.recompute_activations + extra
 
     def _token_seconds(self, mean_context: float) -> float:
         """Return the seconds of one token on the ranks of a model replica."""

@@ -24,9 +24,8 @@ from megatron_async.trajectory.batch import TokenBatch
 def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[np.int64]]:
     """Examples of each step: epoch by epoch in a new order, so that none is learned once more than
     another before all were. With `epochs`, the last batch may be smaller."""
-    size, wanted = settings.batch_sequences, settings.steps * settings.batch_sequences
-    if settings.epochs:
-        wanted = min(wanted, settings.epochs * count)
+    size = settings.batch_sequences
+    wanted = settings.epochs * count if settings.epochs else settings.batches * size
     order = np.random.default_rng(seed)
     epochs = [order.permutation(count) for _ in range(-(-wanted // count))]
     return np.split(np.concatenate(epochs)[:wanted], range(size, wanted, size))

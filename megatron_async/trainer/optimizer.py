@@ -160,7 +160,7 @@ def guarded_step(
     same public parts with a check in between. One scalar collective.
     """
     found_inf = optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    grad_norm = gradient_norm(optimizer)
     bad = found_inf or not loss_is_finite or not math.isfinite(grad_norm)
     flag = torch.tensor([float(bad)], device=current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -178,6 +178,26 @@ def guarded_step(
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
+    """Return the Euclidean norm of the whole model's gradient. Collective.
+
+    On a CPU it is summed in float64 here: Megatron falls back to `torch.norm` in float32, which is
+    1.7 % too small at the 136 million elements of an embedding.
+    """
+    if has_cuda():
+        return float(optimizer.get_grad_norm())
+    square = 0.0
+    for part in optimizer.chained_optimizers:
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for gradient in part.get_main_grads_for_grad_norm()
+        ]
+        square_1 = torch.zeros(1, dtype=torch.float64) + sum(norm.square() for norm in norms)
+        dist.all_reduce(square_1, group=part.get_grad_stats_parallel_group())
+        square += square_1.item()
+    return math.sqrt(square)
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:

@@ -6,8 +6,8 @@ Invariants
   batch is split over data-parallel ranks and microbatches.
 - Log-probs are at the batch's sampling temperature.
 - `step` counts batches, skipped ones too: it is the number of the policy version that the weights
-  are. `updates` counts the optimizer updates that were tried; it drives the learning rate.
-  `applied_updates` counts those that were made: Adam's own count.
+  are. With the number of the update in its batch it gives the learning rate, so that skipped
+  updates delay no schedule. `applied_updates` counts those that were made: Adam's own count.
 """
 
 import logging
@@ -89,7 +89,7 @@ class PolicyTrainer:
     """Construct inside `device_adapter()` after `init_parallel`, on every rank.
 
     Loads the Hugging Face weights of `model.path`. `purpose` chooses the optimizer settings and
-    the length of the learning-rate schedule (`optimizer` for rl, `sft.optimizer` and `sft.steps`
+    the length of the learning-rate schedule (`optimizer` for rl, `sft.optimizer` and `sft.batches`
     for sft). Raises UserError for a model directory or a layout that does not fit.
     """
 
@@ -99,13 +99,10 @@ class PolicyTrainer:
         self._config = config
         self._lineage = lineage
         self._settings = config.sft.optimizer if purpose == "sft" else config.optimizer
-        self._total_updates = (
-            config.sft.steps
-            if purpose == "sft"
-            else config.steps * config.schedule.updates_per_batch
-        )
+        self._updates_per_step = 1 if purpose == "sft" else config.updates_per_step
+        steps = config.sft.batches if purpose == "sft" else config.steps
+        self._total_updates = steps * self._updates_per_step
         self.step = 0
-        self._updates = 0
         self._applied = 0
         self._nonfinite_in_a_row = 0
         self._dtype = parameter_dtype(config.model)
@@ -146,7 +143,6 @@ class PolicyTrainer:
         """The trainer's own counters, for a checkpoint."""
         return {
             "step": self.step,
-            "updates": self._updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
             "applied_updates": self._applied,
             "parameter_dtype": dtype_name(self._dtype),
@@ -155,7 +151,6 @@ class PolicyTrainer:
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
         """Inverse of `progress`; the lineage stays this trainer's own."""
         self.step = int(progress["step"])
-        self._updates = int(progress["updates"])
         self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
         self._applied = int(progress["applied_updates"])
         set_applied_updates(self.optimizer, self._applied)
@@ -188,7 +183,7 @@ class PolicyTrainer:
         log_weights: list[torch.Tensor] = []
         for _ in range(self._config.algorithm.epochs):
             for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
-                update = self._policy_update(minibatch)
+                update = self._policy_update(minibatch, len(updates))
                 updates.append(update)
                 if update.applied and (seen_T := update.logprobs_T) is not None:
                     correction = self.algorithm.correction_metrics(minibatch, seen_T)
@@ -209,7 +204,7 @@ class PolicyTrainer:
                 batch = replace(batch, ref_logprobs_T=self._runner.logprobs(batch))
         return self.algorithm.prepare(batch)
 
-    def _policy_update(self, minibatch: DeviceBatch) -> PolicyUpdate:
+    def _policy_update(self, minibatch: DeviceBatch, number: int) -> PolicyUpdate:
         try:
             current_T = None
             if self.algorithm.needs_minibatch_pass:
@@ -219,14 +214,14 @@ class PolicyTrainer:
             self._nonfinite_in_a_row += 1
             return PolicyUpdate(str(error))
         # Entropy is reported even where the loss does not need it: measured, it costs little.
-        return self._update(minibatch, self.algorithm, denominators, entropy=True)
+        return self._update(minibatch, self.algorithm, denominators, number, entropy=True)
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
         """Make an optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
         sft = build_sft_algorithm()
         prepared, denominators = sft.prepare_minibatch(sft.prepare(self._upload(batch))[0])
-        update = self._update(prepared, sft, denominators, entropy=False)
+        update = self._update(prepared, sft, denominators, 0, entropy=False)
         return self._report(batch, [update], {}, began)
 
     # ------------------------------------------------------------ inside
@@ -236,17 +231,21 @@ class PolicyTrainer:
         batch: DeviceBatch,
         algorithm: Algorithm,
         denominators: Denominators,
+        number: int,
         *,
         entropy: bool,
     ) -> PolicyUpdate:
-        """Gradient of the whole (mini)batch and one guarded optimizer step."""
+        """Gradient of the whole (mini)batch and one guarded optimizer step.
+
+        `number` counts the updates of this step, from 0.
+        """
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, algorithm, denominators, entropy=entropy)
-        rate = learning_rate(self._settings, self._updates, self._total_updates)
+        before = self.step * self._updates_per_step + number
+        rate = learning_rate(self._settings, before, self._total_updates)
         applied, grad_norm = guarded_step(
             self.optimizer, rate=rate, loss_is_finite=found.reason is None
         )
-        self._updates += 1
         if applied:
             self._applied += 1
             self._nonfinite_in_a_row = 0

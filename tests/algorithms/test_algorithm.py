@@ -193,6 +193,35 @@ def test_rapid_advantages_follow_the_current_policy(leave_one_out: bool, decoupl
         algorithm.prepare_minibatch(batch)
 
 
+def test_rapid_has_the_rewards_from_before_rejection_as_every_estimator_has() -> None:
+    """The KL to the reference is that of all tokens, also of those that are not trained."""
+    rejection = {"preset": "disabled", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
+    algorithm = algorithm_of(
+        "rapid", kl={"reward_coef": 0.1}, correction=rejection, rapid={"eta": 1e9}
+    )
+    uploaded = device_batch(seed=6)
+    assert uploaded.old_logprobs_T is not None and uploaded.ref_logprobs_T is not None
+    distances = response_logs(uploaded, uploaded.old_logprobs_T, uploaded.ref_logprobs_T)
+    rewards = [
+        reward - 0.1 * distance
+        for reward, distance in zip(uploaded.rewards_S.tolist(), distances, strict=True)
+    ]
+    batch, metrics = algorithm.prepare(uploaded)
+    assert int((batch.loss_mask_T != 0).sum()) < int((uploaded.loss_mask_T != 0).sum())
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    logprobs_T = current_logprobs(batch)
+    prepared, _ = algorithm.prepare_minibatch(batch, logprobs_T)
+    expected = oracle.advantages(
+        "rapid",
+        rewards,
+        batch.group_ids_S.tolist(),
+        eta=1e9,
+        log_weights=response_logs(batch, logprobs_T, uploaded.old_logprobs_T),
+        leave_one_out=False,
+    )
+    assert first_of_each(prepared) == pytest.approx(expected)
+
+
 def test_decoupled_correction_reaches_weights_mask_and_denominators() -> None:
     correction = {
         "preset": "decoupled_token_is",

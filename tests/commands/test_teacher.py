@@ -111,7 +111,7 @@ def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
     assert len(rows) == 16 and all(
         row["response"].endswith(f"#{int(row['prompt'][0]) + 2}") for row in rows
     )
-    assert (found.sft.steps, found.sft.examples) == (12, 16)  # 3 epochs of 16, 4 a batch
+    assert (found.sft.batches, found.sft.examples) == (12, 16)  # 3 epochs of 16, 4 a batch
     task = build_task(found.task, str(tmp_path))
     examples = task.worked_examples(found.sft.examples, found.sft.file())
     assert len(examples) == 16
@@ -121,7 +121,7 @@ def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
     assert "teacher: 8 of 8 prompts, 16 answers kept" in capsys.readouterr().out
 
 
-def test_every_example_is_learned_once_before_one_is_again_and_epochs_are_a_limit() -> None:
+def test_every_example_is_learned_once_before_one_is_again() -> None:
     def batches(**settings: int) -> list[list[int]]:
         sft = SFTConfig.model_validate({"batch_sequences": 4, **settings})
         return [batch.tolist() for batch in batches_of(10, sft, 1)]
@@ -130,9 +130,16 @@ def test_every_example_is_learned_once_before_one_is_again_and_epochs_are_a_limi
     assert [len(batch) for batch in endless] == [4] * 7
     flat = [example for batch in endless for example in batch]
     assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10)) and flat[:10] != flat[10:20]
-    limited = batches(steps=7, epochs=1)
-    assert [len(batch) for batch in limited] == [4, 4, 2]
-    assert [example for batch in limited for example in batch] == flat[:10]
+    once = batches(epochs=1)
+    assert [len(batch) for batch in once] == [4, 4, 2]
+    assert [example for batch in once for example in batch] == flat[:10]
+
+
+def test_a_setting_that_the_teachers_answers_decide_is_refused(tmp_path: Path) -> None:
+    for name, value in {"data": "mine.jsonl", "steps": 7, "epochs": 2}.items():
+        config = settings(tmp_path).with_section("sft", **{name: value})
+        with pytest.raises(UserError, match=rf"^sft\.{name} is .*{value}.*: leave it out$"):
+            check_teacher(config, "http://localhost:1/v1")
 
 
 def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
@@ -155,9 +162,6 @@ def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         check_teacher(config, "/nowhere")
     with pytest.raises(UserError, match=r"sft\.teacher\.model must name the model"):
         check_teacher(settings(tmp_path, model=""), "http://x/v1")
-    sft = config.sft.model_copy(update={"data": "x.jsonl"})
-    with pytest.raises(UserError, match=r"cannot be combined with sft\.data"):
-        check_teacher(config.model_copy(update={"sft": sft}), "http://x/v1")
 
 
 def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.errors import UserError
 from megatron_async.launcher.preflight import check_evaluation, check_probe_tolerance, check_run
+from megatron_async.train_loop.sft_rank import batches_of
 from tests.inputs.model_directories import write_model
 
 ROWS = 500
@@ -121,6 +122,18 @@ def test_a_batch_of_worked_answers_larger_than_their_file_is_refused(folder: Pat
     with pytest.raises(UserError, match=r"sft\.batch_sequences is 64, and sft\.data .* has 1\d: "):
         check_run(settings(folder, sft={"data": str(file)}), generates=False)
     check_run(settings(folder, sft={"data": str(file), "batch_sequences": 8}), generates=False)
+
+
+def test_the_rate_of_fine_tuning_by_epochs_spans_the_batches_that_the_data_give(
+    folder: Path,
+) -> None:
+    file = folder / "worked.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{i}=", "response": "0"}) for i in range(21)))
+    sft = {"data": str(file), "batch_sequences": 8, "epochs": 3}
+    config = check_run(settings(folder, sft=sft, task={"heldout_share": 0}), generates=False).config
+    assert config.sft.batches == len(batches_of(21, config.sft, 1)) == 8
+    with pytest.raises(UserError, match=r"sft\.steps is 7 and sft\.epochs is 3: .* leave one"):
+        settings(folder, sft=sft | {"steps": 7})
 
 
 @pytest.mark.parametrize("long_prompts", ["refuse", "drop"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_async.config import build_config
@@ -30,6 +32,20 @@ def test_each_update_adds_its_fixed_cost() -> None:
     given = costs(trainer_seconds_per_token=0.001, trainer_seconds_per_update=3.0)
     once, twice = (given.batch_seconds([100] * 4, updates) for updates in (1, 2))
     assert twice - once == pytest.approx(3.0)
+
+
+def test_each_epoch_trains_the_batch_anew_and_shares_the_passes_before_it() -> None:
+    simulated = {"trainer_seconds_per_update": 3.0, "extra_forward_passes": 2.0}
+    once = costs(**simulated)
+    thrice = replace(once, epochs=3)
+    without = costs(trainer_seconds_per_update=3.0)
+    passes = once.batch_seconds([100] * 4, 2) - without.batch_seconds([100] * 4, 2)
+    overhead = once.settings.efficiency.batch_overhead_seconds
+    trained = without.batch_seconds([100] * 4, 2) - overhead
+    expected = overhead + 3 * trained + passes
+    assert passes > 0 and thrice.batch_seconds([100] * 4, 2) == pytest.approx(expected)
+    config = build_config({"simulate": {"model": "qwen2.5-0.5b"}, "algorithm": {"epochs": 3}})
+    assert trainer_costs(config).epochs == 3
 
 
 def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:

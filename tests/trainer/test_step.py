@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.config.model import OptimizerConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.trainer.optimizer import learning_rate
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
@@ -92,7 +94,31 @@ def test_a_batch_is_trained_in_h_minibatches(model_dir: Path) -> None:
         report = trainer.train_batch(ragged_batch())
         assert (report.updates, trainer.step) == (3, 1)
         assert report.log_weights.size == report.num_trained_tokens, "those of all minibatches"
-        assert trainer.progress()["updates"] == 3
+
+
+def test_the_learning_rate_reaches_its_end_with_the_last_update_of_the_last_epoch(
+    model_dir: Path,
+) -> None:
+    """Also where updates or a whole batch were skipped, and after a resume."""
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-5, schedule="cosine", warmup_steps=2)
+    changes = {
+        "steps": 5,
+        "optimizer": optimizer.model_dump(),
+        "schedule": {"groups_per_batch": 6, "group_size": 4, "updates_per_batch": 2},
+        "algorithm": {"epochs": 3},
+    }
+    batch = ragged_batch()
+    worthless = replace(batch, rewards_S=np.full_like(batch.rewards_S, np.nan))
+    with trainer_with(model_dir, **changes) as trainer:
+        reports = [trainer.train_batch(one) for one in (batch, poisoned(batch), worthless)]
+        progress = trainer.progress()
+    with trainer_with(model_dir, **changes) as trainer:
+        trainer.restore_progress(progress)
+        reports += [trainer.train_batch(ragged_batch(step)) for step in (3, 4)]
+    assert [report.updates for report in reports] == [6, 3, 0, 6, 6]
+    last = [learning_rate(optimizer, 6 * (step + 1) - 1, 30) for step in range(5)]
+    assert [report.learning_rate for report in reports] == pytest.approx([*last[:2], 0, *last[3:]])
+    assert 1e-5 < last[4] < 2e-5 < 1e-4 < last[3]
 
 
 @pytest.mark.parametrize(
