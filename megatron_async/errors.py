@@ -50,7 +50,12 @@ def shown(value: object) -> str:
 
 _RANK = re.compile(r"^\[rank(\d+)\]:\s?")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::\s*(.*))?$")
-_KILLED = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: -(\d+)", re.DOTALL)
+# At the end of torchrun, and before it starts the ranks again.
+_KILLED = re.compile(
+    r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: -(?P<signal>\d+)", re.DOTALL
+)
+_KILLED_BEFORE = re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)")
+_ATTEMPT = "trainer attempt "
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _TRACEBACK = "Traceback (most recent call last):"
 # What a launcher adds about its children, and how a process ends that was asked to.
@@ -76,13 +81,24 @@ def how_ended(exit_code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def cause_in_log(text: str) -> str | None:
+def attempt_line(number: int) -> str:
+    """Return the line that begins each attempt of a trainer in its log."""
+    return f"{_ATTEMPT}{number} begins"
+
+
+def cause_in_log(text: str, attempt: int | None = None) -> str | None:
     """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
     Python exception, each as one line; None when the log shows neither.
+
+    `attempt`: of this attempt of a trainer; None: of its last one.
     """
-    killed = _KILLED.search(text)
+    if attempt is None:
+        text = text.rpartition(_ATTEMPT)[2]
+    else:
+        text = text.rpartition(attempt_line(attempt))[2].partition(attempt_line(attempt + 1))[0]
+    killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)
     if killed:
-        return f"rank {killed[1]} {how_ended(-int(killed[2]))}"
+        return f"rank {killed['rank']} {how_ended(-int(killed['signal']))}"
     for exception in _exceptions(text):
         if exception.partition(":")[0].rpartition(".")[2] not in _NO_CAUSES:
             return exception[:_LONGEST_CAUSE]

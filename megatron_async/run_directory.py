@@ -10,7 +10,9 @@ Invariants
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
+import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +66,8 @@ class RunDirectory:
     """Of the tokenizer and chat template that the run began with: its tokens are of no other."""
     data_file = _Place("data.json")
     """Identity of the data files that the run reads: `tasks.data_identity`."""
+    id_file = _Place("id")
+    """Random, so that no other run has what this one names by it."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
@@ -177,6 +181,16 @@ class RunDirectory:
         file = self.data_file
         return read_json_object(file, f"{file}") if file.exists() else {}
 
+    def weights_directory(self, parent: str) -> Path:
+        """Return where this run, and no other, publishes weights; `parent`: `weights.directory`."""
+        if not parent:
+            return self.path / "weights"
+        if not self.id_file.exists():
+            write_atomically(self.id_file, secrets.token_hex(8))
+        identity = f"{self.id_file.read_text()} {self.path}"  # a copy of a run has another path
+        digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
+        return Path(parent) / f"{self.path.name}-{digest}"
+
     def tokenizer_digest(self) -> str:
         """Return that of the run's tokenizer; empty where an earlier version began the run."""
         return self.tokenizer_file.read_text() if self.tokenizer_file.exists() else ""
@@ -219,11 +233,13 @@ class RunDirectory:
         content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
         write_atomically(self.failure_file, json.dumps(content))
 
-    def take_failure(self) -> dict[str, Any] | None:
-        """The sentence that a process left, if any; it is removed."""
+    def take_failure(self, before: int | None = None) -> dict[str, Any] | None:
+        """The sentence that a process left, if any, in an attempt `before` this; it is removed."""
         if not self.failure_file.exists():
             return None
         found: dict[str, Any] = json.loads(self.failure_file.read_text())
+        if before is not None and found["attempt"] >= before:
+            return None
         with writing(self.failure_file):
             self.failure_file.unlink()
         del found["attempt"]

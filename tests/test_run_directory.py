@@ -1,5 +1,6 @@
 """The run directory: complete or not a run, never shared, small files that are never torn."""
 
+import shutil
 import stat
 import subprocess
 import sys
@@ -159,3 +160,18 @@ def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Pat
         with pytest.raises(kind, match=r"^the cause($|; the log is .*trainer\.log$)"):
             directory.raise_failure(directory.logs / "trainer.log")
     directory.raise_failure(directory.logs / "trainer.log")  # nothing is left
+
+
+def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
+    """Not where they share `weights.directory`, and not where one is a copy of the other."""
+    first = RunDirectory(tmp_path / "a" / "run")
+    first.path.mkdir(parents=True)
+    assert first.weights_directory("") == first.path / "weights"
+    shared = str(tmp_path / "shared")
+    place = first.weights_directory(shared)
+    assert place == first.weights_directory(shared), "the same at a resume"
+    assert place.parent == tmp_path / "shared" and place.name.startswith("run-")
+    shutil.copytree(first.path, tmp_path / "b" / "run")
+    (tmp_path / "c" / "run").mkdir(parents=True)
+    others = [RunDirectory(tmp_path / name / "run") for name in "bc"]
+    assert len({place, *(run.weights_directory(shared) for run in others)}) == 3

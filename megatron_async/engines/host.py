@@ -20,7 +20,7 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import NODE_HOST, node_address
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
+from megatron_async.engines.sglang.process import SGLangProcess, resolve_device, resolve_dtype
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.places.place import Place, Placed
@@ -57,7 +57,8 @@ class EngineHost:
         settings = EngineConfig.model_validate_json(settings_json)
         if settings.host == NODE_HOST:
             settings = settings.model_copy(update={"host": node_address()})
-        self._settings = settings
+        dtype = resolve_dtype(settings, resolve_device(settings))
+        self._settings = settings = settings.model_copy(update={"dtype": dtype})
         self._chunk_tokens = chunk_tokens
         self._vocabulary = vocabulary
         gpus = None
@@ -72,10 +73,10 @@ class EngineHost:
         )
         self._relay: StreamRelay | None = None
 
-    async def start(self) -> str:
-        """Start the server; returns its URL. Raises ComponentFailure."""
+    async def start(self) -> tuple[str, str]:
+        """Start the server; return its URL and the type of its weights. ComponentFailure."""
         await asyncio.to_thread(self._server.start)
-        return await self.serve(self._server.url)
+        return await self.serve(self._server.url), self._settings.dtype
 
     async def serve(self, url: str) -> str:
         """Relay the streams of the server at `url`. Raises EngineError."""
@@ -175,8 +176,9 @@ class HostedEngines:
         host = self._hosts[index] = self._start_host(index, engine_id)
         limit = self._settings.start_timeout_seconds + _START_MARGIN_SECONDS
         try:
-            url = await host.call("start", limit=limit)
-            server = await SGLangClient.connect(engine_id, url, self._settings)
+            url, dtype = await host.call("start", limit=limit)
+            started = self._settings.model_copy(update={"dtype": dtype})
+            server = await SGLangClient.connect(engine_id, url, started)
         except EngineError as error:
             await self.stop(index)
             raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error

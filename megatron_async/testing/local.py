@@ -12,7 +12,6 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from megatron_async.checkpoint.manager import CheckpointManager
@@ -121,7 +120,8 @@ def train_locally(
         link = stack.enter_context(LocalLink(config, manager))
         resume = ResumePoint(lineage, trainer.step)
         link.attach(resume)
-        publisher = WeightPublisher(config, trainer.model, Path(directory.path) / "weights")
+        where = directory.weights_directory(config.weights.directory)
+        publisher = WeightPublisher(config, trainer.model, where)
         stack.callback(publisher.close)
         metrics = stack.enter_context(MetricsWriter(directory.metrics_file, lineage=lineage))
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)

@@ -21,6 +21,7 @@ from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
+from megatron_async.train_loop.attempt import restart_warning
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -33,9 +34,16 @@ from megatron_async.weight_sync.transports.base import seconds_to_give_up
 
 
 def train(
-    directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
+    directory: RunDirectory,
+    config: RunConfig,
+    place_address: str,
+    stop: StopRequest,
+    cause: str = "",
 ) -> None:
-    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
+
+    `cause`: why an attempt before this one ended.
+    """
     with ExitStack() as stack:
         session = parallel_session(
             config.parallel,
@@ -67,6 +75,9 @@ def train(
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
+            if cause:
+                most = config.trainer.max_restarts
+                metrics.warn(max(0, resume.step - 1), *restart_warning(cause, resume.step, most))
             for damaged in checkpoints.newer_than(newest):
                 message = (
                     f"{damaged.path} is damaged (see trainer.log); step {resume.step} is loaded"
@@ -74,7 +85,8 @@ def train(
                 metrics.warn(max(0, resume.step - 1), "checkpoint_damaged", message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
-        publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
+        where = rank_zero.run(lambda: directory.weights_directory(config.weights.directory))
+        publisher = WeightPublisher(config, trainer.model, where)
         stack.callback(publisher.close)
         complete = TrainLoop(
             config=config,

@@ -14,18 +14,18 @@ from typing import NoReturn
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import CannotWrite, naming_disk_errors
 from megatron_async.run_directory import RunDirectory
+from megatron_async.train_loop.attempt import current_attempt
 
 
 def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
     """Do a rank's `work`; return 0, 1 for a failed component, 2 for bad input."""
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
         with naming_disk_errors():
             work()
     except (UserError, ComponentFailure) as error:
         code = 2 if isinstance(error, UserError) else 1
         try:
-            directory.report_failure(str(error), code, attempt)
+            directory.report_failure(str(error), code, current_attempt())
         except CannotWrite:
             with contextlib.suppress(OSError):  # its log may be on the same disk
                 print(f"error: {error}", file=sys.stderr, flush=True)

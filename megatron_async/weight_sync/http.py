@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
+MOST_BYTES = 16 << 20
+"""Of an answer to a call; the checksums of 10,000 parameters are some 1.5 MB."""
 _ANSWER_CHARACTERS = 500
 T = TypeVar("T")
 
@@ -71,7 +73,9 @@ def call(
         connection.sock = _PatientSocket(connection.sock, timeout_seconds)
         connection.request(method, f"/{path}", body=data, headers=headers)
         with connection.getresponse() as response:
-            status, answer = response.status, response.read()
+            status, answer = response.status, response.read(MOST_BYTES + 1)
+            if len(answer) > MOST_BYTES:
+                raise http.client.HTTPException(f"it answered with more than {MOST_BYTES} bytes")
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(
             f"engine {engine.engine_id} ({engine.url}): {method} /{path} failed within "

@@ -191,7 +191,7 @@ class WeightPublisher:
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """Collective. `directory`: where `disk` and `delta` publish if no setting names a place."""
+        """Collective. `directory`: where `disk` and `delta` publish, and nobody else does."""
         self._settings = config.weights
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
@@ -215,8 +215,7 @@ class WeightPublisher:
         device = sending_device(config.engines)
         self._by_value = device.type == "cpu"
         if self._order.leads:
-            where = Path(config.weights.directory) if config.weights.directory else directory
-            self._sender = make_sender(config.weights, config.engines, device, where)
+            self._sender = make_sender(config.weights, config.engines, device, directory)
         self.report: TransferReport | None = None
 
     def publish(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
@@ -232,6 +231,11 @@ class WeightPublisher:
                 break
             wanted = [engine for engine in wanted if engine.engine_id not in failed]
         return [engine.engine_id for engine in wanted]
+
+    def settle(self) -> None:
+        """The newest update is verified: remove older published files that nobody needs."""
+        if isinstance(self._sender, DiskSender):
+            self._sender.settle()
 
     def close(self) -> None:
         """Leave the engines alone."""

@@ -111,6 +111,8 @@ def test_a_context_that_is_full_ends_a_response_early() -> None:
 def report(**changes: Any) -> dict[str, Any]:
     """The first report of a request: three tokens."""
     meta = {
+        "id": "w",
+        "prompt_tokens": len(ASKED.input_ids),
         "completion_tokens": 3,
         "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [-3.0, 6, None]],
         "weight_versions": [{"version": "0.1", "start": 0, "end": 3}],
@@ -162,9 +164,9 @@ MALFORMED: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("changes", [c for cases in MALFORMED.values() for c in cases], ids=str)
 def test_a_report_of_another_form_is_refused(changes: dict[str, Any]) -> None:
-    assert len(StreamDecoder().feed(report())[0].token_ids) == 3
+    assert len(StreamDecoder(ASKED, "w").feed(report())[0].token_ids) == 3
     with pytest.raises(BadReport):
-        StreamDecoder().feed(report(**changes))
+        StreamDecoder(ASKED, "w").feed(report(**changes))
 
 
 def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
@@ -176,7 +178,7 @@ def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
         report(output_ids=["9" * 10**6, 5, 6]),
     ):
         with pytest.raises(BadReport) as raised:
-            StreamDecoder().feed(odd)
+            StreamDecoder(ASKED, "w").feed(odd)
         assert len(str(raised.value)) <= 500 and "\n" not in str(raised.value)
 
 

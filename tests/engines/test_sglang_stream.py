@@ -18,17 +18,26 @@ from megatron_async.engines.sglang.stream import (
     Refusal,
     StreamDecoder,
     events_of,
+    most_bytes,
     refusal_of,
     sampling_params,
 )
 from megatron_async.trajectory.types import PolicyVersion
 from tests.engine import make_request
 
+ASKED = make_request("w", [1, 2], 100)
+
+
+def new_decoder() -> StreamDecoder:
+    return StreamDecoder(ASKED, "w")
+
 
 def _report(
     tokens: list[int], total: int, spans: Any, finish: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     meta: dict[str, Any] = {
+        "id": "w",
+        "prompt_tokens": 2,
         "finish_reason": finish,
         "completion_tokens": total,
         "output_token_logprobs": [[-float(token), token, None] for token in tokens],
@@ -58,7 +67,7 @@ def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataO
     edges = [0, *borders, length]
     spans = [(f"1.{i}", a, b) for i, (a, b) in enumerate(pairwise(edges))]
     cuts = sorted(data.draw(st.sets(st.integers(1, length), max_size=6)) | {length})
-    decoder, chunks, start = StreamDecoder(), [], 0
+    decoder, chunks, start = new_decoder(), [], 0
     for cut in cuts:
         visible = [(v, a, min(b, cut)) for v, a, b in spans if a < cut]
         finish = {"type": "length"} if cut == length else None
@@ -74,7 +83,7 @@ def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataO
 
 
 def test_the_first_tokens_carry_the_time_in_the_queue() -> None:
-    decoder = StreamDecoder()
+    decoder = new_decoder()
     first, second = _report([4], 1, [("0.1", 0, 1)]), _report([5, 6], 3, [("0.1", 0, 3)])
     first["meta_info"]["queue_time"] = second["meta_info"]["queue_time"] = 0.0025
     [chunk] = decoder.feed(first)
@@ -84,7 +93,7 @@ def test_the_first_tokens_carry_the_time_in_the_queue() -> None:
 
 
 def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new() -> None:
-    decoder = StreamDecoder()
+    decoder = new_decoder()
     first = decoder.feed(_report([4, 5], 2, [("0.1", 0, 2)]))
     last = decoder.feed(_report([5], 2, [("0.1", 0, 2)], {"type": "abort"}))
     assert [token for token, _, _ in _flat(first + last)] == [4, 5]
@@ -92,7 +101,7 @@ def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new(
 
 
 def test_without_versions_tokens_are_held_back_until_the_end_reports_one() -> None:
-    decoder = StreamDecoder()
+    decoder = new_decoder()
     assert decoder.feed(_report([4, 5], 2, None)) == []
     chunks = decoder.feed(_report([6], 3, [("0.1", 0, 1), ("0.2", 1, 3)], {"type": "stop"}))
     assert [(t, str(v)) for t, _, v in _flat(chunks)] == [(4, "0.1"), (5, "0.2"), (6, "0.2")]
@@ -120,7 +129,37 @@ def _aborted(status: int) -> dict[str, Any]:
 )
 def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReport, match=message):
-        StreamDecoder().feed(report)
+        new_decoder().feed(report)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "w2"}, "a report on request 'w2' came for 'w'"),
+        ({"id": None}, "a report on request None came for 'w'"),
+        ({"prompt_tokens": 3}, "it read 3 tokens of a prompt of 2"),
+        ({"prompt_tokens": None}, "it read None tokens of a prompt of 2"),
+    ],
+)
+def test_a_report_on_another_request_is_refused(changes: dict[str, Any], message: str) -> None:
+    report = _report([5], 1, [("0.1", 0, 1)])
+    with pytest.raises(BadReport, match=message):
+        new_decoder().feed({**report, "meta_info": {**report["meta_info"], **changes}})
+
+
+def test_a_request_that_is_aborted_in_the_queue_has_read_no_prompt() -> None:
+    report = _report([], 0, [("0.1", 0, 0)], {"type": "abort"})
+    del report["meta_info"]["prompt_tokens"]
+    assert new_decoder().feed(report)[-1].end == "abort"
+
+
+def test_a_report_without_an_end_is_refused_at_the_size_of_the_largest_one() -> None:
+    decoder, piece, size = new_decoder(), b"x" * (1 << 16), 0
+    with pytest.raises(BadReport, match="bytes came without the end of a report"):
+        while size < 1 << 30:
+            size += len(piece)
+            [*decoder.chunks(piece)]
+    assert size <= most_bytes(ASKED) + len(piece)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +181,7 @@ def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], mes
 def test_whatever_is_no_report_is_a_bad_report(garbage: Any) -> None:
     """Not an error of another kind, which would end the run instead of the request."""
     with pytest.raises(ValueError):
-        StreamDecoder().feed(garbage)
+        new_decoder().feed(garbage)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +200,7 @@ def test_whatever_is_no_report_is_a_bad_report(garbage: Any) -> None:
 )
 def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: bool) -> None:
     with pytest.raises(BadReport) as raised:
-        StreamDecoder().feed(report)
+        new_decoder().feed(report)
     assert isinstance(raised.value, Refusal) is refused
 
 
@@ -203,5 +242,5 @@ def test_a_counter_is_summed_over_its_labels_and_zero_before_its_first_event() -
 
 
 def test_log_probs_keep_single_precision() -> None:
-    [chunk] = StreamDecoder().feed(_report([3], 1, [("0.1", 0, 1)]))
+    [chunk] = new_decoder().feed(_report([3], 1, [("0.1", 0, 1)]))
     assert chunk.logprobs.dtype == np.float32 and chunk.token_ids.dtype == np.int32

@@ -35,6 +35,9 @@ class Wire:
         self.reading = True
 
 
+MOST = 1 << 20
+
+
 class Served:
     """A connection whose answers are fed by hand."""
 
@@ -42,7 +45,7 @@ class Served:
         self.wire, self.connection = Wire(), StreamConnection()
         self.connection.connection_made(cast(Any, self.wire))
         self.feed = self.connection.data_received
-        self.connection.send(b"a request")
+        self.connection.send(b"a request", MOST)
 
     async def body(self) -> bytes:
         body = b""
@@ -136,6 +139,33 @@ def test_what_is_no_http_is_a_bad_report(answer: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + b"%x\r\n" % (MOST + 1),
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (MOST + 1),
+        b"HTTP/1.0 200 OK\r\n\r\n",
+        b"HTTP/1.0 503 Busy\r\n\r\n",
+        b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n" + b"10000\r\n",
+    ],
+    ids=["chunk", "length", "no length", "error", "error in chunks"],
+)
+def test_an_answer_that_is_larger_than_any_can_be_is_not_kept(head: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        reading = asyncio.create_task(served.body())
+        served.feed(head)
+        for _ in range(64):
+            await asyncio.sleep(0)
+            if reading.done():
+                break
+            served.feed(b"x" * (1 << 16) + (b"\r\n10000\r\n" if b"503 Busy\r\nT" in head else b""))
+        with pytest.raises(BadReport, match=r"what is no HTTP: a part of \d+ bytes, where 1048576"):
+            await reading
+        assert len(served.connection._buffer) <= MOST + (1 << 17)
+
+    run(scenario)
+
+
 def test_a_server_that_sends_more_than_is_asked_for_waits() -> None:
     async def scenario(served: Served) -> None:
         for _ in range(3):
@@ -197,7 +227,7 @@ def test_a_connection_is_used_again_after_a_whole_answer_and_only_then() -> None
                         writer.write(CHUNKS[40:])
 
         async def ask() -> None:
-            async with aclosing(connections.post("generate", b"{}")) as parts:
+            async with aclosing(connections.post("generate", b"{}", MOST)) as parts:
                 assert b"".join([part async for part in parts]) == b"".join(EVENTS)
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -209,7 +239,7 @@ def test_a_connection_is_used_again_after_a_whole_answer_and_only_then() -> None
         connections._idle[0]._reusable_until = 0.0
         await ask()
         assert served == [2, 1], "the server may be closing the old one"
-        async with aclosing(connections.post("generate", b"{}")) as parts:
+        async with aclosing(connections.post("generate", b"{}", MOST)) as parts:
             await anext(parts)
         assert not connections._idle, "it is closed at once, so that the engine ends the request"
         await ask()

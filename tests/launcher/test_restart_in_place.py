@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.crash.run import RunUnderFire, configuration, prepare
+from benchmarks.crash.run import RunFailed, RunUnderFire, configuration, prepare
+from megatron_async.files.disk import json_lines
 from megatron_async.telemetry.metrics import read_metrics
 
 KILLS = 3
@@ -63,9 +64,32 @@ def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnde
     assert {process.pid for process in run.processes("engine")} == engines
 
 
-def test_it_goes_on_after_each_of_several_killed_ranks(run: RunUnderFire) -> None:
+def test_it_goes_on_after_each_of_several_killed_ranks_and_says_so(run: RunUnderFire) -> None:
+    run.directory.report_failure("a checkpoint could not be written", 1, attempt=0)
     for _ in range(KILLS):
         run.kill("trainer")
+    lines = json_lines(run.directory.metrics_file.read_bytes())
+    named = [(w["name"], w["message"]) for w in lines if w["kind"] == "warning"]
+    warnings = {name: message for name, message in named if name.startswith("trainer_restart")}
+    assert [*warnings] == [f"trainer_restart_{number + 1}" for number in range(KILLS)]
+    causes = ["a checkpoint could not be written", *["rank [01] was killed by SIGKILL"] * 2]
+    for number, (message, cause) in enumerate(zip(warnings.values(), causes, strict=True)):
+        assert re.match(
+            rf"a trainer rank failed \({cause}.*\); all ranks have started again from step \d+, "
+            rf"restart {number + 1} of at most {KILLS} \(trainer.max_restarts\)$",
+            message,
+        ), message
+        assert f"warning trainer_restart_{number + 1}: {message}" in run.log.read_text()
+    assert read_metrics(run.directory.metrics_file)[-1]["train/restarts"] == KILLS
     lineages = {int(line["lineage"]) for line in read_metrics(run.directory.metrics_file)}
     log = (run.directory.logs / "trainer.log").read_text(errors="replace")
     assert max(lineages) == KILLS, log[-3000:]
+
+
+def test_the_failure_of_an_attempt_that_was_recovered_from_is_no_cause_of_the_end(
+    run: RunUnderFire,
+) -> None:
+    with pytest.raises(
+        RunFailed, match=r"(?s)exit code 1: .*error: the trainer.* killed by SIGKILL"
+    ):
+        run.kill("trainer")

@@ -5,22 +5,34 @@ aiohttp's own RuntimeError would count as a defect and end the run.
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.engines.interface import EngineError, GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError
+from megatron_async.weight_sync.http import call as call_engine
 
 META = {
+    "prompt_tokens": 2,
     "completion_tokens": 1,
     "output_token_logprobs": [[-1.0, 7, None]],
     "finish_reason": None,
     "weight_versions": [{"version": "0.0", "start": 0, "end": 1}],
 }
-REPORT = {"output_ids": [7], "meta_info": META}
+
+
+def report(wire_id: str, **changes: Any) -> dict[str, Any]:
+    """The first token of a request."""
+    return {"output_ids": [7], "meta_info": {"id": wire_id, **META, **changes}}
 
 
 async def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
@@ -41,9 +53,10 @@ async def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: b
     """Between two reads, or by bytes that are no part of an answer."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"Content-Length: (\d+)", await reader.readuntil(b"\r\n\r\n"))
+        asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        event = b"data: " + orjson.dumps(REPORT) + b"\n\n"
+        event = b"data: " + orjson.dumps(report(asked["rid"])) + b"\n\n"
         writer.write(b"%x\r\n%s\r\n" % (len(event), event))
         await writer.drain()
         await lost.wait()
@@ -127,8 +140,8 @@ async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
             kept.append(writer)
             while len(ids) < 3:  # three connections are kept
                 await asyncio.sleep(0.01)
-            last = {**META, "finish_reason": {"type": "length"}}
-            event = b"data: " + orjson.dumps({**REPORT, "meta_info": last}) + b"\n\n"
+            last = report(asked["rid"], finish_reason={"type": "length"})
+            event = b"data: " + orjson.dumps(last) + b"\n\n"
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(event))
             writer.write(event)
 
@@ -174,3 +187,54 @@ def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(body(), 30))
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """A server with one answer to everything; yields its URL."""
+
+    async def serve(_: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", serve)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_answer_larger_than_any_can_be_is_the_engines_failure() -> None:
+    """Also to the calls of a trainer (`EngineCallError`)."""
+    async with answering(b"[" * (17 << 20)) as url:
+        client = SGLangClient("engine0", url, EngineConfig())
+        with pytest.raises(EngineError, match="answered with more than 16777216 bytes"):
+            await client.status()
+        await client.close()
+        asked = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
+        with pytest.raises(EngineCallError, match="answered with more than 16777216 bytes"):
+            await asyncio.to_thread(asked)
+
+
+@pytest.mark.parametrize("checksum", [None, "", 7, ["a"]])
+async def test_a_checksum_that_is_none_is_the_engines_failure(checksum: Any) -> None:
+    async with answering(orjson.dumps({"per_engine_checksum": checksum})) as url:
+        client = SGLangClient("engine0", url, EngineConfig())
+        with pytest.raises(EngineError, match="its weights_checker cannot be: ValueError"):
+            await client.checksum()
+        await client.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "anything", None])
+async def test_weights_of_another_type_than_the_server_was_started_with_are_its_failure(
+    dtype: str | None,
+) -> None:
+    """The check of log-probs is exact where all compute in float32, and only there."""
+    loads = [{"max_total_num_tokens": 1000}]
+    answer = orjson.dumps({"loads": loads, "max_req_input_len": 100, "dtype": dtype})
+    async with answering(answer) as url:
+        with pytest.raises(EngineError, match=f"weights of type '{dtype}' instead of float32"):
+            await SGLangClient.connect("engine0", url, EngineConfig(dtype="float32"))

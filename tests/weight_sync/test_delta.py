@@ -20,6 +20,7 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root
 from megatron_async.weight_sync.transports.delta import DeltaSender
+from megatron_async.weight_sync.transports.disk import DiskSender
 from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
 
 Weights = dict[str, torch.Tensor]
@@ -176,6 +177,30 @@ def test_an_update_sends_differences_and_a_late_engine_asks_for_the_whole() -> N
         assert w.send(step(current, 3, 1e-6), 3, [0, 1]) < 0.3 * whole
 
 
+@pytest.mark.parametrize("transport", [DiskSender, DeltaSender])
+def test_a_verified_update_removes_what_earlier_versions_and_processes_have_left(
+    transport: type[DiskSender],
+) -> None:
+    """Two models stay however often the run is resumed; nothing goes before that."""
+    with world() as w:
+        w.published.mkdir()
+        for life in range(3):
+            w.sender.close()
+            w.sender = transport(w.sender.settings, EngineConfig(), w.published)  # type: ignore[assignment]
+            (w.published / ".0.9.partial").mkdir()
+            for number in range(3):
+                before = {path.name for path in w.published.iterdir()}
+                w.sender.connect(w.addresses)
+                buckets = [[pair] for pair in step(weights(0), number, 1e-6).items()]
+                w.sender.send(buckets, PolicyVersion(life, number))
+                assert before <= {path.name for path in w.published.iterdir()}
+                w.sender.settle()
+                stay = {f"{life}.{n}" for n in range(max(0, number - 1), number + 1)}
+                left = {path.name for path in w.published.iterdir()}
+                assert {name for name in left if not name.endswith(".delta")} == stay
+                assert {name.removesuffix(".delta") for name in left} == stay
+
+
 def test_what_an_engine_holds_already_is_not_sent_again() -> None:
     with world() as w:
         w.send(weights(0), 0, [0])
@@ -207,6 +232,7 @@ def test_old_publications_are_removed_on_both_sides() -> None:
     with world() as w:
         for number in range(5):
             w.send(weights(number), number, [0, 1])
+            w.sender.settle()
         assert {p.name for p in w.published.iterdir()} == {"0.3", "0.4", "0.3.delta", "0.4.delta"}
         assert len(list((w.folder / "engine0").iterdir())) == 1
 

@@ -42,6 +42,7 @@ from megatron_async.engines.sglang.stream import (
     BadReport,
     Refusal,
     StreamDecoder,
+    most_bytes,
     parse_version,
     sampling_params,
 )
@@ -54,7 +55,7 @@ from megatron_async.engines.sglang.stream_connection import (
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.http import json_object
+from megatron_async.weight_sync.http import MOST_BYTES, json_object
 
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
@@ -84,6 +85,7 @@ class SGLangClient:
         self.longest_tokens: int | None = None
         """Prompt and response together: what was generated is part of the input of a resumption."""
         self.dtype: str | None = None
+        self._dtype = settings.dtype  # of a server that was started with it; `auto`: any
         # An engine that answers nothing for as long as this is hung by the settings' own measure.
         self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
@@ -122,7 +124,9 @@ class SGLangClient:
             info = await self._get_json("server_info")
             longest = info.get("max_req_input_len")
             self.longest_tokens = None if longest is None else count_of(longest)
-            self.dtype = info.get("dtype")
+            self.dtype = str(info["dtype"])
+            if self._dtype not in ("auto", self.dtype):
+                raise ValueError(f"weights of type {self.dtype!r} instead of {self._dtype}")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
@@ -131,11 +135,12 @@ class SGLangClient:
             raise EngineError(f"{self.engine_id}: request {name!r} runs already")
         self._open_session()
         self._wire_ids[name] = self._wire_id(name)
-        decoder, ended = StreamDecoder(), False
+        decoder, ended = StreamDecoder(request, self._wire_ids[name]), False
         door = Door(request, self._vocabulary, self.longest_tokens)
         try:
             async with aclosing(self._answer(request)) as parts:
                 async for part in parts:
+                    decoder.wire_id = self._wire_ids.get(name, decoder.wire_id)
                     for chunk in decoder.chunks(part):
                         if (finding := door.finding(chunk)) is not None:
                             raise BadReport(f"the engine sent what cannot be: {finding}")
@@ -169,7 +174,8 @@ class SGLangClient:
         for again in (True, False):
             body = orjson.dumps(self._body(self._wire_ids[name], request))
             try:
-                async with aclosing(self._streams.post("generate", body)) as parts:
+                answer = self._streams.post("generate", body, most_bytes(request))
+                async with aclosing(answer) as parts:
                     async for part in parts:
                         yield part
                 return
@@ -238,7 +244,10 @@ class SGLangClient:
         """Return a checksum over all weights that the engine really holds (all TP ranks)."""
         with self._reading("weights_checker"):
             answer = await self._post("weights_checker", {"action": "checksum"})
-            return str(answer["per_engine_checksum"])
+            found = answer["per_engine_checksum"]
+            if not isinstance(found, str) or not found:
+                raise ValueError(f"the checksum {found!r}")
+            return found
 
     async def status(self) -> EngineStatus:
         with self._reading("load report"):
@@ -365,7 +374,12 @@ class SGLangClient:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         url = f"{self.url}/{path}"
         async with session.request(method, url, data=data, headers=_JSON, timeout=limit) as answer:
-            return answer.status, await answer.read()
+            found = bytearray()
+            async for part in answer.content.iter_any():
+                found += part
+                if len(found) > MOST_BYTES:
+                    raise ValueError(f"it answered with more than {MOST_BYTES} bytes")
+            return answer.status, bytes(found)
 
 
 _JSON = {"Content-Type": "application/json"}

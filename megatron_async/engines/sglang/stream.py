@@ -6,6 +6,9 @@ Invariants
   when a request is aborted in the queue.)
 - A token's id is a whole number that its log-prob is labelled with, a log-prob a number.
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
+- A report names the request and the number of prompt tokens that were sent; one that is queued when
+  it is aborted has no such number.
+- An event has at most the bytes that a report of all tokens has (`most_bytes`).
 - Tokens whose version is not known yet are held back until a report has it (a server that was not
   started by `server` reports it only at the end).
 """
@@ -31,6 +34,8 @@ _FIRST_ERROR_STATUS = 400
 # many requests, errors of the server) are not about this request.
 _REFUSAL_STATUSES = (400, 413, 422)
 
+_BYTES_OF_A_REPORT = 1 << 20
+_BYTES_OF_A_TOKEN = 128  # its id, its log-prob with the id again, and room
 _LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
@@ -54,10 +59,20 @@ def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
     return BadReport(f"status {status}: {message}")
 
 
+def most_bytes(request: GenerationRequest) -> int:
+    """Return the most bytes of one report: all tokens of the response with log-probs, and more."""
+    return _BYTES_OF_A_REPORT + _BYTES_OF_A_TOKEN * request.max_new_tokens
+
+
 @dataclass
 class StreamDecoder:
-    """Turns the reports of one streamed request, in order, into chunks."""
+    """Turns the reports of one streamed request, in order, into chunks.
 
+    `wire_id` is the request's name at the server, which may change before the first report.
+    """
+
+    request: GenerationRequest
+    wire_id: str
     received: int = 0
     _rest: bytearray = field(default_factory=bytearray)
     _token_ids: list[int] = field(default_factory=list)
@@ -69,6 +84,8 @@ class StreamDecoder:
         for event in events_of(self._rest, data):
             if event != b"[DONE]":
                 yield from self.feed(orjson.loads(event))
+        if len(self._rest) > most_bytes(self.request):
+            raise BadReport(f"{len(self._rest)} bytes came without the end of a report")
 
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         """The chunks that this report completes; the last one carries `end` if it is final.
@@ -87,7 +104,13 @@ class StreamDecoder:
         if "error" in report:
             raise _error_of(report["error"])
         meta = report["meta_info"]
+        if meta["id"] != self.wire_id:
+            raise BadReport(f"a report on request {meta['id']!r} came for {self.wire_id!r}")
         end = _end_of(meta.get("finish_reason"))
+        prompt = len(self.request.input_ids)
+        if meta.get("prompt_tokens", prompt if end == "abort" else None) != prompt:
+            found = meta.get("prompt_tokens")
+            raise BadReport(f"it read {found!r} tokens of a prompt of {prompt}")
         self._take_new_tokens(report, meta, aborted=end == "abort")
         spans = meta.get("weight_versions")
         if spans is None:

@@ -9,7 +9,9 @@ Invariants
   `ConnectionError`, which also a closed pool raises for what is still read.
 - A connection is used again only after a whole answer, and not when the server may be closing it;
   one that a server which stood still has closed all the same is a `KeptConnectionLost`.
-- Unread data is bounded by `_MOST_UNREAD` bytes and one read of the socket.
+- Nothing is read ahead beyond `_MOST_UNREAD` bytes and one read of the socket, and a part of an
+  answer (a chunk, a body without chunks, an error) has at most the bytes that the request allows: a
+  larger one is a `BadReport` before it is read.
 """
 
 import asyncio
@@ -42,6 +44,7 @@ class StreamConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._ended = self._paused = False
         self._reusable_until = 0.0
+        self._most = 0
 
     # ------------------------------------------------------------ called by the event loop
 
@@ -79,9 +82,10 @@ class StreamConnection(asyncio.Protocol):
         quiet = not (self._ended or self._paused or self._buffer)
         return quiet and time.monotonic() < self._reusable_until
 
-    def send(self, request: bytes) -> None:
-        """Begin with the next request."""
+    def send(self, request: bytes, most: int) -> None:
+        """Begin with the next request; a part of its answer has at most `most` bytes."""
         self._status, self._whole, self._reusable_until = 0, False, 0.0
+        self._most = most
         self._transport.write(request)
 
     async def part(self) -> bytes | None:
@@ -97,6 +101,7 @@ class StreamConnection(asyncio.Protocol):
             body = b""
             while (part := await self._body()) is not None:
                 body += part
+                self._check_size(len(body))
             raise refusal_of(self._status, body.decode(errors="replace"))
         except BadReport:
             raise
@@ -142,6 +147,7 @@ class StreamConnection(asyncio.Protocol):
         buffer, at, parts = self._buffer, 0, list[bytes]()
         while not self._whole and (line := self._find(b"\r\n", at)) >= 0:
             size = int(buffer[at:line].partition(b";")[0], 16)
+            self._check_size(size)
             stop = line + 2 + size
             if len(buffer) < stop + 2:
                 break
@@ -155,10 +161,15 @@ class StreamConnection(asyncio.Protocol):
     def _plain(self) -> bytes:
         """The body, once it is there whole."""
         length, there = self._length, len(self._buffer)
+        self._check_size(there if length is None else length)
         self._whole = self._ended if length is None else there >= length
         body = bytes(self._buffer[:length]) if self._whole else b""
         del self._buffer[: len(body)]
         return body
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most:
+            raise ValueError(f"a part of {size} bytes, where {self._most} are the most")
 
     def _find(self, end: bytes, start: int) -> int:
         """Find the end of the line from `start`; -1: further on than what is there."""
@@ -189,8 +200,8 @@ class StreamConnections:
         self._idle: list[StreamConnection] = []
         self._open: set[StreamConnection] = set()
 
-    async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The body of the answer, in parts.
+    async def post(self, path: str, body: bytes, most: int) -> AsyncGenerator[bytes, None]:
+        """The body of the answer, in parts of at most `most` bytes.
 
         Raises OSError, TimeoutError, BadReport (Refusal), ConnectionError, KeptConnectionLost.
         """
@@ -201,7 +212,7 @@ class StreamConnections:
         connection = self._idle.pop() if kept else await self._connected()
         self._open.add(connection)
         try:
-            connection.send(head.encode("latin-1") + body)
+            connection.send(head.encode("latin-1") + body, most)
             while (part := await connection.part()) is not None:
                 yield part
         except ConnectionError as error:

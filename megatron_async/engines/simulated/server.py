@@ -173,7 +173,7 @@ class SimulatedServer:
         self._running.add(wanted.request_id)
         try:
             async for chunk in self._engine.generate(wanted):
-                report = _report(chunk, sent)
+                report = _report(wanted, chunk, sent)
                 sent += len(chunk.token_ids)
                 await response.write(_event(report))
         except RequestRefused as refusal:
@@ -257,7 +257,7 @@ def _generation_request(body: dict[str, Any]) -> GenerationRequest:
     )
 
 
-def _report(chunk: TokenChunk, before: int) -> dict[str, Any]:
+def _report(request: GenerationRequest, chunk: TokenChunk, before: int) -> dict[str, Any]:
     """Make a streamed event, as SGLang with `--incremental-streaming-output` sends it."""
     total = before + len(chunk.token_ids)
     ids = chunk.token_ids.tolist()
@@ -265,6 +265,8 @@ def _report(chunk: TokenChunk, before: int) -> dict[str, Any]:
     return {
         "output_ids": ids,
         "meta_info": {
+            "id": request.request_id,
+            "prompt_tokens": len(request.input_ids),
             "completion_tokens": total,
             "output_token_logprobs": [[v, t, None] for v, t in zip(logprobs, ids, strict=True)],
             "finish_reason": None if chunk.end is None else {"type": chunk.end},
@@ -295,6 +297,7 @@ def main(arguments: list[str]) -> None:
     settings = EngineConfig.model_validate_json(parsed.settings)
     version = PolicyVersion.parse(parsed.weight_version)
     engine = SimulatedEngine("server", engine_model(settings, parsed.model_path), version)
+    engine.dtype = "float32" if settings.dtype == "auto" else settings.dtype
     names = parameter_names(parsed.model_path)
     server = SimulatedServer(engine, names, version, key)
     web.run_app(

@@ -2,7 +2,9 @@
 
 Invariants
 - A version's directory exists complete or not at all (`version_directory.py`).
-- The version being served is never removed; of the older ones `KEEP` - 1 stay.
+- The directory is this run's alone. When an update is verified, `KEEP` versions of this process
+  stay, the one being served among them, and all else in it is removed: older versions, those of
+  processes before this one, and what a kill has left half-written.
 - Pipeline stages write their shards side by side; the last stage publishes.
 """
 
@@ -84,6 +86,18 @@ class DiskSender(WeightSender):
             target.discard()
             raise
 
+    def settle(self) -> None:
+        """The newest update is verified; of several pipeline stages the one that publishes removes
+        what is older."""
+        if self._published:
+            wanted = {path.name for path in self._kept()}
+            for found in self._directory.iterdir():
+                if found.name not in wanted:
+                    shutil.rmtree(found, ignore_errors=True)
+
+    def _kept(self) -> list[Path]:
+        return self._published
+
     def _load(self, paths: Sequence[str], transfer: Transfer) -> None:
         """Each engine loads its own path."""
         loads = self.calls.start(
@@ -101,9 +115,8 @@ class DiskSender(WeightSender):
 
 
 def keep(published: list[Path], path: Path) -> None:
-    """`path` is served now: remove all but the newest `KEEP` directories of the list."""
+    """Make `path` the newest of at most `KEEP` directories that stay."""
     if path in published:
         published.remove(path)
     published.append(path)
-    while len(published) > KEEP:
-        shutil.rmtree(published.pop(0), ignore_errors=True)
+    del published[:-KEEP]
