@@ -7,6 +7,7 @@ commands, so that `--help` is instant.
 
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -62,6 +63,11 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if (encoding := sys.getfilesystemencoding()) != "utf-8":
+            raise UserError(
+                f"this Python names files in {encoding}, which not every path can be written in: "
+                "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            )
         with naming_disk_errors():
             app(standalone_mode=True)
     except UserError as error:

@@ -92,7 +92,7 @@ class RunDirectory:
 
     def note_failed_start(self, sentence: str) -> None:
         """Called when a launch fails; keeps the sentence unless a step was trained."""
-        if not self._has_trained():
+        if self.path.exists() and not self._has_trained():
             write_atomically(self.failed_start_file, sentence)
 
     def _has_trained(self) -> bool:
@@ -250,12 +250,21 @@ class RunDirectory:
 
         A process that could not even write that left nothing; then the disk is the cause.
         """
+        self.check_there()
         left = self.take_failure()
         if left is None:
             return check_room(self.path, _FAILURE_BYTES)
         if left["exit_code"] == 2:
             raise UserError(left["sentence"])
         raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
+
+    def check_there(self) -> None:
+        """Raise ComponentFailure where the directory of a run that goes on is gone."""
+        if not self.config_file.exists():
+            raise ComponentFailure(
+                f"{self.path} was moved or removed while the run went on: put it back, then go on "
+                f"with --resume {self.path}"
+            )
 
     def report_outcome(self, outcome: RunOutcome) -> None:
         """Report to the process of the rollout side that the trainers are done."""

@@ -15,6 +15,7 @@ from megatron_async.environments.programs import is_blocking
 from megatron_async.environments.worker import Rehearsed
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.own_directory import process_directory
 from megatron_async.places.local import local_place
 
 _MOST_SHOWN: Final = 2000
@@ -82,7 +83,7 @@ def _check_threads(config: RunConfig) -> None:
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
     one = config.episodes.model_copy(update={"workers": 1})
     alone = config.model_copy(update={"agent" if config.agent.used else "environment": one})
-    logs = Path(tempfile.mkdtemp(prefix="megatron-async-environment-"))
+    logs = process_directory("megatron-async-environment-", Path(tempfile.gettempdir()))
     named = False
     try:
         with local_place(logs) as place:

@@ -149,6 +149,12 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove what `replacing` has left there when its process was killed. For who alone writes."""
+    for left in directory.glob(".*.????????.tmp"):
+        left.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def with_default_mode(path: Path) -> Iterator[None]:
     """Give the file that the block writes at `path` the mode that umask gives any new file.

@@ -14,14 +14,16 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from megatron_async.errors import UserError
 
 _LARGE_FILES_VARIABLE: Final = "MEGATRON_ASYNC_LARGE_FILES"
+_UNLOCKED_SECONDS: Final = 60.0
 _COMPILED_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -74,11 +76,28 @@ def user_directory(name: str) -> Path:
     return path
 
 
+def process_directory(prefix: str, where: Path) -> Path:
+    """Make a new directory of this process in `where`.
+
+    Those of processes that no longer exist are removed.
+    """
+    where.mkdir(parents=True, exist_ok=True)
+    for left in where.glob(prefix + "*"):
+        owner = left.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            with suppress(OSError):  # another user's, or another process removes it just now
+                shutil.rmtree(left)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
+
+
 def _remove_if_left(directory: Path) -> None:
-    """Remove a directory unless its maker lives."""
+    """Remove a directory unless its maker lives, or has just made it and holds no lock yet."""
     try:
         lock = os.open(directory / "lock", os.O_RDWR)
     except OSError:
+        with suppress(OSError):
+            if time.time() - directory.lstat().st_mtime > _UNLOCKED_SECONDS:
+                shutil.rmtree(directory)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.files.disk import CannotWrite, check_room, writing
+from megatron_async.files.disk import CannotWrite, check_room, remove_unfinished, writing
 from megatron_async.files.lock import (
     FileLock,
     Holder,
@@ -76,6 +76,7 @@ def claimed(
             check_room(directory.path, _ROOM_BYTES)
             with writing(directory.logs):
                 directory.logs.mkdir(exist_ok=True)
+                remove_unfinished(directory.path)
         except CannotWrite as error:
             raise UserError(str(error)) from error
         yield

@@ -12,6 +12,7 @@ import os
 from contextlib import AbstractContextManager, closing
 
 from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.devices import DeviceSplit, running_ray
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.processes import Child, torchrun
@@ -35,7 +36,11 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         trainers(config, directory, place.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
-        code = progress.follow(ranks.exit_code, rollout.status)
+        try:
+            code = progress.follow(ranks.exit_code, rollout.status)
+        except (UserError, ComponentFailure):
+            directory.check_there()
+            raise
         if code != 0:
             directory.raise_failure(ranks.log_file)
             raise ranks.failure("the trainer")

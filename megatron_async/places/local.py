@@ -175,11 +175,18 @@ class LocalPlaced:
     def _deaths(self) -> int:
         return 0 if self._process is None else self._process.deaths
 
-    def _lost(self, method: str, deaths: int) -> PlacedLost:
+    def _lost(self, method: str, deaths: int) -> ComponentFailure:
         """Explain a broken connection, which comes a moment before the end of its process.
 
         `deaths`: those before the call.
         """
+        runs = self._process is not None and self._process.runs
+        if not self._path.parent.exists() or (runs and not self._path.exists()):
+            return ComponentFailure(
+                f"{self._path.name} cannot be called any more (waiting for {method}): its socket "
+                f"{self._path} was removed while it ran; exclude {self._path.parent.parent} from "
+                "what cleans up temporary files, and go on with --resume"
+            )
         why = "" if self._process is None else self._process.death_after(deaths)
         sentence = f"{self._path.name} has died (waiting for {method}){why}"
         return PlacedLost(sentence) if self._path.exists() else PlacedDead(sentence)
@@ -211,6 +218,10 @@ class _Process:
             raise
         self._watch = threading.Thread(target=self._look_after, name=path.name, daemon=True)
         self._watch.start()
+
+    @property
+    def runs(self) -> bool:
+        return not self._dead and self._running.returncode is None
 
     def _spawn(self) -> None:
         """Start the process; its lifeline is held here."""

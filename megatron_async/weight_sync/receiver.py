@@ -11,18 +11,15 @@ Invariants
 """
 
 import mmap
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import CannotWrite
-from megatron_async.files.own_directory import large_files_directory
+from megatron_async.files.own_directory import large_files_directory, process_directory
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,
@@ -134,18 +131,8 @@ class WeightReceiver:
 
 
 def make_root(parent: Path | None = None) -> Path:
-    """A new directory for one receiver of this process.
-
-    Those of processes that were killed, which no longer exist, are removed.
-    """
-    where = parent or large_files_directory()
-    where.mkdir(parents=True, exist_ok=True)
-    for left in where.glob(_PREFIX + "*"):
-        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            with suppress(OSError):  # another user's, or another process removes it just now
-                shutil.rmtree(left)
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+    """A new directory for one receiver of this process."""
+    return process_directory(_PREFIX, parent or large_files_directory())
 
 
 def remove_roots(owner: int, parent: Path | None = None) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,9 @@ import pytest
 from megatron_async.files.own_directory import (
     large_files_directory,
     own_directory,
+    process_directory,
     temporary_files,
+    user_directory,
 )
 
 
@@ -41,3 +47,31 @@ def test_compiled_code_is_kept_for_the_next_process(
     tmp_path: Path, environment: dict[str, str], cache: str
 ) -> None:
     assert temporary_files(tmp_path, environment)["TORCHINDUCTOR_CACHE_DIR"] == cache
+
+
+def test_what_a_kill_has_left_before_there_was_a_lock_is_removed_later() -> None:
+    parent = user_directory("megatron-async")
+    with own_directory() as mine:
+        old, new = (parent / f"left{age}{mine.name}" for age in (90, 0))
+        for left, age in ((old, 90), (new, 0)):
+            left.mkdir()
+            os.utime(left, (time.time() - age,) * 2)
+        with own_directory():
+            assert not old.exists() and new.exists(), "that may be in the making"
+        new.rmdir()
+
+
+def test_a_directory_of_a_process_goes_with_the_next_one_after_its_death(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_async.files.own_directory import process_directory\n"
+        "print(process_directory('made-by-', Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    left = Path(done.stdout.strip())
+    foreign = tmp_path / "made-by-hand"
+    foreign.mkdir()
+    assert left.exists()
+    mine = process_directory("made-by-", tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, foreign])

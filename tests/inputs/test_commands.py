@@ -181,3 +181,18 @@ def test_commands_refuse_as_processes(
     )
     _is_refusal(done.returncode, done.stderr, sentence, tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_python_that_cannot_name_every_file_is_refused_with_the_remedy() -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_async.cli", "train", "--config", "x.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **ascii_only},
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: this Python names files in ascii"
+    )
+    assert done.stderr.endswith("set LC_ALL=C.UTF-8, or PYTHONUTF8=1\n")

@@ -151,6 +151,15 @@ def test_a_killed_launch_leaves_the_run_free(run: RunDirectory) -> None:
         pass
 
 
+def test_who_has_the_run_removes_what_a_kill_has_left_half_written(run: RunDirectory) -> None:
+    left = run.path / ".store.json.0f3a9c21.tmp"
+    other = run.path / ".notes"
+    for file in (left, other):
+        file.write_text("half")
+    with claimed(run, "test"):
+        assert other.exists() and not left.exists()
+
+
 def test_who_waits_gets_the_run_when_it_is_free(run: RunDirectory) -> None:
     process = hold(run)
     assert process.stdin is not None

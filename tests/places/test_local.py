@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -116,6 +117,27 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
         why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
         with pytest.raises(PlacedDead, match=why):
             placed.ask("pid", limit=LIMIT)
+
+
+@pytest.mark.parametrize("what", ["socket", "directory"])
+def test_a_socket_that_is_removed_from_outside_is_no_death(tmp_path: Path, what: str) -> None:
+    """As by what cleans up /tmp; whoever has found the object by its name is told, too."""
+    with local_place(tmp_path) as place:
+        placed = place.start(Subject, name="subject")
+        placed.ask("pid", limit=LIMIT)
+        socket_file = directory_of(place) / "subject"
+        found = place.find("subject")
+        if what == "socket":
+            socket_file.unlink()
+        else:
+            shutil.rmtree(socket_file.parent)
+        sentence = (
+            rf"subject cannot be called any more \(waiting for pid\): its socket {socket_file} was "
+            r"removed while it ran; exclude /tmp/megatron-async-\d+ from what cleans up"
+        )
+        for one in (placed, found) if what == "directory" else (placed,):
+            with pytest.raises(ComponentFailure, match=sentence):
+                one.ask("pid", limit=LIMIT)
 
 
 def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> None:
