@@ -7,7 +7,6 @@ commands, so that `--help` is instant.
 
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -17,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.files.disk import naming_disk_errors
+from megatron_async.files.disk import check_file_names, naming_disk_errors
 from megatron_async.runtime.garbage_collection import unsearched
 
 app = typer.Typer(
@@ -63,11 +62,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        if (encoding := sys.getfilesystemencoding()) != "utf-8":
-            raise UserError(
-                f"this Python names files in {encoding}, which not every path can be written in: "
-                "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
-            )
+        check_file_names()
         with naming_disk_errors():
             app(standalone_mode=True)
     except UserError as error:

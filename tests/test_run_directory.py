@@ -177,7 +177,7 @@ def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
     assert len({place, *(run.weights_directory(shared) for run in others)}) == 3
 
 
-def test_a_run_whose_directory_is_gone_says_so_instead_of_what_follows(tmp_path: Path) -> None:
+def test_a_run_whose_directory_is_gone_reports_that_instead_of_what_follows(tmp_path: Path) -> None:
     settings = build_config({"root": str(tmp_path), "name": "run"})
     gone = rf"^{tmp_path}/run was moved or removed while the run went on: put it back, then go on "
     with pytest.raises(ComponentFailure, match=gone), new_run(settings, "test") as directory:

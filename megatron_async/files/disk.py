@@ -15,11 +15,12 @@ import re
 import secrets
 import sqlite3
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, UserError
 
 _NO_ROOM: Final = "free space on its file system, or raise the quota"
 _NO_RIGHT: Final = "give this user the right to write there"
@@ -147,6 +148,15 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # the error of the write is the one that matters
             temporary.unlink(missing_ok=True)
+
+
+def check_file_names() -> None:
+    """Raise UserError where this Python could not name every file."""
+    if (encoding := sys.getfilesystemencoding()) != "utf-8":
+        raise UserError(
+            f"this Python names files in {encoding}, which not every path can be written in: set "
+            "LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        )
 
 
 def remove_unfinished(directory: Path) -> None:

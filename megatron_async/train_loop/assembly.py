@@ -21,7 +21,7 @@ from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
-from megatron_async.train_loop.attempt import restart_warning
+from megatron_async.train_loop.attempt import begin_attempt, restart_warning
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -34,16 +34,10 @@ from megatron_async.weight_sync.transports.base import seconds_to_give_up
 
 
 def train(
-    directory: RunDirectory,
-    config: RunConfig,
-    place_address: str,
-    stop: StopRequest,
-    cause: str = "",
+    directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
 ) -> None:
-    """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
-
-    `cause`: why an attempt before this one ended.
-    """
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    cause = begin_attempt(directory)
     with ExitStack() as stack:
         session = parallel_session(
             config.parallel,
@@ -75,14 +69,11 @@ def train(
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
-            if cause:
-                most = config.trainer.max_restarts
-                metrics.warn(max(0, resume.step - 1), *restart_warning(cause, resume.step, most))
-            for damaged in checkpoints.newer_than(newest):
-                message = (
-                    f"{damaged.path} is damaged (see trainer.log); step {resume.step} is loaded"
-                )
-                metrics.warn(max(0, resume.step - 1), "checkpoint_damaged", message)
+            most = config.trainer.max_restarts
+            warnings = [restart_warning(cause, resume.step, most)] if cause else []
+            warnings += [_damaged(found, resume.step) for found in checkpoints.newer_than(newest)]
+            for name, message in warnings:
+                metrics.warn(max(0, resume.step - 1), name, message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
         where = rank_zero.run(lambda: directory.weights_directory(config.weights.directory))
@@ -117,6 +108,12 @@ def _export(
     rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
     version = str(trainer.version)
     save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
+
+
+def _damaged(checkpoint: Checkpoint, loaded: int) -> tuple[str, str]:
+    """Return the warning of a checkpoint that is passed over for that of step `loaded`."""
+    message = f"{checkpoint.path} is damaged (see trainer.log); step {loaded} is loaded"
+    return "checkpoint_damaged", message
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:

@@ -52,10 +52,10 @@ def test_compiled_code_is_kept_for_the_next_process(
 def test_what_a_kill_has_left_before_there_was_a_lock_is_removed_later() -> None:
     parent = user_directory("megatron-async")
     with own_directory() as mine:
-        old, new = (parent / f"left{age}{mine.name}" for age in (90, 0))
-        for left, age in ((old, 90), (new, 0)):
+        old, new = (parent / f"left{seconds}{mine.name}" for seconds in (90, 0))
+        for left, seconds in ((old, 90), (new, 0)):
             left.mkdir()
-            os.utime(left, (time.time() - age,) * 2)
+            os.utime(left, (time.time() - seconds,) * 2)
         with own_directory():
             assert not old.exists() and new.exists(), "that may be in the making"
         new.rmdir()

@@ -153,7 +153,7 @@ def test_a_killed_launch_leaves_the_run_free(run: RunDirectory) -> None:
 
 def test_who_has_the_run_removes_what_a_kill_has_left_half_written(run: RunDirectory) -> None:
     left = run.path / ".store.json.0f3a9c21.tmp"
-    other = run.path / ".notes"
+    other = run.path / ".mine"
     for file in (left, other):
         file.write_text("half")
     with claimed(run, "test"):

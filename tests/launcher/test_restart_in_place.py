@@ -64,7 +64,7 @@ def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnde
     assert {process.pid for process in run.processes("engine")} == engines
 
 
-def test_it_goes_on_after_each_of_several_killed_ranks_and_says_so(run: RunUnderFire) -> None:
+def test_it_goes_on_after_each_of_several_killed_ranks_and_reports_it(run: RunUnderFire) -> None:
     run.directory.report_failure("a checkpoint could not be written", 1, attempt=0)
     for _ in range(KILLS):
         run.kill("trainer")

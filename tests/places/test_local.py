@@ -121,7 +121,7 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["socket", "directory"])
 def test_a_socket_that_is_removed_from_outside_is_no_death(tmp_path: Path, what: str) -> None:
-    """As by what cleans up /tmp; whoever has found the object by its name is told, too."""
+    """As by what cleans up /tmp; also for whoever has found the object by its name."""
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
         placed.ask("pid", limit=LIMIT)
