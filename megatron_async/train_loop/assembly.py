@@ -5,6 +5,7 @@ Import it after `trainer.device.import_megatron`, on which its own imports depen
 
 import json
 import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -69,10 +70,8 @@ def train(
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
-            most = config.trainer.max_restarts
-            warnings = [restart_warning(cause, resume.step, most)] if cause else []
-            warnings += [_damaged(found, resume.step) for found in checkpoints.newer_than(newest)]
-            for name, message in warnings:
+            damaged = checkpoints.newer_than(newest)
+            for name, message in _warnings(config, cause, damaged, resume.step):
                 metrics.warn(max(0, resume.step - 1), name, message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
@@ -110,10 +109,18 @@ def _export(
     save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
 
 
-def _damaged(checkpoint: Checkpoint, loaded: int) -> tuple[str, str]:
-    """Return the warning of a checkpoint that is passed over for that of step `loaded`."""
-    message = f"{checkpoint.path} is damaged (see trainer.log); step {loaded} is loaded"
-    return "checkpoint_damaged", message
+def _warnings(
+    config: RunConfig, cause: str, damaged: Iterable[Checkpoint], loaded: int
+) -> Iterator[tuple[str, str]]:
+    """Yield what the user should know of this start, from the checkpoint of step `loaded`.
+
+    `cause`: why the attempt before ended. `damaged`: the checkpoints that are passed over.
+    """
+    if cause:
+        yield restart_warning(cause, loaded, config.trainer.max_restarts)
+    for checkpoint in damaged:
+        message = f"{checkpoint.path} is damaged (see trainer.log); step {loaded} is loaded"
+        yield "checkpoint_damaged", message
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
