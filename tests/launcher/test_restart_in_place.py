@@ -16,6 +16,7 @@ import pytest
 from benchmarks.crash.run import RunFailed, RunUnderFire, configuration, prepare
 from megatron_async.files.disk import json_lines
 from megatron_async.telemetry.metrics import read_metrics
+from tests.launcher.test_processes import wait_for
 
 KILLS = 3
 
@@ -79,7 +80,8 @@ def test_it_goes_on_after_each_of_several_killed_ranks_and_reports_it(run: RunUn
             rf"restart {number + 1} of at most {KILLS} \(trainer.max_restarts\)$",
             message,
         ), message
-        assert f"warning trainer_restart_{number + 1}: {message}" in run.log.read_text()
+        wanted = f"warning trainer_restart_{number + 1}: {message}"
+        assert wait_for(lambda wanted=wanted: wanted in run.log.read_text())
     assert read_metrics(run.directory.metrics_file)[-1]["train/restarts"] == KILLS
     lineages = {int(line["lineage"]) for line in read_metrics(run.directory.metrics_file)}
     log = (run.directory.logs / "trainer.log").read_text(errors="replace")
