@@ -7,7 +7,10 @@ is a defect and keeps its traceback.
 import re
 import reprlib
 import signal
+from typing import Final
 
+ATTEMPT_LINE: Final = "the ranks of the trainer start"
+"""Begins each attempt of a trainer in its log."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
@@ -55,7 +58,6 @@ _KILLED = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: -(?P<signal>\d+)", re.DOTALL
 )
 _KILLED_BEFORE = re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)")
-_ATTEMPT = "trainer attempt "
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _TRACEBACK = "Traceback (most recent call last):"
 # What a launcher adds about its children, and how a process ends that was asked to.
@@ -81,21 +83,13 @@ def how_ended(exit_code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def attempt_line(number: int) -> str:
-    """Return the line that begins each attempt of a trainer in its log."""
-    return f"{_ATTEMPT}{number} begins"
-
-
-def cause_in_log(text: str, attempt: int | None = None) -> str | None:
+def cause_in_log(text: str) -> str | None:
     """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
     Python exception, each as one line; None when the log shows neither.
 
-    `attempt`: of this attempt of a trainer; None: of its last one.
+    Of a trainer's log what follows the last `ATTEMPT_LINE` counts.
     """
-    if attempt is None:
-        text = text.rpartition(_ATTEMPT)[2]
-    else:
-        text = text.rpartition(attempt_line(attempt))[2].partition(attempt_line(attempt + 1))[0]
+    text = text.rpartition(ATTEMPT_LINE)[2]
     killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)
     if killed:
         return f"rank {killed['rank']} {how_ended(-int(killed['signal']))}"

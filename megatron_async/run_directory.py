@@ -10,7 +10,6 @@ Invariants
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping
@@ -186,10 +185,9 @@ class RunDirectory:
         if not parent:
             return self.path / "weights"
         if not self.id_file.exists():
-            write_atomically(self.id_file, secrets.token_hex(8))
-        identity = f"{self.id_file.read_text()} {self.path}"  # a copy of a run has another path
-        digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
-        return Path(parent) / f"{self.path.name}-{digest}"
+            write_atomically(self.id_file, f"{self.path.name}-{secrets.token_hex(8)}")
+        # A run that is moved keeps the number of this file, and a copy has another one.
+        return Path(parent) / f"{self.id_file.read_text()}-{self.id_file.stat().st_ino:x}"
 
     def tokenizer_digest(self) -> str:
         """Return that of the run's tokenizer; empty where an earlier version began the run."""
@@ -220,25 +218,23 @@ class RunDirectory:
             f"last line of {self.metrics_file} has it as 'lineage'; a larger one is safe too)"
         )
 
-    def report_failure(self, sentence: str, exit_code: int, attempt: int = 0) -> None:
-        """Leave one sentence for whoever started this process.
+    def report_failure(self, sentence: str, exit_code: int, attempt: str = "") -> None:
+        """Leave one sentence for whoever started this process; the first one of an attempt stays.
 
-        The first one of an attempt stays; one of an earlier attempt (torchrun has restarted the
-        ranks since) is replaced.
+        `attempt`: what the ranks have alike that torchrun has started together.
         """
-        if self.failure_file.exists():
-            known = json.loads(self.failure_file.read_text())
-            if attempt <= known.get("attempt", 0):
-                return
+        known = json.loads(self.failure_file.read_text()) if self.failure_file.exists() else None
+        if known is not None and known["attempt"] == attempt:
+            return
         content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
         write_atomically(self.failure_file, json.dumps(content))
 
-    def take_failure(self, before: int | None = None) -> dict[str, Any] | None:
-        """The sentence that a process left, if any, in an attempt `before` this; it is removed."""
+    def take_failure(self, but_of: str | None = None) -> dict[str, Any] | None:
+        """The sentence that a process left, if any, in another attempt than `but_of`; removed."""
         if not self.failure_file.exists():
             return None
         found: dict[str, Any] = json.loads(self.failure_file.read_text())
-        if before is not None and found["attempt"] >= before:
+        if found["attempt"] == but_of:
             return None
         with writing(self.failure_file):
             self.failure_file.unlink()
@@ -262,8 +258,8 @@ class RunDirectory:
         """Raise ComponentFailure where the directory of a run that goes on is gone."""
         if not self.config_file.exists():
             raise ComponentFailure(
-                f"{self.path} was moved or removed while the run went on: put it back, then go on "
-                f"with --resume {self.path}"
+                f"{self.path} was moved or removed while the run went on: put it back in place of "
+                f"what was made there since, then go on with --resume {self.path}"
             )
 
     def report_outcome(self, outcome: RunOutcome) -> None:

@@ -169,9 +169,10 @@ def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
     assert first.weights_directory("") == first.path / "weights"
     shared = str(tmp_path / "shared")
     place = first.weights_directory(shared)
-    assert place == first.weights_directory(shared), "the same at a resume"
     assert place.parent == tmp_path / "shared" and place.name.startswith("run-")
-    shutil.copytree(first.path, tmp_path / "b" / "run")
+    moved = RunDirectory(first.path.rename(tmp_path / "a" / "moved"))
+    assert place == moved.weights_directory(shared), "the same after a move, at a resume"
+    shutil.copytree(moved.path, tmp_path / "b" / "run")
     (tmp_path / "c" / "run").mkdir(parents=True)
     others = [RunDirectory(tmp_path / name / "run") for name in "bc"]
     assert len({place, *(run.weights_directory(shared) for run in others)}) == 3
@@ -179,7 +180,7 @@ def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
 
 def test_a_run_whose_directory_is_gone_reports_that_instead_of_what_follows(tmp_path: Path) -> None:
     settings = build_config({"root": str(tmp_path), "name": "run"})
-    gone = rf"^{tmp_path}/run was moved or removed while the run went on: put it back, then go on "
+    gone = rf"^{tmp_path}/run was moved or removed while the run went on: put it back in place of "
     with pytest.raises(ComponentFailure, match=gone), new_run(settings, "test") as directory:
         directory.path.rename(tmp_path / "elsewhere")
         directory.raise_failure(directory.logs / "trainer.log")

@@ -1,7 +1,6 @@
 """`megatron-async eval`: one engine, one or several Hugging Face checkpoints, held-out accuracy."""
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import append_json_lines
+from megatron_async.files.own_directory import own_directory
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.models.model_files import SafetensorsDirectory
@@ -58,8 +58,8 @@ def eval_command(
             of = {"model": str(path), "versions": [exported] if exported else []}
             append_json_lines(samples, [{**one, **of} for one in found.samples()])
 
-    with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:
-        evaluate_checkpoints(config, paths, Path(logs), show)
+    with own_directory() as logs:
+        evaluate_checkpoints(config, paths, logs, show)
 
 
 def evaluate_checkpoints(

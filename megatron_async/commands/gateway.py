@@ -6,7 +6,6 @@ It answers as a run does, but each call alone: nothing is stored, and calls run 
 import asyncio
 import itertools
 import socket
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatCall
 from megatron_async.environments.gateway import LOOPBACK, MODEL, Gateway
 from megatron_async.environments.texts import Texts
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.own_directory import own_directory
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_model
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
@@ -45,8 +45,8 @@ def gateway_command(
     typer.echo("an engine starts; its address and key follow", err=True)
     with (
         bound,
-        tempfile.TemporaryDirectory(prefix="megatron-async-gateway-") as logs,
-        engine_here(path, config, Path(logs) / "engine.log") as process,
+        own_directory() as logs,
+        engine_here(path, config, logs / "engine.log") as process,
         suppress(KeyboardInterrupt),
     ):
         asyncio.run(_serve(config, path, process.url, bound))

@@ -4,13 +4,13 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import UserError, shown
+from megatron_async.files.own_directory import own_directory
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.workers import scored
 from megatron_async.tasks.build import build_source
@@ -25,9 +25,9 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
     """
     config = load_config(config_file, overrides)
     places, jobs = zip(*_read(config, responses), strict=True)
-    with TemporaryDirectory(prefix="megatron-async-reward-") as logs:
-        found = asyncio.run(scored(config.scorers.logging_to(Path(logs)), jobs))
-        logged = "".join(file.read_text(errors="replace") for file in Path(logs).iterdir())
+    with own_directory() as logs:
+        found = asyncio.run(scored(config.scorers.logging_to(logs), jobs))
+        logged = "".join(file.read_text(errors="replace") for file in logs.iterdir())
     for place, scores in zip(places, found, strict=True):
         for score in scores:
             typer.echo(f"{place}: {_described(score)}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
@@ -164,12 +164,6 @@ class ExperimentConfig(Settings):
     ledger: str | None = None
     """Import path of a class that a crash test puts in front of the engines and of the trainer's
     link (benchmarks/crash/ledger.py:Ledger); none = off."""
-
-    @field_validator("ledger", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """`false` stands in the config.yaml of runs that were made before this was a path."""
-        return None if value is False else value
 
 
 class RunConfig(Settings):

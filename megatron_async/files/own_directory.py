@@ -95,9 +95,10 @@ def _remove_if_left(directory: Path) -> None:
     try:
         lock = os.open(directory / "lock", os.O_RDWR)
     except OSError:
-        with suppress(OSError):
+        with suppress(OSError):  # there is more in it: its maker lives, and lost the lock's file
             if time.time() - directory.lstat().st_mtime > _UNLOCKED_SECONDS:
-                shutil.rmtree(directory)
+                (directory / "new").unlink(missing_ok=True)
+                directory.rmdir()
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

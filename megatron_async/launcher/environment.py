@@ -16,6 +16,7 @@ from typing import Final
 from megatron_async.engines.nodes import communication_environment
 from megatron_async.places.local import VISIBLE_VARIABLE
 from megatron_async.runtime.child_process import SAFE_PATH_VARIABLE
+from megatron_async.train_loop.attempt import FIRST_LINEAGE_VARIABLE
 from megatron_async.train_loop.rank import PLACE_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
 
@@ -58,13 +59,14 @@ def trainer_environment(
     stop_file: Path | None = None,
     gpus: str | None = None,
     hands_memory_to_engines: bool = False,
+    first_lineage: str | None = None,
 ) -> dict[str, str]:
     """Return the environment of torchrun and its trainer ranks: `base` and more.
 
     `one_machine`: all ranks and engines are on this one. `nvls`: as engines have it. `place`: where
     the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`.
     `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which cannot lie in
-    expandable segments.
+    expandable segments. `first_lineage`: of this launch.
     """
     defaults = dict(_TRAINER_DEFAULTS)
     if not hands_memory_to_engines:
@@ -75,4 +77,5 @@ def trainer_environment(
     added |= {**_TRAINER_FIXED, SAFE_PATH_VARIABLE: "1"}
     stop = None if stop_file is None else str(stop_file)
     chosen = {PLACE_VARIABLE: place, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
+    chosen[FIRST_LINEAGE_VARIABLE] = first_lineage
     return added | {name: value for name, value in chosen.items() if value is not None}

@@ -238,6 +238,7 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[Child]:
             place=f"ray:{ray_address}",
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",
+            first_lineage=str(node.directory.lineages_so_far()),
         ),
         max_restarts=config.trainer.max_restarts,
         rendezvous=place.rendezvous(),

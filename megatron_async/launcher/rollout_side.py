@@ -66,6 +66,7 @@ class RolloutSide:
 
         Raises UserError or ComponentFailure when the rollout side has failed.
         """
+        self._directory.check_there()
         try:
             status: dict[str, Any] = self._manager.ask("status", limit=_CALL_SECONDS)
         except CallLate:

@@ -12,7 +12,6 @@ import os
 from contextlib import AbstractContextManager, closing
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.devices import DeviceSplit, running_ray
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.processes import Child, torchrun
@@ -36,11 +35,7 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         trainers(config, directory, place.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
-        try:
-            code = progress.follow(ranks.exit_code, rollout.status)
-        except (UserError, ComponentFailure):
-            directory.check_there()
-            raise
+        code = progress.follow(ranks.exit_code, rollout.status)
         if code != 0:
             directory.raise_failure(ranks.log_file)
             raise ranks.failure("the trainer")
@@ -63,6 +58,7 @@ def trainers(
             place=place,
             gpus=gpus,
             hands_memory_to_engines=config.weights.transport == "tensor",
+            first_lineage=str(directory.lineages_so_far()),
         ),
         max_restarts=config.trainer.max_restarts,
     )

@@ -180,14 +180,15 @@ class LocalPlaced:
 
         `deaths`: those before the call.
         """
-        runs = self._process is not None and self._process.runs
-        if not self._path.parent.exists() or (runs and not self._path.exists()):
+        if self._process is not None and self._process.runs and not self._path.exists():
             return ComponentFailure(
                 f"{self._path.name} cannot be called any more (waiting for {method}): its socket "
                 f"{self._path} was removed while it ran; exclude {self._path.parent.parent} from "
                 "what cleans up temporary files, and go on with --resume"
             )
-        why = "" if self._process is None else self._process.death_after(deaths)
+        why = f", or its socket {self._path} was removed"
+        if self._process is not None:
+            why = self._process.death_after(deaths)
         sentence = f"{self._path.name} has died (waiting for {method}){why}"
         return PlacedLost(sentence) if self._path.exists() else PlacedDead(sentence)
 

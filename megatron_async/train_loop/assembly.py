@@ -22,7 +22,7 @@ from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
-from megatron_async.train_loop.attempt import begin_attempt, restart_warning
+from megatron_async.train_loop.attempt import restart_warning, restarts
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -35,10 +35,12 @@ from megatron_async.weight_sync.transports.base import seconds_to_give_up
 
 
 def train(
-    directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
+    directory: RunDirectory, config: RunConfig, place: str, stop: StopRequest, cause: str
 ) -> None:
-    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
-    cause = begin_attempt(directory)
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
+
+    `cause`: why the attempt before ended, where there was one.
+    """
     with ExitStack() as stack:
         session = parallel_session(
             config.parallel,
@@ -66,12 +68,13 @@ def train(
         metrics: MetricsWriter | None = None
         before: list[dict[str, float]] = []
         if first:
-            link = _link(directory, config, place_address, stop, stack)
+            link = _link(directory, config, place, stop, stack)
             trained = read_metrics(directory.metrics_file)
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             damaged = checkpoints.newer_than(newest)
-            for name, message in _warnings(config, cause, damaged, resume.step):
+            again = restarts(lineage)
+            for name, message in _warnings(config, again, cause, damaged, resume.step):
                 metrics.warn(max(0, resume.step - 1), name, message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
@@ -110,14 +113,15 @@ def _export(
 
 
 def _warnings(
-    config: RunConfig, cause: str, damaged: Iterable[Checkpoint], loaded: int
+    config: RunConfig, number: int, cause: str, damaged: Iterable[Checkpoint], loaded: int
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user should know of this start, from the checkpoint of step `loaded`.
 
-    `cause`: why the attempt before ended. `damaged`: the checkpoints that are passed over.
+    `number`: restarts of this launch; `cause`: of the last one. `damaged`: checkpoints that are
+    passed over.
     """
-    if cause:
-        yield restart_warning(cause, loaded, config.trainer.max_restarts)
+    if number:
+        yield restart_warning(number, cause, loaded, config.trainer.max_restarts)
     for checkpoint in damaged:
         message = f"{checkpoint.path} is damaged (see trainer.log); step {loaded} is loaded"
         yield "checkpoint_damaged", message

@@ -1,5 +1,8 @@
 """Attempts of the trainer: when a rank fails, torchrun starts all of them again.
 
+Attempts are told apart by the port at which the ranks of all nodes meet, and counted by lineages:
+torchrun's own count is not the same on every node.
+
 Invariants
 - A failure belongs to one attempt: what an earlier one has left is no cause of a later end.
 - A restart is a warning (console, metrics.jsonl, report, trackers) that names cause and checkpoint.
@@ -7,39 +10,52 @@ Invariants
 
 import logging
 import os
+from pathlib import Path
+from typing import Final
 
-from megatron_async.errors import attempt_line, cause_in_log
+from megatron_async.errors import ATTEMPT_LINE, cause_in_log
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
+FIRST_LINEAGE_VARIABLE: Final = "MEGATRON_ASYNC_FIRST_LINEAGE"
+"""Number of the first lineage of a launch; set by whoever starts its ranks."""
 
 
-def current_attempt() -> int:
-    """Return how often torchrun has started the ranks again before this start of them."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def current_attempt() -> str:
+    """Return what only the ranks of this attempt have alike."""
+    return os.environ.get("MASTER_PORT", "")
 
 
 def begin_attempt(directory: RunDirectory) -> str:
-    """Mark the begin in the log; return the cause of a restart on rank 0, else an empty text."""
-    attempt = current_attempt()
+    """Mark the begin in the log; return, on rank 0, why the attempt before has ended, if it shows.
+
+    To be called first of all, so that no other rank can have failed before.
+    """
+    cause = ""
+    if os.environ.get("RANK", "0") == "0":
+        left = directory.take_failure(but_of=current_attempt())
+        cause = left["sentence"] if left else cause_in_log(_own_log()) or ""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(attempt_line(attempt), flush=True)
-    if not attempt or os.environ.get("RANK", "0") != "0":
-        return ""
-    left = directory.take_failure(before=attempt)
-    if left is not None:
-        return str(left["sentence"])
-    logs = (path.read_text(errors="replace") for path in directory.logs.glob("trainer*.log"))
-    causes = (cause_in_log(log, attempt - 1) for log in logs)
-    return next(filter(None, causes), "its logs show no reason")
+        print(ATTEMPT_LINE, flush=True)
+    return cause
 
 
-def restart_warning(cause: str, step: int, most: int) -> tuple[str, str]:
-    """Return name and text of the warning. `step`: of the checkpoint; `most`: restarts in all."""
-    attempt = current_attempt()
+def restarts(lineage: int) -> int:
+    """Return how often the ranks of this launch were started again."""
+    return lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage))
+
+
+def restart_warning(number: int, cause: str, step: int, most: int) -> tuple[str, str]:
+    """Return name and text of the warning of restart `number` of `most`, from step `step`."""
     text = (
-        f"a trainer rank failed ({cause}); all ranks have started again from step {step}, restart "
-        f"{attempt} of at most {most} (trainer.max_restarts)"
+        f"a trainer rank failed ({cause or 'its log shows no reason'}); all ranks have started "
+        f"again from step {step}, restart {number} of at most {most} (trainer.max_restarts)"
     )
     logger.warning("%s", text)
-    return f"trainer_restart_{attempt}", text
+    return f"trainer_restart_{number}", text
+
+
+def _own_log() -> str:
+    """Return the file that this process prints to; empty where it prints to none."""
+    log = Path("/proc/self/fd/1").resolve()
+    return log.read_text(errors="replace") if log.is_file() else ""

@@ -27,7 +27,7 @@ from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.learning import FAILED_SHARES
 from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
-from megatron_async.train_loop.attempt import current_attempt
+from megatron_async.train_loop.attempt import restarts
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
@@ -285,7 +285,7 @@ class TrainLoop:
             "train/grad_norm": report.grad_norm,
             "train/learning_rate": report.learning_rate,
             "train/skipped_updates": report.skipped_updates,
-            "train/restarts": current_attempt(),
+            "train/restarts": restarts(self.resume.lineage),
             "train/tokens": report.num_tokens,
             "train/trained_tokens": report.num_trained_tokens,
             "train/microbatches": report.num_microbatches,

@@ -12,6 +12,7 @@ from megatron_async.config import RunConfig
 from megatron_async.places.lifeline import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.garbage_collection import unsearched
+from megatron_async.train_loop.attempt import begin_attempt
 from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
@@ -23,13 +24,14 @@ def train(
     directory: RunDirectory, config: RunConfig, place_address: str, stop: StopRequest
 ) -> None:
     """Run one rank, from the newest checkpoint to the export."""
+    cause = begin_attempt(directory)
     with unsearched(frozen=True):
         from megatron_async.trainer.device import import_megatron
 
         import_megatron()
         from megatron_async.train_loop import assembly
 
-    assembly.train(directory, config, place_address, stop)
+    assembly.train(directory, config, place_address, stop, cause)
 
 
 def main(arguments: list[str]) -> int:

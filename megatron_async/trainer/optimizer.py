@@ -191,8 +191,9 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
     square = 0.0
     for part in optimizer.chained_optimizers:
         norms = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            torch.linalg.vector_norm(piece, dtype=torch.float64)  # which copies the piece
             for gradient in part.get_main_grads_for_grad_norm()
+            for piece in gradient.flatten().split(1 << 20)
         ]
         square_1 = torch.zeros(1, dtype=torch.float64) + sum(norm.square() for norm in norms)
         dist.all_reduce(square_1, group=part.get_grad_stats_parallel_group())

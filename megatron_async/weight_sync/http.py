@@ -76,6 +76,8 @@ def call(
             status, answer = response.status, response.read(MOST_BYTES + 1)
             if len(answer) > MOST_BYTES:
                 raise http.client.HTTPException(f"it answered with more than {MOST_BYTES} bytes")
+            if response.length:  # `read` with a limit is silent about an answer that is cut off
+                raise http.client.IncompleteRead(answer, response.length)
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(
             f"engine {engine.engine_id} ({engine.url}): {method} /{path} failed within "

@@ -17,6 +17,7 @@ Invariants
 - A wait for another rank has the group's time limit.
 """
 
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ class WeightPublisher:
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
         """Collective. `directory`: where `disk` and `delta` publish, and nobody else does."""
-        self._settings = config.weights
+        self._settings, self._directory = config.weights, directory
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
         # An in-flight update that keeps the KV cache must not flush it.
@@ -236,6 +237,8 @@ class WeightPublisher:
         """The newest update is verified: remove older published files that nobody needs."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
+        elif self._sender is not None:  # an earlier launch may have had another transport
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
         """Leave the engines alone."""

@@ -91,10 +91,28 @@ def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
         assert code == 1 and last.startswith("error: the trainer was killed by SIGKILL"), last
 
 
-def test_a_run_that_is_ended_leaves_no_process_and_no_file(run: Started) -> None:
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 130
-    assert run.left() == []
+def test_a_run_that_is_ended_leaves_no_process_and_two_versions_of_its_weights(
+    tmp_path: Path,
+) -> None:
+    """In a directory that runs share, whatever processes before it have left in the run's part."""
+    shared = tmp_path / "shared"
+    weights = {"transport": "disk", "directory": str(shared), "verify": "never"}
+    run = Started(tmp_path, weights=weights)
+    try:
+        [mine] = shared.iterdir()
+        assert mine.name.startswith("run-")
+        left = [mine / "0.77", mine / ".0.78.partial", shared / "another-run" / "0.0"]
+        for directory in left:
+            directory.mkdir(parents=True)
+        run.until(lambda: [path.exists() for path in left] == [False, False, True], 30)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == 130
+        assert run.left() == []
+        assert 1 <= sum(path.name[:1] != "." for path in mine.iterdir()) <= 3
+    finally:
+        run.process.kill()
+        for process in run.left():
+            process.kill()
 
 
 @pytest.mark.parametrize("run", [("-c", NOTEBOOK)], indirect=True, ids=["notebook"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,9 +57,15 @@ def test_what_a_kill_has_left_before_there_was_a_lock_is_removed_later() -> None
         for left, seconds in ((old, 90), (new, 0)):
             left.mkdir()
             os.utime(left, (time.time() - seconds,) * 2)
+        used = parent / f"used{mine.name}"
+        used.mkdir()
+        (used / "socket").touch()
+        os.utime(used, (time.time() - 90,) * 2)
         with own_directory():
             assert not old.exists() and new.exists(), "that may be in the making"
+            assert used.exists(), "it lives, and something removed the file of its lock"
         new.rmdir()
+        shutil.rmtree(used)
 
 
 def test_a_directory_of_a_process_goes_with_the_next_one_after_its_death(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnde
 
 
 def test_it_goes_on_after_each_of_several_killed_ranks_and_reports_it(run: RunUnderFire) -> None:
-    run.directory.report_failure("a checkpoint could not be written", 1, attempt=0)
+    run.directory.report_failure("a checkpoint could not be written", 1, "an earlier one")
     for _ in range(KILLS):
         run.kill("trainer")
     lines = json_lines(run.directory.metrics_file.read_bytes())

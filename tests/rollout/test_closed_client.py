@@ -238,3 +238,17 @@ async def test_weights_of_another_type_than_the_server_was_started_with_are_its_
     async with answering(answer) as url:
         with pytest.raises(EngineError, match=f"weights of type '{dtype}' instead of float32"):
             await SGLangClient.connect("engine0", url, EngineConfig(dtype="float32"))
+
+
+async def test_an_answer_that_is_cut_off_is_no_answer() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"success": true}')
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    asked = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
+    with pytest.raises(EngineCallError, match="IncompleteRead"):
+        await asyncio.to_thread(asked)
+    server.close()

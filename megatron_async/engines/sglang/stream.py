@@ -109,8 +109,7 @@ class StreamDecoder:
         end = _end_of(meta.get("finish_reason"))
         prompt = len(self.request.input_ids)
         if meta.get("prompt_tokens", prompt if end == "abort" else None) != prompt:
-            found = meta.get("prompt_tokens")
-            raise BadReport(f"it read {found!r} tokens of a prompt of {prompt}")
+            raise BadReport(f"it read {meta.get('prompt_tokens')!r} tokens of a prompt of {prompt}")
         self._take_new_tokens(report, meta, aborted=end == "abort")
         spans = meta.get("weight_versions")
         if spans is None:

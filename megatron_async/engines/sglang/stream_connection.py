@@ -44,7 +44,6 @@ class StreamConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._ended = self._paused = False
         self._reusable_until = 0.0
-        self._most = 0
 
     # ------------------------------------------------------------ called by the event loop
 

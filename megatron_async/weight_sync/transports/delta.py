@@ -121,9 +121,6 @@ class DeltaSender(DiskSender):
             delta.discard()
             raise
 
-    def _kept(self) -> list[Path]:
-        return [*self._published, *self._deltas]
-
     def _find_base(self, name: str) -> Path | None:
         """The newest other version that is published whole; None when it is a full one's turn."""
         if self._in_a_row + 1 >= self.settings.delta_full_every:

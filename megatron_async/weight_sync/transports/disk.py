@@ -2,9 +2,9 @@
 
 Invariants
 - A version's directory exists complete or not at all (`version_directory.py`).
-- The directory is this run's alone. When an update is verified, `KEEP` versions of this process
-  stay, the one being served among them, and all else in it is removed: older versions, those of
-  processes before this one, and what a kill has left half-written.
+- The version being served is never removed; of the older ones `KEEP` - 1 stay.
+- The directory is this run's alone. When an update is verified, all else in it is removed: versions
+  of processes before this one, and what a kill has left half-written.
 - Pipeline stages write their shards side by side; the last stage publishes.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.http import gather
+from megatron_async.weight_sync.receiver import DELTA_SUFFIX
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,
@@ -87,16 +88,13 @@ class DiskSender(WeightSender):
             raise
 
     def settle(self) -> None:
-        """The newest update is verified; of several pipeline stages the one that publishes removes
-        what is older."""
+        """The newest update is verified: remove what other processes have left. Does nothing in
+        pipeline stages that do not publish."""
         if self._published:
-            wanted = {path.name for path in self._kept()}
+            wanted = {path.name for path in self._published}
             for found in self._directory.iterdir():
-                if found.name not in wanted:
+                if found.name.removesuffix(DELTA_SUFFIX) not in wanted:
                     shutil.rmtree(found, ignore_errors=True)
-
-    def _kept(self) -> list[Path]:
-        return self._published
 
     def _load(self, paths: Sequence[str], transfer: Transfer) -> None:
         """Each engine loads its own path."""
@@ -115,8 +113,9 @@ class DiskSender(WeightSender):
 
 
 def keep(published: list[Path], path: Path) -> None:
-    """Make `path` the newest of at most `KEEP` directories that stay."""
+    """`path` is served now: remove all but the newest `KEEP` directories of the list."""
     if path in published:
         published.remove(path)
     published.append(path)
-    del published[:-KEEP]
+    while len(published) > KEEP:
+        shutil.rmtree(published.pop(0), ignore_errors=True)
