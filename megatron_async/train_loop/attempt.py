@@ -1,6 +1,6 @@
 """Attempts of the trainer: when a rank fails, torchrun starts all of them again.
 
-Attempts are told apart by the port at which the ranks of all nodes meet, and counted by lineages:
+Each attempt has a port of its own, at which the ranks of all nodes meet; lineages count attempts:
 torchrun's own count is not the same on every node.
 
 Invariants

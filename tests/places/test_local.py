@@ -138,7 +138,7 @@ def test_a_socket_that_is_removed_from_outside_is_no_death(tmp_path: Path, what:
         with pytest.raises(ComponentFailure, match=sentence):
             placed.ask("pid", limit=LIMIT)
         died = rf"subject has died \(waiting for pid\), or its socket {socket_file} was removed"
-        with pytest.raises(PlacedDead, match=died):  # who has found it by its name cannot tell
+        with pytest.raises(PlacedDead, match=died):  # found by its name
             found.ask("pid", limit=LIMIT)
 
 
