@@ -1,7 +1,7 @@
 """Attempts of the trainer: when a rank fails, torchrun starts all of them again.
 
-Each attempt has a port of its own, at which the ranks of all nodes meet; lineages count attempts:
-torchrun's own count is not the same on every node.
+Each attempt has a port of its own, at which the ranks of all nodes meet. Lineages count attempts,
+since torchrun's own count is not the same on every node.
 
 Invariants
 - A failure belongs to one attempt: what an earlier one has left is no cause of a later end.
@@ -41,8 +41,12 @@ def begin_attempt(directory: RunDirectory) -> str:
 
 
 def restarts(lineage: int) -> int:
-    """Return how often the ranks of this launch were started again."""
-    return lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage))
+    """Return how often the ranks of this launch were started again.
+
+    An attempt that failed before it took a lineage shows in torchrun's count of its own node.
+    """
+    own = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return max(own, lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage)))
 
 
 def restart_warning(number: int, cause: str, step: int, most: int) -> tuple[str, str]:
