@@ -1,0 +1,60 @@
+"""What belongs to which attempt of the trainer, and how often torchrun has started it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import ATTEMPT_LINE
+from megatron_async.run_directory import RunDirectory
+from megatron_async.train_loop.attempt import (
+    FIRST_LINEAGE_VARIABLE,
+    begin_attempt,
+    current_attempt,
+    restarts,
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "lineage", "own", "expected"),
+    [
+        ("3", 3, "0", 0),
+        ("3", 5, "2", 2),
+        ("3", 5, "0", 2),  # this node's agent has seen a change of members, which it counts as none
+        ("3", 3, "1", 1),  # the attempt before ended before it had a lineage
+        (None, 7, "0", 0),
+    ],
+)
+def test_restarts_are_counted_alike_on_every_node(
+    first: str | None, lineage: int, own: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", own)
+    if first is None:
+        monkeypatch.delenv(FIRST_LINEAGE_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(FIRST_LINEAGE_VARIABLE, first)
+    assert restarts(lineage) == expected
+
+
+def test_only_the_failure_of_an_earlier_attempt_is_a_cause_and_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.config_file.touch()
+    monkeypatch.setenv("MASTER_PORT", "1001")
+    directory.report_failure("the disk was full", 1, current_attempt())
+    directory.report_failure("a rank lost its connection", 1, current_attempt())
+    monkeypatch.setenv("MASTER_PORT", "1002")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert begin_attempt(directory) == "" and capfd.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert begin_attempt(directory) == "the disk was full"
+    assert capfd.readouterr().out == f"{ATTEMPT_LINE}\n"
+    assert directory.take_failure() is None
+    directory.report_failure("no room again", 1, current_attempt())
+    begin_attempt(directory)
+    left = directory.take_failure()
+    assert left is not None and left["sentence"] == "no room again", "that of this attempt stays"
