@@ -51,9 +51,11 @@ def restarts(lineage: int) -> int:
 
 def restart_warning(number: int, cause: str, step: int, most: int) -> tuple[str, str]:
     """Return name and text of the warning of restart `number` of `most`, from step `step`."""
+    where = f"the checkpoint of step {step}" if step else "the beginning"
     text = (
         f"a trainer rank failed ({cause or 'its log shows no reason'}); all ranks have started "
-        f"again from step {step}, restart {number} of at most {most} (trainer.max_restarts)"
+        f"again from {where}; {max(0, most - number)} of {most} restarts are left "
+        "(trainer.max_restarts)"
     )
     logger.warning("%s", text)
     return f"trainer_restart_{number}", text
