@@ -15,7 +15,7 @@ from megatron_async.engines.interface import EngineStatus, GenerationRequest, To
 from megatron_async.engines.sglang.stream import BadReport, StreamDecoder
 from megatron_async.trajectory.possible import LARGEST_LOGPROB, SMALLEST_LOGPROB
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.http import json_object
+from megatron_async.weight_sync.http import MOST_BYTES, json_object
 from tests.engine import make_request
 
 VOCABULARY, STOP = 50, 2
@@ -125,7 +125,11 @@ def span(start: Any, end: Any, version: Any = "0.1") -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
+# Tested where they are read: the first in test_stream_connection.py, the others in
+# tests/rollout/test_closed_client.py.
+OF_CALLS = {"the size of an answer", "a checksum", "the type of its weights"}
 MALFORMED: dict[str, list[dict[str, Any]]] = {
+    "a report": [{"id": "w2"}, {"id": None}, {"prompt_tokens": 9}, {"prompt_tokens": None}],
     "a token": [
         {"output_ids": [4, 5.0, 6]},
         {"output_ids": [4, "5", 6]},
@@ -221,10 +225,11 @@ def documented() -> dict[str, str]:
 def test_the_table_of_what_may_come_is_what_is_checked() -> None:
     """Every row refuses something above, everything that is refused has its row, in numbers too."""
     table = documented()
-    assert table.keys() == BAD.keys() | MALFORMED.keys() | {"a load report"}
+    assert table.keys() == BAD.keys() | MALFORMED.keys() | OF_CALLS | {"a load report"}
     for row, bounds in {
         "a log-prob": (SMALLEST_LOGPROB, LARGEST_LOGPROB),
         "a load report": (LARGEST_USAGE,),
+        "the size of an answer": (MOST_BYTES >> 20,),
     }.items():
         numbers = re.findall(r"-?\d[\d,.]*\d|\d", table[row])
         assert {f"{bound:,g}" for bound in bounds} <= set(numbers), row
