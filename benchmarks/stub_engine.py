@@ -127,6 +127,8 @@ class Stub:
                 }
                 load |= {"max_total_num_tokens": 1 << 24, "token_usage": 0.5}
                 return {"loads": [load]}
+            case "/server_info":
+                return {"dtype": "float32"}
             case "/model_info":
                 return {"weight_version": self.version}
             case "/stub":

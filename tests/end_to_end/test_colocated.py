@@ -58,7 +58,9 @@ def calls_of_a_loop() -> list[str]:
         model=ModelConfig(dtype="float32"),
         weights=SimpleNamespace(verify="every"),
     )
-    publisher: Any = SimpleNamespace(publish=lambda engines, version: calls.append("send") or [])
+    publisher: Any = SimpleNamespace(
+        publish=lambda *_: calls.append("send") or [], settle=lambda: None
+    )
     loop: Any = TrainLoop(
         config=config,
         trainer=trainer,  # type: ignore[arg-type]
@@ -100,7 +102,7 @@ def given_back_before_engines_take_it(folder: Path) -> int:
     loop: Any = TrainLoop(
         config=config,
         trainer=SimpleNamespace(step=0, version=PolicyVersion(0, 0)),  # type: ignore[arg-type]
-        publisher=SimpleNamespace(publish=lambda engines, version: []),  # type: ignore[arg-type]
+        publisher=SimpleNamespace(publish=lambda *_: [], settle=lambda: None),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(wait=lambda: None, take_finalised=list),  # type: ignore[arg-type]
         link=link if rank == 0 else None,  # type: ignore[arg-type]
         metrics=None,

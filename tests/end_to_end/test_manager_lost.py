@@ -102,7 +102,7 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
         checkpoint=SimpleNamespace(every_steps=1),
         weights=SimpleNamespace(verify="never"),
     )
-    publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
+    publisher: Any = SimpleNamespace(publish=lambda *_: [], settle=lambda: None)
     resume = ResumePoint(4, 0, 3, 99)
     loop = TrainLoop(
         config=config,
