@@ -10,7 +10,7 @@ import signal
 from typing import Final
 
 ATTEMPT_LINE: Final = "the ranks of the trainer start"
-"""Begins each attempt of a trainer in its log."""
+"""Line in the trainer's log at which each start of its ranks begins."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
@@ -53,7 +53,7 @@ def shown(value: object) -> str:
 
 _RANK = re.compile(r"^\[rank(\d+)\]:\s?")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::\s*(.*))?$")
-# At the end of torchrun, and before it starts the ranks again.
+# Messages of torchrun: the first when it ends, the second before it restarts the ranks.
 _KILLED = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: -(?P<signal>\d+)", re.DOTALL
 )
@@ -87,7 +87,7 @@ def cause_in_log(text: str) -> str | None:
     """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
     Python exception, each as one line; None when the log shows neither.
 
-    Of a trainer's log what follows the last `ATTEMPT_LINE` counts.
+    In a trainer's log, only the text after the last `ATTEMPT_LINE` is searched.
     """
     text = text.rpartition(ATTEMPT_LINE)[2]
     killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)

@@ -66,7 +66,7 @@ class RunDirectory:
     data_file = _Place("data.json")
     """Identity of the data files that the run reads: `tasks.data_identity`."""
     id_file = _Place("id")
-    """Random, so that no other run has what this one names by it."""
+    """Random name of the run, for directories outside of the run directory."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
@@ -181,12 +181,16 @@ class RunDirectory:
         return read_json_object(file, f"{file}") if file.exists() else {}
 
     def weights_directory(self, parent: str) -> Path:
-        """Return where this run, and no other, publishes weights; `parent`: `weights.directory`."""
+        """Return the directory in which only this run publishes weights.
+
+        Args:
+            parent: `weights.directory`; empty for a directory inside the run directory.
+        """
         if not parent:
             return self.path / "weights"
         if not self.id_file.exists():
             write_atomically(self.id_file, f"{self.path.name}-{secrets.token_hex(8)}")
-        # A run that is moved keeps the number of this file, and a copy has another one.
+        # The inode number stays when the run directory is moved, and differs in a copy of it.
         return Path(parent) / f"{self.id_file.read_text()}-{self.id_file.stat().st_ino:x}"
 
     def tokenizer_digest(self) -> str:
@@ -219,9 +223,14 @@ class RunDirectory:
         )
 
     def report_failure(self, sentence: str, exit_code: int, attempt: str = "") -> None:
-        """Leave one sentence for whoever started this process; the first one of an attempt stays.
+        """Write the message of a failure to `failure_file`, for the launcher.
 
-        `attempt`: what the ranks have alike that torchrun has started together.
+        Only the first failure of an attempt is kept; it replaces that of an earlier attempt.
+
+        Args:
+            sentence: The message.
+            exit_code: Exit code of the process.
+            attempt: Identity of the attempt (`train_loop.attempt.current_attempt`).
         """
         known = json.loads(self.failure_file.read_text()) if self.failure_file.exists() else None
         if known is not None and known["attempt"] == attempt:
@@ -229,12 +238,15 @@ class RunDirectory:
         content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
         write_atomically(self.failure_file, json.dumps(content))
 
-    def take_failure(self, but_of: str | None = None) -> dict[str, Any] | None:
-        """The sentence that a process left, if any, in another attempt than `but_of`; removed."""
+    def take_failure(self, except_of: str | None = None) -> dict[str, Any] | None:
+        """Remove the reported failure and return it; None if there is none.
+
+        A failure of the attempt `except_of` is neither removed nor returned.
+        """
         if not self.failure_file.exists():
             return None
         found: dict[str, Any] = json.loads(self.failure_file.read_text())
-        if found["attempt"] == but_of:
+        if found["attempt"] == except_of:
             return None
         with writing(self.failure_file):
             self.failure_file.unlink()
@@ -255,7 +267,11 @@ class RunDirectory:
         raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
 
     def check_there(self) -> None:
-        """Raise ComponentFailure where the directory of a run that goes on is gone."""
+        """Check that the run directory still exists while the run continues.
+
+        Raises:
+            ComponentFailure: The directory was moved or removed.
+        """
         if not self.config_file.exists():
             raise ComponentFailure(
                 f"{self.path} was moved or removed while the run went on: put it back in place of "

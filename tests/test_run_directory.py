@@ -162,7 +162,7 @@ def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Pat
     directory.raise_failure(directory.logs / "trainer.log")  # nothing is left
 
 
-def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
+def test_weights_directory_differs_between_runs_and_their_copies(tmp_path: Path) -> None:
     """Not where they share `weights.directory`, and not where one is a copy of the other."""
     first = RunDirectory(tmp_path / "a" / "run")
     first.path.mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_no_two_runs_publish_weights_in_one_place(tmp_path: Path) -> None:
     assert len({place, *(run.weights_directory(shared) for run in others)}) == 3
 
 
-def test_a_run_whose_directory_is_gone_reports_that_instead_of_what_follows(tmp_path: Path) -> None:
+def test_failure_names_the_run_directory_when_it_was_moved(tmp_path: Path) -> None:
     settings = build_config({"root": str(tmp_path), "name": "run"})
     gone = rf"^{tmp_path}/run was moved or removed while the run went on: put it back in place of "
     with pytest.raises(ComponentFailure, match=gone), new_run(settings, "test") as directory:

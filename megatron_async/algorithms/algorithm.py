@@ -104,7 +104,8 @@ class Algorithm:
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
         metrics = batch_staleness(batch.lag_T, batch.loss_mask_T, batch.resumed_S[first_E])
-        rewards_E = self._rewards(batch)  # before rejection takes tokens from the KL
+        # Computed before rejection, because the KL to the reference counts all tokens.
+        rewards_E = self._rewards(batch)
         batch = replace(batch, shaped_rewards_S=rewards_E[index_S])
         if self.needs_old_logprobs:
             batch, found = self._decoupled(batch)

@@ -41,10 +41,10 @@ def to_host(values: Tensor) -> npt.NDArray[Any]:
 class DeviceBatch:
     """S sequences, T tokens; what `TokenBatch` does not have is None until it is computed.
 
-    `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer, `shaped_rewards_S` (with
-    length shaping and the reference KL), `advantages_T` and `is_weights_T` (decoupled correction)
-    by the algorithm. `columns` are those that a token carries beyond these, [T, ...], for a loss
-    of the user's.
+    `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer. The algorithm fills in
+    `shaped_rewards_S` (rewards with length shaping and the reference KL), `advantages_T` and
+    `is_weights_T` (decoupled correction). `columns` holds further values of each token, [T, ...],
+    for a loss function of the user's.
     """
 
     token_ids_T: Tensor

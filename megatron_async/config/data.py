@@ -139,7 +139,7 @@ class DataConfig(FileConfig):
     @model_validator(mode="before")
     @classmethod
     def _kind(cls, values: Any) -> Any:
-        """Make `files` the default where a path is given."""
+        """Default `kind` to `files` if `path` or `sources` is set."""
         if isinstance(values, dict) and (values.get("path") or values.get("sources")):
             return {"kind": "files", **values}
         return values

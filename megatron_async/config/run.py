@@ -82,9 +82,9 @@ class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps, one per batch; none = as many as `epochs` take, or 200 without `epochs`."""
+    """Number of batches, with one optimizer step each. Unset: derived from `epochs`, else 200."""
     epochs: int = Field(0, ge=0)
-    """Times that each example is learned; 0 = as often as `steps` allow."""
+    """Number of times that each example is trained on; 0 = as often as `steps` allow."""
     batch_sequences: int = Field(64, ge=1)
     """Examples per step."""
     examples: int = Field(20000, ge=1)
@@ -114,7 +114,7 @@ class SFTConfig(Settings):
 
     @property
     def batches(self) -> int:
-        """Batches that are trained on, and the span of the learning rate."""
+        """Number of batches to train on; the learning-rate schedule spans them."""
         if self.epochs:
             return math.ceil(self.epochs * self.examples / self.batch_sequences)
         return self.steps or _SFT_STEPS
@@ -270,7 +270,7 @@ class RunConfig(Settings):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates that the trainer makes of one batch, those of all epochs."""
+        """Number of optimizer updates per batch, over all epochs."""
         return self.schedule.updates_per_batch * self.algorithm.epochs
 
     @property

@@ -74,7 +74,11 @@ class EngineHost:
         self._relay: StreamRelay | None = None
 
     async def start(self) -> tuple[str, str]:
-        """Start the server; return its URL and the type of its weights. ComponentFailure."""
+        """Start the server; return its URL and the dtype of its weights.
+
+        Raises:
+            ComponentFailure: The server did not start.
+        """
         await asyncio.to_thread(self._server.start)
         return await self.serve(self._server.url), self._settings.dtype
 

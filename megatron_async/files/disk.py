@@ -151,7 +151,11 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def check_file_names() -> None:
-    """Raise UserError where this Python could not name every file."""
+    """Check that this Python can encode every file name.
+
+    Raises:
+        UserError: The file-system encoding is not UTF-8.
+    """
     if (encoding := sys.getfilesystemencoding()) != "utf-8":
         raise UserError(
             f"this Python names files in {encoding}, which not every path can be written in: set "
@@ -160,7 +164,10 @@ def check_file_names() -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what `replacing` has left there when its process was killed. For who alone writes."""
+    """Remove temporary files of `replacing` from `directory`, left by processes that were killed.
+
+    Call this only while no other process writes to the directory.
+    """
     for left in directory.glob(".*.????????.tmp"):
         left.unlink(missing_ok=True)
 

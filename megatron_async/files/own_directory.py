@@ -77,9 +77,9 @@ def user_directory(name: str) -> Path:
 
 
 def process_directory(prefix: str, where: Path) -> Path:
-    """Make a new directory of this process in `where`.
+    """Create a directory in `where` whose name holds this process's id; return its path.
 
-    Those of processes that no longer exist are removed.
+    Directories with this prefix are removed if their processes no longer exist.
     """
     where.mkdir(parents=True, exist_ok=True)
     for left in where.glob(prefix + "*"):
@@ -91,11 +91,15 @@ def process_directory(prefix: str, where: Path) -> Path:
 
 
 def _remove_if_left(directory: Path) -> None:
-    """Remove a directory unless its maker lives, or has just made it and holds no lock yet."""
+    """Remove a directory whose creator has died.
+
+    A directory without a lock file is removed only if it is old and empty: a new one is not locked
+    yet, and one with files may belong to a live process whose lock file was deleted.
+    """
     try:
         lock = os.open(directory / "lock", os.O_RDWR)
     except OSError:
-        with suppress(OSError):  # there is more in it: its maker lives, and lost the lock's file
+        with suppress(OSError):  # `rmdir` refuses a directory with other files
             if time.time() - directory.lstat().st_mtime > _UNLOCKED_SECONDS:
                 (directory / "new").unlink(missing_ok=True)
                 directory.rmdir()

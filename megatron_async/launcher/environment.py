@@ -66,7 +66,7 @@ def trainer_environment(
     `one_machine`: all ranks and engines are on this one. `nvls`: as engines have it. `place`: where
     the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`.
     `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which cannot lie in
-    expandable segments. `first_lineage`: of this launch.
+    expandable segments. `first_lineage`: number of the first lineage of this launch.
     """
     defaults = dict(_TRAINER_DEFAULTS)
     if not hands_memory_to_engines:

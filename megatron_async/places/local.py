@@ -222,6 +222,7 @@ class _Process:
 
     @property
     def runs(self) -> bool:
+        """Return whether the process is still running."""
         return not self._dead and self._running.returncode is None
 
     def _spawn(self) -> None:
@@ -310,7 +311,7 @@ class _Process:
             return self._why
 
     def end(self) -> None:
-        """Kill it and all that it started; return when they are gone, within a limit."""
+        """Kill the process and its descendants; wait until they have ended, within a limit."""
         with self._changed:
             ended_before, self._ending = self._ending, True
             self._changed.notify_all()

@@ -30,9 +30,10 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait for processes that were killed, not only children; return whether all ended in time.
+    """Wait until killed processes have ended; return whether all did within the time limit.
 
-    A zombie has ended, and may stay for ever: process 1 of a container often reaps nothing.
+    They need not be children of this process. A zombie counts as ended, because process 1 of a
+    container may never reap it.
     """
     deadline = time.monotonic() + seconds
     left = [*processes]

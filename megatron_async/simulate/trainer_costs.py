@@ -51,7 +51,7 @@ class TrainerCosts:
     settings: SimulateConfig
     microbatch_tokens: int
     sharded_optimizer: bool
-    epochs: int = 1
+    epochs: int
 
     @property
     def _model_ranks(self) -> int:
@@ -59,7 +59,12 @@ class TrainerCosts:
         return self.layout.tensor * self.layout.pipeline
 
     def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
-        """Training on these sequences (prompt + response lengths), `updates` updates an epoch."""
+        """Return the seconds of training on one batch, all epochs.
+
+        Args:
+            sequence_tokens: Prompt and response tokens of each sequence.
+            updates: Optimizer updates per epoch.
+        """
         count = len(sequence_tokens)
         if self.settings.padding == "batch":
             sequence_tokens = [max(sequence_tokens)] * count
@@ -82,7 +87,7 @@ class TrainerCosts:
 
     @property
     def passes(self) -> float:
-        """Work on a token in an epoch, in units of one forward pass."""
+        """Work per token and epoch, in units of one forward pass."""
         extra = self.settings.extra_forward_passes / self.epochs
         trained = self.settings.training_flops_per_parameter / 2
         return trained + self.settings.recompute_activations + extra

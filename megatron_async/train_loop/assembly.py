@@ -39,7 +39,7 @@ def train(
 ) -> None:
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
 
-    `cause`: why the attempt before ended, where there was one.
+    `cause`: message of the previous attempt's failure; empty if unknown.
     """
     with ExitStack() as stack:
         session = parallel_session(
@@ -115,10 +115,14 @@ def _export(
 def _warnings(
     config: RunConfig, number: int, cause: str, damaged: Iterable[Checkpoint], loaded: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the user should know of this start, from the checkpoint of step `loaded`.
+    """Yield the name and text of each warning about this start.
 
-    `number`: restarts of this launch; `cause`: of the last one. `damaged`: checkpoints that are
-    passed over.
+    Args:
+        config: The run's settings.
+        number: Restarts of this launch so far.
+        cause: Message of the failure before the newest restart; empty if unknown.
+        damaged: Checkpoints that were skipped.
+        loaded: Step of the checkpoint that was loaded.
     """
     if number:
         yield restart_warning(number, cause, loaded, config.trainer.max_restarts)

@@ -1,11 +1,14 @@
-"""Attempts of the trainer: when a rank fails, torchrun starts all of them again.
+"""Restarts of the trainer: when one rank fails, torchrun starts all ranks again.
 
-Each attempt has a port of its own, at which the ranks of all nodes meet. Lineages count attempts,
-since torchrun's own count is not the same on every node.
+A start of all ranks is called an attempt. Attempts are identified by the port at which their ranks
+connect (MASTER_PORT), which torchrun chooses anew for each one. They are counted by lineages,
+because agents of several nodes do not share torchrun's own count.
 
 Invariants
-- A failure belongs to one attempt: what an earlier one has left is no cause of a later end.
-- A restart is a warning (console, metrics.jsonl, report, trackers) that names cause and checkpoint.
+- A failure belongs to one attempt: an earlier attempt's failure is never reported as the cause of a
+  later end.
+- Each restart adds a warning with its cause and its checkpoint to the console, metrics.jsonl, the
+  report and the trackers.
 """
 
 import logging
@@ -18,50 +21,60 @@ from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 FIRST_LINEAGE_VARIABLE: Final = "MEGATRON_ASYNC_FIRST_LINEAGE"
-"""Number of the first lineage of a launch; set by whoever starts its ranks."""
+"""Environment variable with the number of the first lineage of a launch; the launcher sets it."""
 
 
 def current_attempt() -> str:
-    """Return what only the ranks of this attempt have alike."""
+    """Return the identity of this attempt, equal on all its ranks."""
     return os.environ.get("MASTER_PORT", "")
 
 
 def begin_attempt(directory: RunDirectory) -> str:
-    """Mark the begin in the log; return, on rank 0, why the attempt before has ended, if it shows.
+    """Write `ATTEMPT_LINE` to the log, and remove an earlier attempt's failure on rank 0.
 
-    To be called first of all, so that no other rank can have failed before.
+    Call this before anything that can fail, so that no rank of this attempt has failed yet.
+
+    Returns:
+        The message of the earlier failure; empty on other ranks and if no message was left.
     """
-    cause = ""
-    if os.environ.get("RANK", "0") == "0":
-        left = directory.take_failure(but_of=current_attempt())
-        cause = left["sentence"] if left else cause_in_log(_own_log()) or ""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(ATTEMPT_LINE, flush=True)
-    return cause
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    failure = directory.take_failure(except_of=current_attempt())
+    return str(failure["sentence"]) if failure else ""
 
 
 def restarts(lineage: int) -> int:
-    """Return how often the ranks of this launch were started again.
+    """Return how many times torchrun has restarted the ranks of this launch.
 
-    An attempt that failed before it took a lineage shows in torchrun's count of its own node.
+    An attempt that failed before it had a lineage is only in the count of torchrun's own agent.
     """
     own = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return max(own, lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage)))
 
 
 def restart_warning(number: int, cause: str, step: int, most: int) -> tuple[str, str]:
-    """Return name and text of the warning of restart `number` of `most`, from step `step`."""
+    """Return the name and the text of the warning about a restart, and log the text.
+
+    Args:
+        number: Restarts so far, this one included.
+        cause: Message of the failure; empty to search the log of this node for the cause.
+        step: Step of the checkpoint that was loaded; 0 if there was none.
+        most: `trainer.max_restarts`.
+    """
+    cause = cause or _cause_in_own_log() or "its log shows no reason"
     where = f"the checkpoint of step {step}" if step else "the beginning"
     text = (
-        f"a trainer rank failed ({cause or 'its log shows no reason'}); all ranks have started "
-        f"again from {where}; {max(0, most - number)} of {most} restarts are left "
-        "(trainer.max_restarts)"
+        f"a trainer rank failed ({cause}); all ranks have started again from {where}; "
+        f"{max(0, most - number)} of {most} restarts are left (trainer.max_restarts)"
     )
     logger.warning("%s", text)
     return f"trainer_restart_{number}", text
 
 
-def _own_log() -> str:
-    """Return the file that this process prints to; empty where it prints to none."""
+def _cause_in_own_log() -> str | None:
+    """Search the previous attempt's part of the log file that this process writes to."""
     log = Path("/proc/self/fd/1").resolve()
-    return log.read_text(errors="replace") if log.is_file() else ""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return cause_in_log(text.rpartition(ATTEMPT_LINE)[0])

@@ -6,8 +6,9 @@ Invariants
   batch is split over data-parallel ranks and microbatches.
 - Log-probs are at the batch's sampling temperature.
 - `step` counts batches, skipped ones too: it is the number of the policy version that the weights
-  are. With the number of the update in its batch it gives the learning rate, so that skipped
-  updates delay no schedule. `applied_updates` counts those that were made: Adam's own count.
+  are. The learning rate depends on `step` and on the number of the update within the step, so that
+  skipped updates do not delay the schedule. `applied_updates` counts the updates that were applied:
+  Adam's own count.
 """
 
 import logging
@@ -237,7 +238,7 @@ class PolicyTrainer:
     ) -> PolicyUpdate:
         """Gradient of the whole (mini)batch and one guarded optimizer step.
 
-        `number` counts the updates of this step, from 0.
+        `number`: index of the update within this step.
         """
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, algorithm, denominators, entropy=entropy)

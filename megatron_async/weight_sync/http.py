@@ -22,7 +22,8 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
 MOST_BYTES = 16 << 20
-"""Of an answer to a call; the checksums of 10,000 parameters are some 1.5 MB."""
+"""Size limit of the answer to a call. The largest valid answer is about 1.5 MB: checksums of 10,000
+parameters, at 150 bytes each."""
 _ANSWER_CHARACTERS = 500
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def call(
             status, answer = response.status, response.read(MOST_BYTES + 1)
             if len(answer) > MOST_BYTES:
                 raise http.client.HTTPException(f"it answered with more than {MOST_BYTES} bytes")
-            if response.length:  # `read` with a limit is silent about an answer that is cut off
+            if response.length:  # `read` with a limit does not report a truncated answer itself
                 raise http.client.IncompleteRead(answer, response.length)
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(

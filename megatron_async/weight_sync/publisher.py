@@ -192,7 +192,7 @@ class WeightPublisher:
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """Collective. `directory`: where `disk` and `delta` publish, and nobody else does."""
+        """Collective. `directory`: where `disk` and `delta` publish; only this run may use it."""
         self._settings, self._directory = config.weights, directory
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
@@ -234,10 +234,10 @@ class WeightPublisher:
         return [engine.engine_id for engine in wanted]
 
     def settle(self) -> None:
-        """The newest update is verified: remove older published files that nobody needs."""
+        """Remove files published by earlier processes; call this once an update is verified."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
-        elif self._sender is not None:  # an earlier launch may have had another transport
+        elif self._sender is not None:  # an earlier launch may have published files here
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ class WeightReceiver:
 
 
 def make_root(parent: Path | None = None) -> Path:
-    """A new directory for one receiver of this process."""
+    """Create a directory for one receiver of this process; return its path."""
     return process_directory(_PREFIX, parent or large_files_directory())
 
 

@@ -193,7 +193,7 @@ def test_rapid_advantages_follow_the_current_policy(leave_one_out: bool, decoupl
         algorithm.prepare_minibatch(batch)
 
 
-def test_rapid_has_the_rewards_from_before_rejection_as_every_estimator_has() -> None:
+def test_rapid_advantages_use_the_rewards_from_before_rejection() -> None:
     """The KL to the reference is that of all tokens, also of those that are not trained."""
     rejection = {"preset": "disabled", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
     algorithm = algorithm_of(

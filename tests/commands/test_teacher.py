@@ -135,7 +135,7 @@ def test_every_example_is_learned_once_before_one_is_again() -> None:
     assert [example for batch in once for example in batch] == flat[:10]
 
 
-def test_a_setting_that_the_teachers_answers_decide_is_refused(tmp_path: Path) -> None:
+def test_from_teacher_is_refused_when_data_steps_or_epochs_are_set(tmp_path: Path) -> None:
     for name, value in {"data": "mine.jsonl", "steps": 7, "epochs": 2}.items():
         config = settings(tmp_path).with_section("sft", **{name: value})
         with pytest.raises(UserError, match=rf"^sft\.{name} is .*{value}.*: leave it out$"):

@@ -91,7 +91,7 @@ def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
         assert code == 1 and last.startswith("error: the trainer was killed by SIGKILL"), last
 
 
-def test_a_run_that_is_ended_leaves_no_process_and_two_versions_of_its_weights(
+def test_interrupted_run_leaves_no_process_and_no_foreign_weights(
     tmp_path: Path,
 ) -> None:
     """In a directory that runs share, whatever processes before it have left in the run's part."""

@@ -141,19 +141,21 @@ def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], mes
         ({"prompt_tokens": None}, "it read None tokens of a prompt of 2"),
     ],
 )
-def test_a_report_on_another_request_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_report_is_refused_when_it_is_about_another_request(
+    changes: dict[str, Any], message: str
+) -> None:
     report = _report([5], 1, [("0.1", 0, 1)])
     with pytest.raises(BadReport, match=message):
         new_decoder().feed({**report, "meta_info": {**report["meta_info"], **changes}})
 
 
-def test_a_request_that_is_aborted_in_the_queue_has_read_no_prompt() -> None:
+def test_report_may_lack_prompt_tokens_when_aborted_in_the_queue() -> None:
     report = _report([], 0, [("0.1", 0, 0)], {"type": "abort"})
     del report["meta_info"]["prompt_tokens"]
     assert new_decoder().feed(report)[-1].end == "abort"
 
 
-def test_a_report_without_an_end_is_refused_at_the_size_of_the_largest_one() -> None:
+def test_report_is_refused_when_it_exceeds_the_largest_size() -> None:
     decoder, piece, size = new_decoder(), b"x" * (1 << 16), 0
     with pytest.raises(BadReport, match="bytes came without the end of a report"):
         while size < 1 << 30:

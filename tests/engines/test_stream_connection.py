@@ -150,7 +150,7 @@ def test_what_is_no_http_is_a_bad_report(answer: bytes) -> None:
     ],
     ids=["chunk", "length", "no length", "error", "error in chunks"],
 )
-def test_an_answer_that_is_larger_than_any_can_be_is_not_kept(head: bytes) -> None:
+def test_answer_is_refused_when_it_is_too_large(head: bytes) -> None:
     async def scenario(served: Served) -> None:
         reading = asyncio.create_task(served.body())
         served.feed(head)

@@ -50,7 +50,7 @@ def test_compiled_code_is_kept_for_the_next_process(
     assert temporary_files(tmp_path, environment)["TORCHINDUCTOR_CACHE_DIR"] == cache
 
 
-def test_what_a_kill_has_left_before_there_was_a_lock_is_removed_later() -> None:
+def test_own_directory_removes_unlocked_directories_when_old_and_empty() -> None:
     parent = user_directory("megatron-async")
     with own_directory() as mine:
         old, new = (parent / f"left{seconds}{mine.name}" for seconds in (90, 0))
@@ -68,7 +68,7 @@ def test_what_a_kill_has_left_before_there_was_a_lock_is_removed_later() -> None
         shutil.rmtree(used)
 
 
-def test_a_directory_of_a_process_goes_with_the_next_one_after_its_death(tmp_path: Path) -> None:
+def test_process_directory_removes_directories_of_dead_processes(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from megatron_async.files.own_directory import process_directory\n"

@@ -183,7 +183,7 @@ def test_commands_refuse_as_processes(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_python_that_cannot_name_every_file_is_refused_with_the_remedy() -> None:
+def test_command_is_refused_when_the_file_system_encoding_is_ascii() -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_async.cli", "train", "--config", "x.yaml"],

@@ -151,7 +151,7 @@ def test_a_killed_launch_leaves_the_run_free(run: RunDirectory) -> None:
         pass
 
 
-def test_who_has_the_run_removes_what_a_kill_has_left_half_written(run: RunDirectory) -> None:
+def test_claimed_removes_temporary_files_of_killed_processes(run: RunDirectory) -> None:
     left = run.path / ".store.json.0f3a9c21.tmp"
     other = run.path / ".mine"
     for file in (left, other):

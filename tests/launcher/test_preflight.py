@@ -124,7 +124,7 @@ def test_a_batch_of_worked_answers_larger_than_their_file_is_refused(folder: Pat
     check_run(settings(folder, sft={"data": str(file), "batch_sequences": 8}), generates=False)
 
 
-def test_the_rate_of_fine_tuning_by_epochs_spans_the_batches_that_the_data_give(
+def test_sft_batches_follow_from_the_data_when_epochs_are_set(
     folder: Path,
 ) -> None:
     file = folder / "worked.jsonl"

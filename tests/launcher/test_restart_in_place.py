@@ -65,7 +65,7 @@ def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnde
     assert {process.pid for process in run.processes("engine")} == engines
 
 
-def test_it_goes_on_after_each_of_several_killed_ranks_and_reports_it(run: RunUnderFire) -> None:
+def test_run_warns_of_each_restart_when_ranks_are_killed(run: RunUnderFire) -> None:
     run.directory.report_failure("a checkpoint could not be written", 1, "an earlier one")
     for _ in range(KILLS):
         run.kill("trainer")
@@ -89,7 +89,7 @@ def test_it_goes_on_after_each_of_several_killed_ranks_and_reports_it(run: RunUn
     assert max(lineages) == KILLS, log[-3000:]
 
 
-def test_the_failure_of_an_attempt_that_was_recovered_from_is_no_cause_of_the_end(
+def test_run_ends_with_the_last_cause_when_restarts_are_used_up(
     run: RunUnderFire,
 ) -> None:
     with pytest.raises(

@@ -83,7 +83,7 @@ def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
     assert gone(pid) and not directory_of(place).exists()
 
 
-def test_the_end_waits_for_what_it_kills_outside_the_group(tmp_path: Path) -> None:
+def test_end_waits_for_descendants_when_they_are_in_another_process_group(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         pid = place.start(Subject, name="subject").ask("start_large", limit=LIMIT)
     assert gone(pid)
@@ -120,7 +120,7 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["socket", "directory"])
-def test_a_socket_that_is_removed_from_outside_is_no_death(tmp_path: Path, what: str) -> None:
+def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) -> None:
     """As by what cleans up /tmp; also for whoever has found the object by its name."""
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")

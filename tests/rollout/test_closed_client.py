@@ -207,7 +207,7 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_an_answer_larger_than_any_can_be_is_the_engines_failure() -> None:
+async def test_call_fails_when_the_answer_is_too_large() -> None:
     """Also to the calls of a trainer (`EngineCallError`)."""
     async with answering(b"[" * (17 << 20)) as url:
         client = SGLangClient("engine0", url, EngineConfig())
@@ -220,7 +220,7 @@ async def test_an_answer_larger_than_any_can_be_is_the_engines_failure() -> None
 
 
 @pytest.mark.parametrize("checksum", [None, "", 7, ["a"]])
-async def test_a_checksum_that_is_none_is_the_engines_failure(checksum: Any) -> None:
+async def test_checksum_fails_when_it_is_not_a_text(checksum: Any) -> None:
     async with answering(orjson.dumps({"per_engine_checksum": checksum})) as url:
         client = SGLangClient("engine0", url, EngineConfig())
         with pytest.raises(EngineError, match="its weights_checker cannot be: ValueError"):
@@ -229,18 +229,18 @@ async def test_a_checksum_that_is_none_is_the_engines_failure(checksum: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "anything", None])
-async def test_weights_of_another_type_than_the_server_was_started_with_are_its_failure(
+async def test_connect_fails_when_the_server_has_another_dtype(
     dtype: str | None,
 ) -> None:
     """The check of log-probs is exact where all compute in float32, and only there."""
     loads = [{"max_total_num_tokens": 1000}]
     answer = orjson.dumps({"loads": loads, "max_req_input_len": 100, "dtype": dtype})
     async with answering(answer) as url:
-        with pytest.raises(EngineError, match=f"weights of type '{dtype}' instead of float32"):
+        with pytest.raises(EngineError, match=f"dtype is {dtype!r} instead of float32"):
             await SGLangClient.connect("engine0", url, EngineConfig(dtype="float32"))
 
 
-async def test_an_answer_that_is_cut_off_is_no_answer() -> None:
+async def test_call_fails_when_the_answer_is_truncated() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"success": true}')

@@ -34,7 +34,7 @@ def test_each_update_adds_its_fixed_cost() -> None:
     assert twice - once == pytest.approx(3.0)
 
 
-def test_each_epoch_trains_the_batch_anew_and_shares_the_passes_before_it() -> None:
+def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
     simulated = {"trainer_seconds_per_update": 3.0, "extra_forward_passes": 2.0}
     once = costs(**simulated)
     thrice = replace(once, epochs=3)

@@ -26,7 +26,7 @@ from megatron_async.train_loop.attempt import (
         (None, 7, "0", 0),
     ],
 )
-def test_restarts_are_counted_alike_on_every_node(
+def test_restarts_are_equal_on_all_nodes_when_torchrun_counts_differ(
     first: str | None, lineage: int, own: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", own)
@@ -37,7 +37,7 @@ def test_restarts_are_counted_alike_on_every_node(
     assert restarts(lineage) == expected
 
 
-def test_only_the_failure_of_an_earlier_attempt_is_a_cause_and_is_forgotten(
+def test_begin_attempt_removes_only_failures_of_earlier_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory = RunDirectory(tmp_path)

@@ -73,7 +73,7 @@ def test_matrices_decay_and_norms_do_not(tmp_path: Path, optimizer: dict[str, An
         assert decayed[name] == pytest.approx(without[name] - lost * value, abs=1e-6), name
 
 
-def test_the_gradient_norm_of_a_large_tensor_is_exact_however_it_is_cut(
+def test_gradient_norm_is_exact_when_a_tensor_is_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch.norm` in float32 is 1.7e-3 too small at as many elements."""

@@ -96,7 +96,7 @@ def test_a_batch_is_trained_in_h_minibatches(model_dir: Path) -> None:
         assert report.log_weights.size == report.num_trained_tokens, "those of all minibatches"
 
 
-def test_the_learning_rate_reaches_its_end_with_the_last_update_of_the_last_epoch(
+def test_learning_rate_reaches_its_minimum_at_the_last_update_of_the_last_epoch(
     model_dir: Path,
 ) -> None:
     """Also where updates or a whole batch were skipped, and after a resume."""

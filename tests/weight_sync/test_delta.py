@@ -178,7 +178,7 @@ def test_an_update_sends_differences_and_a_late_engine_asks_for_the_whole() -> N
 
 
 @pytest.mark.parametrize("transport", [DiskSender, DeltaSender])
-def test_a_verified_update_removes_what_earlier_versions_and_processes_have_left(
+def test_settle_removes_versions_of_earlier_processes(
     transport: type[DiskSender],
 ) -> None:
     """Two models stay however often the run is resumed; nothing goes before that."""

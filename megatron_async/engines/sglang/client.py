@@ -85,7 +85,8 @@ class SGLangClient:
         self.longest_tokens: int | None = None
         """Prompt and response together: what was generated is part of the input of a resumption."""
         self.dtype: str | None = None
-        self._dtype = settings.dtype  # of a server that was started with it; `auto`: any
+        # The dtype that the server was started with; `auto` if this client does not know it.
+        self._expected_dtype = settings.dtype
         # An engine that answers nothing for as long as this is hung by the settings' own measure.
         self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
@@ -124,9 +125,9 @@ class SGLangClient:
             info = await self._get_json("server_info")
             longest = info.get("max_req_input_len")
             self.longest_tokens = None if longest is None else count_of(longest)
-            self.dtype = str(info["dtype"])
-            if self._dtype not in ("auto", self.dtype):
-                raise ValueError(f"weights of type {self.dtype!r} instead of {self._dtype}")
+            self.dtype = info["dtype"]
+            if self._expected_dtype not in ("auto", self.dtype):
+                raise ValueError(f"dtype is {self.dtype!r} instead of {self._expected_dtype}")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""

@@ -6,9 +6,9 @@ Invariants
   when a request is aborted in the queue.)
 - A token's id is a whole number that its log-prob is labelled with, a log-prob a number.
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
-- A report names the request and the number of prompt tokens that were sent; one that is queued when
-  it is aborted has no such number.
-- An event has at most the bytes that a report of all tokens has (`most_bytes`).
+- Every report has the id of the request and the number of its prompt tokens. Only the report of a
+  request that was aborted in the queue lacks the number.
+- An event is at most as large as a report of the whole response (`most_bytes`).
 - Tokens whose version is not known yet are held back until a report has it (a server that was not
   started by `server` reports it only at the end).
 """
@@ -35,7 +35,7 @@ _FIRST_ERROR_STATUS = 400
 _REFUSAL_STATUSES = (400, 413, 422)
 
 _BYTES_OF_A_REPORT = 1 << 20
-_BYTES_OF_A_TOKEN = 128  # its id, its log-prob with the id again, and room
+_BYTES_OF_A_TOKEN = 128  # about 45 in SGLang's JSON: id, log-prob, id again
 _LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
@@ -60,7 +60,7 @@ def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
 
 
 def most_bytes(request: GenerationRequest) -> int:
-    """Return the most bytes of one report: all tokens of the response with log-probs, and more."""
+    """Return an upper bound for the size of one report, in bytes."""
     return _BYTES_OF_A_REPORT + _BYTES_OF_A_TOKEN * request.max_new_tokens
 
 
@@ -68,7 +68,8 @@ def most_bytes(request: GenerationRequest) -> int:
 class StreamDecoder:
     """Turns the reports of one streamed request, in order, into chunks.
 
-    `wire_id` is the request's name at the server, which may change before the first report.
+    `wire_id` is the id under which the server has the request. The client changes it when it sends
+    the request again on another connection.
     """
 
     request: GenerationRequest

@@ -9,9 +9,9 @@ Invariants
   `ConnectionError`, which also a closed pool raises for what is still read.
 - A connection is used again only after a whole answer, and not when the server may be closing it;
   one that a server which stood still has closed all the same is a `KeptConnectionLost`.
-- Nothing is read ahead beyond `_MOST_UNREAD` bytes and one read of the socket, and a part of an
-  answer (a chunk, a body without chunks, an error) has at most the bytes that the request allows: a
-  larger one is a `BadReport` before it is read.
+- At most `_MOST_UNREAD` bytes and one read of the socket are buffered ahead of the reader. A chunk,
+  a body without chunks or an error body that is larger than the request allows raises `BadReport`
+  before it is read completely.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class StreamConnection(asyncio.Protocol):
         return quiet and time.monotonic() < self._reusable_until
 
     def send(self, request: bytes, most: int) -> None:
-        """Begin with the next request; a part of its answer has at most `most` bytes."""
+        """Send the next request; `most` limits each chunk of its answer, in bytes."""
         self._status, self._whole, self._reusable_until = 0, False, 0.0
         self._most = most
         self._transport.write(request)
@@ -167,6 +167,7 @@ class StreamConnection(asyncio.Protocol):
         return body
 
     def _check_size(self, size: int) -> None:
+        """Raise ValueError if a chunk or body of `size` bytes is larger than allowed."""
         if size > self._most:
             raise ValueError(f"a part of {size} bytes, where {self._most} are the most")
 
@@ -200,7 +201,9 @@ class StreamConnections:
         self._open: set[StreamConnection] = set()
 
     async def post(self, path: str, body: bytes, most: int) -> AsyncGenerator[bytes, None]:
-        """The body of the answer, in parts of at most `most` bytes.
+        """Send a request and yield the body of its answer, in parts.
+
+        `most` limits each chunk, and a body without chunks, in bytes.
 
         Raises OSError, TimeoutError, BadReport (Refusal), ConnectionError, KeptConnectionLost.
         """

@@ -3,8 +3,8 @@
 Invariants
 - A version's directory exists complete or not at all (`version_directory.py`).
 - The version being served is never removed; of the older ones `KEEP` - 1 stay.
-- The directory is this run's alone. When an update is verified, all else in it is removed: versions
-  of processes before this one, and what a kill has left half-written.
+- The directory belongs to this run alone. Once an update is verified, versions of earlier processes
+  and partly written versions are removed from it.
 - Pipeline stages write their shards side by side; the last stage publishes.
 """
 
@@ -88,8 +88,10 @@ class DiskSender(WeightSender):
             raise
 
     def settle(self) -> None:
-        """The newest update is verified: remove what other processes have left. Does nothing in
-        pipeline stages that do not publish."""
+        """Remove everything except the versions that this process keeps.
+
+        Does nothing in pipeline stages that do not publish.
+        """
         if self._published:
             wanted = {path.name for path in self._published}
             for found in self._directory.iterdir():
