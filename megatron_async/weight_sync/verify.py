@@ -25,7 +25,8 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 _NAMED = 4
-_SCALES = re.compile(r"scale(_inv|_2)?$")
+# Scales of quantized weights, and the copies of them that some of SGLang's fp8 products need.
+_SCALES = re.compile(r"_?scale(_inv|_2)?(_shuffled|_swizzled|_deepgemm)?$")
 _FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\."), ".experts.w13_"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\."), ".experts.w2_"),
@@ -66,12 +67,19 @@ class NameCheck:
         self._sent: set[str] = set()
 
     def add(self, names: Iterable[str]) -> None:
-        """Names about to be sent. Raises ComponentFailure on one that no engine would load."""
+        """Add the names of tensors that are about to be sent.
+
+        SGLang's checksums cover the product of an fp8 weight and its scale under the name of the
+        weight, so the name of a scale is accepted if that of its weight is known.
+
+        Raises:
+            ComponentFailure: No engine would load a tensor of one of these names.
+        """
         owners = {name: engine_parameter(name) for name in names}
         unknown = [
             name
             for name, owner in owners.items()
-            if owner not in self._known and name not in self._known
+            if self._known.isdisjoint({name, owner, _SCALES.sub("", owner)})
         ]
         if unknown:
             raise ComponentFailure(

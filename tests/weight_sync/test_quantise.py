@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import server_command
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.models.families import read_architecture
+from megatron_async.models.families import read_architecture, stage_rules
 from megatron_async.weight_sync.quantise import (
     BLOCK,
     check_fp8,
@@ -25,6 +31,7 @@ from megatron_async.weight_sync.quantise import (
     quantised_tensors,
     quantization_config,
 )
+from megatron_async.weight_sync.verify import NameCheck, engine_parameter
 
 Float64 = NDArray[np.float64]
 
@@ -180,3 +187,103 @@ def test_an_fp8_engine_starts_without_weights_and_gets_the_form(tmp_path: Path) 
     assert override == {"quantization_config": quantization_config(read_architecture(model))}
     plain = server_command(EngineConfig(), model, 1, "cuda")
     assert "--load-format" not in plain
+
+
+@pytest.mark.slow
+@pytest.mark.one_core
+def test_scales_are_accepted_when_sglang_lists_its_checksums(tmp_path: Path) -> None:
+    """Run SGLang's own list in a child process: its stand-ins must not reach other tests."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    architecture = read_architecture(_model(tmp_path))
+    experts = range(architecture.experts.num if architecture.experts else 1)
+    names = [
+        name
+        for rule, layer in stage_rules(architecture)
+        for expert in (experts if rule.expert else [0])
+        for name in rule.tensor_names(layer, expert)
+    ]
+    quantised = quantised_names(architecture)
+    child = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import print_names; print_names()"],
+        input=json.dumps([[name, name in quantised] for name in names]),
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    known = frozenset(json.loads(child.stdout.splitlines()[-1]))
+    assert "model.layers.0.mlp.experts.w13_weight" in known
+    assert not any(name.endswith("scale_inv") for name in known)
+    stream = ((name, torch.ones(BLOCK, BLOCK)) for name in names)
+    sent = [name for name, _ in quantised_tensors(stream, quantised)]
+    check = NameCheck(known)
+    check.add(sent)
+    check.finish()
+    with pytest.raises(ComponentFailure, match="do not know 'other.weight_scale_inv'"):
+        check.add(["other.weight_scale_inv"])
+
+
+def print_names() -> None:
+    """Read [Hugging Face name, is fp8] pairs; print the names for which SGLang has checksums."""
+    from megatron_async.engines.sglang.cpu import install_stand_ins
+
+    install_stand_ins()
+    from sglang.srt.utils import weight_checker
+
+    model = _sglang_model(json.load(sys.stdin))
+    entries = weight_checker._build_check_entries(
+        dict(model.named_parameters()), set(), weight_checker._build_quantized_set(model)
+    )
+    print(json.dumps([entry.name for entry in entries]))
+
+
+def _sglang_model(names: Iterable[tuple[str, bool]]) -> torch.nn.Module:
+    """Return modules whose fp8 parameters SGLang's own quantization methods have created."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+
+    form = Fp8Config(
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="dynamic",
+        weight_block_size=[BLOCK, BLOCK],
+    )
+    common = {"params_dtype": torch.bfloat16, "weight_loader": None}
+
+    def linear() -> torch.nn.Module:
+        module: Any = torch.nn.Module()
+        module.quant_method = Fp8LinearMethod(form)
+        module.quant_method.create_weights(
+            module, BLOCK, [BLOCK], BLOCK, BLOCK, skip_block_quant_check=True, **common
+        )
+        return module
+
+    def experts() -> torch.nn.Module:
+        module: Any = torch.nn.Module()
+        module.moe_tp_size, module.moe_runner_config = 1, SimpleNamespace(is_gated=True)
+        module.quant_method = Fp8MoEMethod(form)
+        module.quant_method.create_weights(module, 4, BLOCK, BLOCK, with_bias=False, **common)
+        return module
+
+    model = torch.nn.Module()
+    for name, is_fp8 in names:
+        path, _, parameter = engine_parameter(name).rpartition(".")
+        parent = model
+        *parents, leaf = path.split(".")
+        for part in parents:
+            parent = parent.get_submodule(part) if hasattr(parent, part) else _add(parent, part)
+        if not hasattr(parent, leaf):
+            made = torch.nn.Module()
+            if is_fp8:
+                made = experts() if leaf == "experts" else linear()
+            parent.add_module(leaf, made)
+        if not is_fp8:
+            module = parent.get_submodule(leaf)
+            module.register_parameter(parameter, torch.nn.Parameter(torch.ones(1)))
+    return model
+
+
+def _add(parent: torch.nn.Module, name: str) -> torch.nn.Module:
+    parent.add_module(name, torch.nn.Module())
+    return parent.get_submodule(name)
