@@ -24,21 +24,27 @@ from megatron_async.errors import UserError
 
 _LARGE_FILES_VARIABLE: Final = "MEGATRON_ASYNC_LARGE_FILES"
 _UNLOCKED_SECONDS: Final = 60.0
-_COMPILED_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+# Caches of compiled kernels, which later processes of this user reuse. Triton's default is in the
+# home directory: on a network file system, ranks that write there together crash now and then.
+_COMPILED: Final = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a child process that leaves temporary files and sockets behind.
 
-    They go to `directory`, which is removed with the child. What is large goes where the user wants
-    temporary files (`large_files_directory`), and what a later process can use to its caches.
+    They go to `directory`, which is removed with the child. Large files go where the user wants
+    temporary files (`large_files_directory`). Compiled kernels go to a directory on this node that
+    stays, `/tmp/megatron-async-compiled-UID`, unless `environment` names others.
     """
-    cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    compiled = f"{cache}/megatron_async/torchinductor"
+    compiled = user_directory("megatron-async-compiled")
+    caches = {
+        variable: environment.get(variable) or str(compiled / name)
+        for variable, name in _COMPILED.items()
+    }
     return {
         "TMPDIR": str(directory),
         _LARGE_FILES_VARIABLE: tempfile.gettempdir(),
-        _COMPILED_VARIABLE: environment.get(_COMPILED_VARIABLE) or compiled,
+        **caches,
     }
 
 
@@ -71,7 +77,10 @@ def user_directory(name: str) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{path}, where sockets are kept, belongs to somebody else")
+        raise UserError(
+            f"{path} is no directory of this user; sockets, logs and compiled kernels are kept "
+            f"there. Remove it, or ask its owner to"
+        )
     path.chmod(0o700)
     return path
 

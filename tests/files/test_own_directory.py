@@ -38,16 +38,17 @@ def test_temporary_files_of_a_child_are_removed_with_it_but_large_ones_keep_thei
 
 
 @pytest.mark.parametrize(
-    ("environment", "cache"),
-    [
-        ({"XDG_CACHE_HOME": "/c"}, "/c/megatron_async/torchinductor"),
-        ({"TORCHINDUCTOR_CACHE_DIR": "/mine", "XDG_CACHE_HOME": "/c"}, "/mine"),
-    ],
+    ("variable", "name"),
+    [("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")],
 )
-def test_compiled_code_is_kept_for_the_next_process(
-    tmp_path: Path, environment: dict[str, str], cache: str
+def test_compiled_kernels_stay_on_this_node_unless_the_user_names_a_directory(
+    tmp_path: Path, variable: str, name: str
 ) -> None:
-    assert temporary_files(tmp_path, environment)["TORCHINDUCTOR_CACHE_DIR"] == cache
+    home = {"HOME": "/network/home", "XDG_CACHE_HOME": "/network/cache"}
+    kept = Path(f"/tmp/megatron-async-compiled-{os.getuid()}")
+    assert temporary_files(tmp_path, home)[variable] == str(kept / name)
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert temporary_files(tmp_path, home | {variable: "/mine"})[variable] == "/mine"
 
 
 def test_own_directory_removes_unlocked_directories_when_old_and_empty() -> None:
