@@ -10,6 +10,7 @@ import ast
 import asyncio
 import importlib.util
 import inspect
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.nccl_errors import WEIGHT_GROUP_VARIABLES
 from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from megatron_async.weight_sync.transports.tensor import _DEVICE_ARGUMENT, TensorSender
@@ -138,6 +140,9 @@ class RecordedNccl:
         assert isinstance(given["store"], dist.Store)
         assert (given["rank"], given["size"]) == (0, 3)
         assert given["options"]._timeout > timedelta(0)
+        assert {name: os.environ.get(name) for name in WEIGHT_GROUP_VARIABLES} == (
+            WEIGHT_GROUP_VARIABLES
+        )
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         assert timeout == timedelta(seconds=5)
@@ -156,6 +161,7 @@ def test_our_group_on_gpus_is_made_as_recorded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl, raising=False)
     link = _Link("group", "nccl", socket.create_server(("127.0.0.1", 0)), 3)
     link.join()
+    assert not WEIGHT_GROUP_VARIABLES.keys() & os.environ.keys()
     link.set_limit(5.0)
     link.start(torch.zeros(2))
     assert link.done

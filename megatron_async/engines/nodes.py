@@ -34,8 +34,6 @@ _EVERY_INTERFACE: Final = "0.0.0.0"
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
-    # A dead rank ends the others' collectives as an error instead of leaving them to wait.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 

@@ -75,6 +75,11 @@ def test_what_a_host_name_resolves_to_does_not_matter(monkeypatch: pytest.Monkey
     assert found in routed or not routed
 
 
+def test_training_groups_keep_torchs_own_error_handling() -> None:
+    found = communication_environment({}, one_machine=True, nvls=True)
+    assert not [name for name in found if name.startswith("TORCH_NCCL")]
+
+
 def test_what_is_set_wins() -> None:
     given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1", "NCCL_DEBUG": "INFO"}
     assert not set(given) & set(communication_environment(given, one_machine=True, nvls=True))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_async.engines.sglang.weight_updater import AheadHooks
+import pytest
+
+from megatron_async.engines.sglang.weight_updater import AheadHooks, join
 
 
 @dataclass
@@ -91,3 +94,22 @@ def test_a_receive_that_is_posted_is_ended_with_its_group_when_an_update_begins(
 class _Done:
     def wait(self) -> None:
         return None
+
+
+def test_joining_restores_the_users_variables_when_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    seen: list[tuple[str, str]] = []
+
+    def original(_updater: Any, group_name: str) -> None:
+        names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
+        seen.append((os.environ[names[0]], os.environ[names[1]]))
+        raise RuntimeError(group_name)
+
+    with pytest.raises(RuntimeError, match="lost"):
+        join(original, None, group_name="lost")
+    assert seen == [("2", "1")]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ

@@ -1,9 +1,9 @@
-"""Prints whether SGLang's own group builder meets under the keys that our sender uses.
+"""Prints where SGLang's own weight updater connects, and the NCCL variables that it does so with.
 
     python -m tests.weight_sync.sglang_rendezvous
 
-A line for each device, from a fork: the imports, ten seconds, are made once. A backend of our own
-stands for NCCL or gloo: torch hands it the store in which the ranks meet.
+A line for each device, from a fork: the imports, ten seconds, are made once. A backend that this
+module registers stands for NCCL or gloo: torch hands it the store in which the ranks connect.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import importlib
 import json
 import os
 import sys
-from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
 from megatron_async.engines.sglang.cpu import install_stand_ins
+from megatron_async.engines.sglang.weight_updater import join
+from megatron_async.weight_sync.nccl_errors import WEIGHT_GROUP_VARIABLES
 from megatron_async.weight_sync.transports.distributed import rendezvous_store
 
 NAME = "megatron-async-0123"
@@ -29,12 +31,21 @@ class Met(Exception):
     """The group builder has handed its store over."""
 
 
-def meet(device: str) -> dict[str, bool]:
-    """Whether something stands under each device's keys once SGLang has met there by `device`."""
-    from sglang.srt.utils.common import init_custom_process_group
+def meet(device: str) -> dict[str, Any]:
+    """Join a weight group for `device` as an engine does.
+
+    Returns:
+        For each kind of device, whether the group's store has something under the keys that the
+        sender would use; and `variables`, those of `WEIGHT_GROUP_VARIABLES` that were set while
+        the group was constructed.
+    """
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    variables: dict[str, str | None] = {}
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         store.set("from_engine", "here")
+        variables.update({name: os.environ.get(name) for name in WEIGHT_GROUP_VARIABLES})
         raise Met
 
     dist.Backend.register_backend("recording", create, devices=[device])
@@ -43,18 +54,20 @@ def meet(device: str) -> dict[str, bool]:
     found = mock.patch(
         "torch.distributed.distributed_c10d.rendezvous", lambda *_a, **_k: iter([(base, 1, 3)])
     )
-    with found, suppress(Met):
-        init_custom_process_group(
-            backend="recording", init_method="tcp://engine:1", world_size=3, rank=1, group_name=NAME
-        )
-    return {
+    engine = SimpleNamespace(tp_rank=0, _model_update_group={})
+    joining = WeightUpdater.init_weights_update_group
+    with found:
+        # It reports the exception that ends it here.
+        join(joining, engine, "engine", 1, 1, 3, NAME, backend="recording")
+    under = {
         name: rendezvous_store(base, NAME, name).check(["from_engine"]) for name in ("cpu", "cuda")
     }
+    return {**under, "variables": variables}
 
 
 def main() -> None:
     install_stand_ins()
-    importlib.import_module("sglang.srt.utils.common")
+    importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
     for device in ("cpu", "cuda"):
         child = os.fork()
         if child == 0:

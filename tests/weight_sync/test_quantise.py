@@ -222,7 +222,7 @@ def test_scales_are_accepted_when_sglang_lists_its_checksums(tmp_path: Path) -> 
     check = NameCheck(known)
     check.add(sent)
     check.finish()
-    with pytest.raises(ComponentFailure, match="do not know 'other.weight_scale_inv'"):
+    with pytest.raises(ComponentFailure, match=r"do not know 'other\.weight_scale_inv'"):
         check.add(["other.weight_scale_inv"])
 
 

@@ -109,6 +109,7 @@ def install() -> None:
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
             (_LOADS, _loads_in_own_directory, "AROUND", "each start leaves a file"),
             (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
+            (updater.JOIN, updater.join, "AROUND", "a lost node would end healthy engines"),
             (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
             (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),

@@ -14,13 +14,21 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
 from megatron_async.weight_sync.receive_ahead import ReceiveAhead, next_bytes_of
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 RECEIVE = f"{UPDATER}.receive_weights_from_distributed"
+JOIN = f"{UPDATER}.init_weights_update_group"
 LEAVE = f"{UPDATER}.destroy_weights_update_group"
 BEGIN = f"{UPDATER}.begin_weight_update"
 _logger = logging.getLogger(__name__)
+
+
+def join(original: Callable[..., Any], updater: Any, *given: Any, **named: Any) -> Any:
+    """Run `JOIN` so that a lost sender or engine fails the update and not this engine."""
+    with errors_raised_by_wait():
+        return original(updater, *given, **named)
 
 
 class AheadHooks:

@@ -34,6 +34,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
+from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
 from megatron_async.weight_sync.receive_ahead import load_format
 from megatron_async.weight_sync.transports.base import (
     CLEANUP_SECONDS,
@@ -148,7 +149,8 @@ class _Link:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+            with errors_raised_by_wait():
+                self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
 
     def set_limit(self, seconds: float) -> None:
         """The limit of each broadcast from now on."""
