@@ -126,7 +126,7 @@ class EngineConfig(Settings):
     api_key: str = ""
     """Key that servers ask for; needed where hosts differ."""
     start_timeout_seconds: float = Field(240.0, gt=0)
-    """Limit of a start."""
+    """Longest time until a started engine answers; unless set, 1,200 where engines use GPUs."""
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Longest silence of one response, however long it is, while its engine works and has no queue:
     then it is cut off there and resumed."""

@@ -34,6 +34,7 @@ from megatron_async.simulate.planner import sufficient_concurrency
 from megatron_async.weight_sync.gpu_sharing import trainer_ranks_of
 
 _GRAPH_STEP: Final = 8
+_GPU_START_SECONDS: Final = 1200.0
 _GB: Final = 1e9
 _SHARE: Final = "--mem-fraction-static"
 _SET: Final = "as set (file, command line, recipe or preset)"
@@ -171,6 +172,12 @@ def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
     return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
 
 
+def _start_timeout(config: RunConfig, machine: Machine) -> tuple[float, str]:
+    if machine.device == "cpu":
+        return config.engines.start_timeout_seconds, "CPU engines compile nothing"
+    return _GPU_START_SECONDS, "a first start compiles kernels and captures CUDA graphs"
+
+
 def _scorer_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
     base = config.task.scorer_workers
     if machine.cores is None:
@@ -185,6 +192,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
     "engines.stream_interval": _stream_interval,
+    "engines.start_timeout_seconds": _start_timeout,
     "task.scorer_workers": _scorer_workers,
 }
 

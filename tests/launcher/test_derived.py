@@ -38,6 +38,7 @@ def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
     config = run_with()
     assert value_of("engines.max_total_tokens", config, H100) is None
     assert value_of("task.scorer_workers", config, H100) == 96
+    assert value_of("engines.start_timeout_seconds", config, H100) == 1200
     concurrency = value_of("schedule.concurrency", config, H100)
     assert concurrency > 4 * config.schedule.concurrency
     graphs = value_of("engines.cuda_graph_batch", config, H100)
@@ -56,6 +57,7 @@ def test_a_larger_gpu_holds_more_requests() -> None:
     ("section", "given"),
     [
         ("engines", {"max_total_tokens": 65536, "cuda_graph_batch": 64}),
+        ("engines", {"start_timeout_seconds": 240.0}),
         ("schedule", {"concurrency": 64}),
         ("task", {"scorer_workers": 8}),
     ],
@@ -86,6 +88,7 @@ def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
             "schedule.concurrency",
             "engines.cuda_graph_batch",
             "engines.stream_interval",
+            "engines.start_timeout_seconds",
             "task.scorer_workers",
         ]
 
