@@ -1,5 +1,6 @@
 """`megatron-async train`: check the settings, make or find the run, and run it to its end."""
 
+import os
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
+from megatron_async.launcher.environment import allocator_notices
 from megatron_async.launcher.figures import checkpoints_with_room, figures
 from megatron_async.launcher.preflight import (
     Checked,
@@ -129,7 +131,8 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
     derived = derive(config, machine)
     with unsearched():  # the packages of tasks and tokenizers
         checked = check_run(derived.config)
-    checked = replace(checked, notices=(*derived.changes(), *checked.notices))
+    notices = allocator_notices(derived.config, machine.device, os.environ)
+    checked = replace(checked, notices=(*derived.changes(), *notices, *checked.notices))
     check_probe_tolerance(checked.config)
     check_memory(checked.config, machine)
     checkpoints_with_room(checked.config, directory)

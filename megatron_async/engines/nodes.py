@@ -13,6 +13,7 @@ Invariants
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Final
@@ -35,6 +36,9 @@ _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
+# torch reads the first of these that is set.
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SEGMENTS: Final = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -100,6 +104,17 @@ def communication_environment(
         if interface is not None:
             wanted |= dict.fromkeys(missing, interface)
     return {name: value for name, value in wanted.items() if name not in base}
+
+
+def without_expandable_segments(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the allocator variables of `base` that ask for expandable segments, changed.
+
+    Neither CUDA IPC nor SGLang's memory saver works on such memory. Other options of torch's
+    allocator in these variables stay.
+    """
+    found = {name: base[name] for name in ALLOCATOR_VARIABLES if name in base}
+    changed = {n: _SEGMENTS.sub("expandable_segments:False", v) for n, v in found.items()}
+    return {name: value for name, value in changed.items() if value != found[name]}
 
 
 def interface_of(address: str) -> str | None:

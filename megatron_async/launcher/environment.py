@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from megatron_async.engines.nodes import communication_environment
+from megatron_async.config import RunConfig
+from megatron_async.engines.nodes import (
+    ALLOCATOR_VARIABLES,
+    communication_environment,
+    without_expandable_segments,
+)
 from megatron_async.places.local import VISIBLE_VARIABLE
 from megatron_async.runtime.child_process import SAFE_PATH_VARIABLE
 from megatron_async.train_loop.attempt import FIRST_LINEAGE_VARIABLE
@@ -26,8 +31,7 @@ _TRAINER_DEFAULTS: Final = {
     # Tensor parallelism overlaps communication with computation only with one hardware queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-# Fragmentation from sequences of ever-changing length.
-_ALLOCATOR_VARIABLE: Final = "PYTORCH_CUDA_ALLOC_CONF"
+# Sequences of ever-changing length would fragment memory.
 _ALLOCATOR: Final = "expandable_segments:True"
 # torchrun's ranks otherwise meet in one key-value store for all attempts, in which a restarted rank
 # finds the addresses of dead ones. An attempt's number as a prefix would not do: agents of several
@@ -68,10 +72,11 @@ def trainer_environment(
     `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which cannot lie in
     expandable segments. `first_lineage`: number of the first lineage of this launch.
     """
-    defaults = dict(_TRAINER_DEFAULTS)
-    if not hands_memory_to_engines:
-        defaults[_ALLOCATOR_VARIABLE] = _ALLOCATOR
-    added = {name: value for name, value in defaults.items() if name not in base}
+    added = {name: value for name, value in _TRAINER_DEFAULTS.items() if name not in base}
+    if hands_memory_to_engines:
+        added |= without_expandable_segments(base)
+    elif not any(name in base for name in ALLOCATOR_VARIABLES):
+        added[ALLOCATOR_VARIABLES[0]] = _ALLOCATOR
     added |= communication_environment(base, one_machine=one_machine, nvls=nvls)
     # torchrun starts the ranks by `-m`, which puts the working directory on their path.
     added |= {**_TRAINER_FIXED, SAFE_PATH_VARIABLE: "1"}
@@ -79,3 +84,17 @@ def trainer_environment(
     chosen = {PLACE_VARIABLE: place, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
     chosen[FIRST_LINEAGE_VARIABLE] = first_lineage
     return added | {name: value for name, value in chosen.items() if value is not None}
+
+
+def allocator_notices(config: RunConfig, device: str, base: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a notice for each variable of `base` that a run on shared GPUs has to change.
+
+    `device`: the engines' kind of device.
+    """
+    if config.engines.placement != "colocated" or device != "cuda":
+        return ()
+    return tuple(
+        f"{name} is {base[name]!r}; engines.placement colocated does not work with expandable "
+        f"segments. Trainer and engines start with {value!r}"
+        for name, value in without_expandable_segments(base).items()
+    )

@@ -12,9 +12,11 @@ import pytest
 
 from megatron_async.commands import sft
 from megatron_async.config import RunConfig, build_config
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.nodes import communication_environment
+from megatron_async.engines.sglang.process import server_environment
 from megatron_async.launcher import node, rank_job, supervisor
-from megatron_async.launcher.environment import trainer_environment
+from megatron_async.launcher.environment import allocator_notices, trainer_environment
 from megatron_async.run_directory import RunDirectory
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -38,6 +40,28 @@ def test_a_restart_in_place_cannot_be_switched_off() -> None:
 def test_memory_that_an_engine_opens_is_not_in_expandable_segments() -> None:
     assert trainer_environment({}, one_machine=True)[ALLOCATOR] == "expandable_segments:True"
     assert ALLOCATOR not in trainer_environment({}, one_machine=True, hands_memory_to_engines=True)
+
+
+def test_the_users_newer_allocator_variable_replaces_the_default_too() -> None:
+    base = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert ALLOCATOR not in trainer_environment(base, one_machine=True)
+
+
+@pytest.mark.parametrize("variable", [ALLOCATOR, "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_switched_off_in_both_roles_when_they_share_gpus(
+    variable: str,
+) -> None:
+    config = build_config({"engines": {"placement": "colocated"}, "schedule": {"preset": "sync"}})
+    given, changed = "max_split_size_mb:64,expandable_segments:True", "expandable_segments:False"
+    base = {variable: given}
+    trainer = trainer_environment(base, one_machine=True, hands_memory_to_engines=True)
+    engine = server_environment(config.engines, "cuda", ["0"], base)
+    assert trainer[variable] == engine[variable] == f"max_split_size_mb:64,{changed}"
+    assert server_environment(EngineConfig(), "cuda", ["0"], base)[variable] == given
+    [notice] = allocator_notices(config, "cuda", base)
+    assert notice.startswith(f"{variable} is {given!r}; engines.placement colocated")
+    assert allocator_notices(config, "cpu", base) == ()
+    assert allocator_notices(config, "cuda", {variable: changed}) == ()
 
 
 def test_only_what_a_run_has_is_named() -> None:

@@ -30,7 +30,12 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.engines.nodes import communication_environment, hold_port, only_here
+from megatron_async.engines.nodes import (
+    communication_environment,
+    hold_port,
+    only_here,
+    without_expandable_segments,
+)
 from megatron_async.engines.sglang import models
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
@@ -157,6 +162,8 @@ def server_environment(
     environment = without_breaking_variables(base)
     local = only_here(settings.host)
     environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
+    if settings.placement == "colocated":
+        environment |= without_expandable_segments(base)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
