@@ -51,7 +51,13 @@ def test_the_users_newer_allocator_variable_replaces_the_default_too() -> None:
 def test_expandable_segments_are_switched_off_in_both_roles_when_they_share_gpus(
     variable: str,
 ) -> None:
-    config = build_config({"engines": {"placement": "colocated"}, "schedule": {"preset": "sync"}})
+    config = build_config(
+        {
+            "engines": {"placement": "colocated"},
+            "schedule": {"preset": "sync"},
+            "weights": {"transport": "tensor"},
+        }
+    )
     given, changed = "max_split_size_mb:64,expandable_segments:True", "expandable_segments:False"
     base = {variable: given}
     trainer = trainer_environment(base, one_machine=True, hands_memory_to_engines=True)
