@@ -8,7 +8,8 @@
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.
 - layer_spec, hf_config: Megatron modules and configuration of an architecture.
-- modules: what Megatron lacks or has for GPUs alone: attention, norms, rotary embeddings, a router.
+- modules: what Megatron lacks or has for GPUs alone: attention, norms, a router.
+- rotary: rotary embeddings, computed and applied in float32.
 - experts: the linear layers of all experts of a rank in one product.
 - attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.

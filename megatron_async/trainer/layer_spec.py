@@ -30,7 +30,6 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.trainer.capabilities import Backends
 from megatron_async.trainer.experts import GroupedLinear
 from megatron_async.trainer.modules import (
-    LocalGlobalSelfAttention,
     PackedAttention,
     RMSNorm,
     RowParallelLinearNorm,
@@ -61,13 +60,12 @@ def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
     """Return the spec of a layer of Megatron's own modules, with packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
-    attention = LocalGlobalSelfAttention if architecture.local_rope else SelfAttention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=attention,
+                module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,

@@ -1,28 +1,19 @@
-"""Modules of a layer that Megatron lacks, or has for GPUs or with Transformer Engine alone.
-
-Invariants
-- Frequencies of rotary embeddings are computed in float32 in the order of operations that the
-  engines and the published models use: at position 4,000 one unit in the last place of a frequency
-  is already an angle of 1e-4.
-- Their angles are gathered by each token's own position, so no loop over sequences is needed.
-"""
+"""Modules of a layer that Megatron lacks, or has for GPUs or with Transformer Engine alone."""
 
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_async.models.architecture import Rope
 from megatron_async.trainer.attention_kernels import Stream, packed_attention
+from megatron_async.trainer.rotary import RotaryStream, rotate
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,8 +47,9 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Core attention over a packed stream: causal, within each sequence only.
 
-    Takes [T, 1, heads, head_dim], gives [T, 1, heads * head_dim], as Megatron's SelfAttention
-    expects of a core attention. `packed_seq_params` must hold the borders (`cu_seqlens_q`).
+    It takes [T, 1, heads, head_dim] and returns [T, 1, heads * head_dim], as Megatron's
+    SelfAttention expects of a core attention. It rotates queries and keys itself, because Megatron
+    would round sines and cosines to the precision of the model first.
     """
 
     def __init__(
@@ -88,15 +80,16 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: RotaryStream | None = None,
     ) -> Tensor:
-        """Attend within each sequence. Raises ValueError without `packed_seq_params`."""
+        """Rotate, then attend within each sequence. Raises ValueError without a `RotaryStream`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params with the sequence borders")
+        rotation = packed_seq_params.rotation(sliding_window=self.window is not None)
         out_THD = packed_attention(
             Stream(
-                query_THD=query.squeeze(1),
-                key_TGD=key.squeeze(1),
+                query_THD=rotate(query.squeeze(1), rotation),
+                key_TGD=rotate(key.squeeze(1), rotation),
                 value_TGD=value.squeeze(1),
                 cu_seqlens_S1=packed_seq_params.cu_seqlens_q,
                 max_seqlen=int(packed_seq_params.max_seqlen_q),
@@ -131,69 +124,3 @@ class RowParallelLinearNorm(RowParallelLinear):
         """The normalised output; there is no bias to add later (Gemma 3 has none)."""
         output, bias = super().forward(input_)
         return self.post_layernorm(output), bias
-
-
-class LocalGlobalSelfAttention(SelfAttention):
-    """Self-attention that takes both ropes and uses its layer's own.
-
-    They are stacked, [2, T, 1, 1, head_dim], global first; the sliding window is the core
-    attention's business.
-    """
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        is_local = is_layer_window_attention(
-            self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
-        )
-        kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][int(is_local)]
-        return super().forward(hidden_states, attention_mask, **kwargs)
-
-
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled by `rope.kind`.
-
-    Returns float32 [head_dim / 2] on the CPU. The llama3 scaling is that of Llama 3.1's released
-    code: wavelengths beyond the original context are divided by `factor`, with a linear blend in
-    the number of rotations between `low_freq_factor` and `high_freq_factor`. YaRN's is a linear
-    blend in the dimension between those that turn `beta_fast` and `beta_slow` times (Peng et al.,
-    arXiv 2309.00071, section 3.2).
-    """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies = 1.0 / (rope.theta**exponent)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        wavelengths = 2 * math.pi / frequencies
-        context = rope.original_max_positions
-        long = wavelengths > context / rope.low_freq_factor
-        short = wavelengths < context / rope.high_freq_factor
-        span = rope.high_freq_factor - rope.low_freq_factor
-        share = (context / wavelengths - rope.low_freq_factor) / span
-        blended = (1 - share) * frequencies / rope.factor + share * frequencies
-        scaled = torch.where(long, frequencies / rope.factor, blended)
-        return torch.where(short, frequencies, scaled)
-    if rope.kind == "yarn":
-        kept = 1 - _yarn_ramp(rope, head_dim)
-        return 1.0 / (rope.factor * rope.theta**exponent) * (1 - kept) + frequencies * kept
-    return frequencies
-
-
-def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
-    """Share of each frequency that is divided, [head_dim / 2]."""
-
-    def dimension(rotations: float) -> float:
-        """The dimension whose frequency turns so many times in the original context."""
-        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    place = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    return ((place - low) / (high - low or 0.001)).clamp(0, 1)
-
-
-def rotary_angles(inv_freq: Tensor, position_ids_T: Tensor) -> Tensor:
-    """Angles as Megatron's attention takes them: [T, 1, 1, head_dim], float32."""
-    half = torch.outer(position_ids_T.to(torch.float32), inv_freq)
-    return torch.cat((half, half), dim=-1)[:, None, None, :]

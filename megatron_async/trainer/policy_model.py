@@ -33,9 +33,14 @@ from megatron_async.trainer.device import current_device
 from megatron_async.trainer.experts import forget_routing
 from megatron_async.trainer.hf_config import transformer_config
 from megatron_async.trainer.layer_spec import block_spec
-from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
 from megatron_async.trainer.parallel import seed_everything
+from megatron_async.trainer.rotary import (
+    RotaryStream,
+    Rotation,
+    inverse_frequencies,
+    rotary_angles,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +93,7 @@ class PolicyModel(GPTModel):
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(stream),
+            rotary_pos_emb=self._angles_of_the_longest(stream),
             packed_seq_params=self._packed_seq_params(stream),
         )
         if not self.post_process:
@@ -127,25 +132,36 @@ class PolicyModel(GPTModel):
         )
 
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
-        # `thd` makes Megatron squeeze the batch axis and rotate sequence by sequence, as
-        # Transformer Engine's kernels want it; our attention takes [T, 1, heads, head_dim].
-        return PackedSeqParams(
-            qkv_format="thd" if self.backends.transformer_engine else "sbhd",
-            cu_seqlens_q=stream.cu_seqlens_S1,
-            cu_seqlens_kv=stream.cu_seqlens_S1,
-            max_seqlen_q=stream.max_seqlen,
-            max_seqlen_kv=stream.max_seqlen,
-        )
-
-    def _rotary(self, stream: PackedInputs) -> Tensor:
-        device = stream.token_ids_T.device
-        positions_T = stream.position_ids_T
+        borders = {
+            "cu_seqlens_q": stream.cu_seqlens_S1,
+            "cu_seqlens_kv": stream.cu_seqlens_S1,
+            "max_seqlen_q": stream.max_seqlen,
+            "max_seqlen_kv": stream.max_seqlen,
+        }
         if self.backends.transformer_engine:
-            # The fused kernel restarts positions itself and reads one table for the longest.
-            positions_T = torch.arange(stream.max_seqlen, device=device)
+            return PackedSeqParams(qkv_format="thd", **borders)
+        # With `thd` Megatron would squeeze the batch axis; PackedAttention takes
+        # [T, 1, heads, head_dim].
+        rotations = tuple(
+            Rotation.of(inv_freq, stream.position_ids_T)
+            for inv_freq in self._inverse_frequencies(stream.token_ids_T.device)
+        )
+        return RotaryStream(qkv_format="sbhd", rotations=rotations, **borders)
+
+    def _angles_of_the_longest(self, stream: PackedInputs) -> Tensor | None:
+        """Return the angles from which Transformer Engine rotates; None for local layers.
+
+        Its fused kernel restarts positions at each sequence, and reads one table for the longest.
+        """
+        if not self.backends.transformer_engine:
+            return None
+        device = stream.token_ids_T.device
+        [inv_freq] = self._inverse_frequencies(device)
+        return rotary_angles(inv_freq, torch.arange(stream.max_seqlen, device=device))
+
+    def _inverse_frequencies(self, device: torch.device) -> list[Tensor]:
         self._inv_freqs = [inv_freq.to(device) for inv_freq in self._inv_freqs]
-        angles = [rotary_angles(inv_freq, positions_T) for inv_freq in self._inv_freqs]
-        return torch.stack(angles) if len(angles) > 1 else angles[0]
+        return self._inv_freqs
 
     def _embedding_scale(self, dtype: torch.dtype) -> float:
         """sqrt(D), rounded to the model's precision as Gemma's published code does."""

@@ -74,7 +74,7 @@ def compare(root: str) -> None:
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
     from megatron_async.models.families import read_architecture
-    from megatron_async.trainer.modules import inverse_frequencies
+    from megatron_async.trainer.rotary import inverse_frequencies
 
     for folder in Path(root).iterdir():
         override = (folder / "override").read_text()

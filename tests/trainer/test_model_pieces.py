@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
@@ -20,8 +21,14 @@ from megatron_async.models.layout import check_layout
 from megatron_async.trainer.attention_kernels import Stream, packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
-from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
 from megatron_async.trainer.packed import pack_inputs
+from megatron_async.trainer.rotary import (
+    RotaryStream,
+    Rotation,
+    inverse_frequencies,
+    rotary_angles,
+    rotate,
+)
 from tests.hf_models import build_hf_model
 
 DENSE = Architecture(
@@ -150,6 +157,35 @@ class TestRope:
             inverse_frequencies(rope, 8) for rope in (Rope(1e4), Rope(1e4, "linear", 4))
         )
         assert torch.equal(scaled, plain / 4)
+
+    def test_bfloat16_is_rotated_in_float32_and_rounded_once(self) -> None:
+        """Megatron's own function rounds sines and cosines first, which the limit excludes."""
+        generator = torch.Generator().manual_seed(0)
+        positions = torch.tensor([0, 1, 63, 1000, 30000])
+        frequencies = inverse_frequencies(Rope(1e6), 64)
+        exact = torch.randn(5, 3, 64, generator=generator).bfloat16()
+        angles = rotary_angles(frequencies, positions).squeeze(1)
+        cos, sin = angles.cos().double(), angles.sin().double()
+        half = torch.cat((-exact[..., 32:], exact[..., :32]), -1)
+        expected = exact.double() * cos + half.double() * sin
+        ours = rotate(exact, Rotation.of(frequencies, positions))
+        megatrons = _apply_rotary_pos_emb_bshd(exact[:, None], angles[:, None])[:, 0]
+        # One rounding to bfloat16 changes a number by at most 2^-8 of it.
+        limit = expected.abs() * 2.0**-8 + 1e-6
+        assert ours.dtype is torch.bfloat16
+        assert bool(((ours.double() - expected).abs() <= limit).all())
+        assert bool(((megatrons.double() - expected).abs() > limit).any())
+
+    def test_the_gradient_of_a_rotation_is_that_of_its_formula(self) -> None:
+        positions = torch.tensor([0, 5, 900])
+        frequencies = inverse_frequencies(Rope(1e4), 8)
+        x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+        rotation = Rotation.of(frequencies, positions)
+        assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (x,))
+
+    def test_local_layers_refuse_a_stream_without_rotations(self) -> None:
+        with pytest.raises(ValueError, match="need the rotations"):
+            RotaryStream().rotation(sliding_window=False)
 
 
 class TestLayout:
