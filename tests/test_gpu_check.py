@@ -25,7 +25,7 @@ from benchmarks.gpu_check.check import (
     run_here,
 )
 from benchmarks.gpu_check.checks import CHECKS, PART_SECONDS
-from benchmarks.gpu_check.ipc_child import _Unpickler, digest
+from benchmarks.gpu_check.ipc_child import digest, load, named_tensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 
@@ -120,16 +120,13 @@ def test_a_check_that_hangs_ends_at_its_limit() -> None:
 
 
 def test_the_stand_in_reads_what_the_sender_writes() -> None:
-    from base64 import b64decode
-    from io import BytesIO
-
-    from megatron_async.weight_sync.transports.tensor import serialise
+    from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
 
     bucket = [("a", torch.randn(3, 5)), ("b", torch.randn(7).to(torch.bfloat16))]
-    named_tensors = _Unpickler(BytesIO(b64decode(serialise(bucket)))).load()
-    assert [(name, digest(tensor)) for name, tensor in named_tensors] == [
-        (name, digest(tensor)) for name, tensor in bucket
-    ]
+    named = named_tensors(load(serialise(flat_copy(bucket, by_value=True))))
+    assert {name: digest(tensor) for name, tensor in named} == {
+        name: digest(tensor) for name, tensor in bucket
+    }
 
 
 @pytest.mark.slow

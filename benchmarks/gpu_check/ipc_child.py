@@ -50,14 +50,29 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(payload: str) -> tuple[list[tuple[str, Tensor]], str]:
-    """The named tensors, and whose unpickler it was."""
+    """Return the named tensors, and whose unpickler it was."""
     if importlib.util.find_spec("sglang") is not None:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-        return MultiprocessingSerializer.deserialize(payload), "sglang"
-    return _Unpickler(io.BytesIO(base64.b64decode(payload))).load(), "stand-in"
+        return named_tensors(MultiprocessingSerializer.deserialize(payload)), "sglang"
+    return named_tensors(load(payload)), "stand-in"
+
+
+def load(payload: str) -> dict[str, Any]:
+    """Unpickle without SGLang."""
+    loaded: dict[str, Any] = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
+    return loaded
+
+
+def named_tensors(loaded: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Take a bucket apart as SGLang does for the load format `flattened_bucket`."""
+    flat_N = loaded["flattened_tensor"]
+    return [
+        (m.name, flat_N[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
+        for m in loaded["metadata"]
+    ]
 
 
 def main() -> None:

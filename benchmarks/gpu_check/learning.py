@@ -135,7 +135,7 @@ class _Loop:
         Returns the mean reward of the batch.
         """
         from megatron_async.models.export import stage_tensors
-        from megatron_async.weight_sync.transports.tensor import separate, serialise
+        from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
 
         batch, prompts = self._next, self._prompts()
         self._ask(prompts, greedy=False)
@@ -144,8 +144,8 @@ class _Loop:
             raise CheckFailed(f"update {report.step} was skipped: {report.skip_reason}")
         self._next = self._pack(prompts, self._generator.read())
         tensors = stage_tensors(self._trainer.model, self._trainer.model[0].architecture)
-        bucket = separate(list(tensors), by_value=False)  # alive until the generator has copied it
-        self._generator.ask(load=serialise(bucket))
+        flat = flat_copy(list(tensors), by_value=False)  # alive until the generator has copied it
+        self._generator.ask(load=serialise(flat))
         self._generator.read()
         self._loaded = self._trainer.step
         return float(batch.rewards_S.mean())

@@ -133,7 +133,7 @@ def host_copies(stage: Stage) -> Findings:
 
 def ipc(stage: Stage) -> Findings:
     """Weights by handle to another process on this device, through SGLang's unpickler."""
-    from megatron_async.weight_sync.transports.tensor import serialise
+    from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
 
     rows = 8 if stage.rehearsal else 4096
     generator = torch.Generator(stage.device).manual_seed(5)
@@ -147,7 +147,8 @@ def ipc(stage: Stage) -> Findings:
         )
     ]
     began = time.monotonic()
-    payload = serialise(bucket)
+    flat = flat_copy(bucket, by_value=False)  # alive until the child has ended
+    payload = serialise(flat)
     if stage.device == "cuda":
         torch.cuda.synchronize()
     serialised = time.monotonic() - began

@@ -210,8 +210,8 @@ _COLOCATED: Final = (
         f"{_SYNC}/publisher.py",
         (
             "all tensor ranks of an engine get the leader's handles",
-            "return HandedBucket(bucket, found or [])",
-            "return HandedBucket(bucket, [payload] * self._size if self.leads else [])",
+            "return HandedBucket(flat, found or [])",
+            "return HandedBucket(flat, [payload] * self._size if self.leads else [])",
         ),
         ("a bucket is freed while an engine loads it", "_HELD_BUCKETS = 3", "_HELD_BUCKETS = 1"),
     ),

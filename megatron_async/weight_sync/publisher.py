@@ -54,7 +54,7 @@ from megatron_async.weight_sync.transports.distributed import DistributedSender
 from megatron_async.weight_sync.transports.tensor import (
     HandedBucket,
     TensorSender,
-    separate,
+    flat_copy,
     serialise,
 )
 
@@ -162,12 +162,12 @@ class SharedGpus(StageOrder, Leaders):
         Only the leader gets them, and each of them must keep its bucket until they are loaded.
         """
         if self._engine is None:
-            return HandedBucket([])
-        bucket = separate(tensors, by_value)
-        payload = serialise(bucket)
+            return HandedBucket(None)
+        flat = flat_copy(tensors, by_value)
+        payload = serialise(flat)
         found: list[Any] | None = [None] * self._size if self.leads else None
         dist.gather_object(payload, found, dst=self._leaders[self._engine], group=self._ranks)
-        return HandedBucket(bucket, found or [])
+        return HandedBucket(flat, found or [])
 
 
 @dataclass(frozen=True)

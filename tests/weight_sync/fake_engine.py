@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from benchmarks.gpu_check.ipc_child import named_tensors
 from megatron_async.engines.sglang.receiver import answer
 from megatron_async.weight_sync.http import EngineAddress
 from megatron_async.weight_sync.receive_ahead import ReceiveAhead, next_bytes_of
@@ -153,7 +154,8 @@ class FakeEngine:
         return 200, {}
 
     def do_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        assert body["load_format"] == "flattened_bucket"
+        named = named_tensors(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
         if self.refuses in dict(named):
             return 400, {"message": "no room for these weights"}
         self.calls.append(("tensor", tuple(name for name, _ in named)))

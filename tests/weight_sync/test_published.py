@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.gpu_check.ipc_child import load, named_tensors
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.transports.base import sending_device, with_next
-from megatron_async.weight_sync.transports.distributed import Buffers, flatten
-from megatron_async.weight_sync.transports.tensor import serialise
+from megatron_async.weight_sync.transports.flat_bucket import Buffers
+from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
 from megatron_async.weight_sync.verify import (
     NameCheck,
     engine_parameter,
@@ -70,7 +69,7 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
         ("single", torch.randn(2, 3, generator=generator).T),
         ("scalar", torch.tensor(4.0)),
     ]
-    flat = flatten(bucket, Buffers(torch.device("cpu")))
+    flat = Buffers(torch.device("cpu")).flatten(bucket)
     originals, start = dict(bucket), 0
     for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
         kind = getattr(torch, dtype)
@@ -85,10 +84,10 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
 def test_a_bucket_of_one_tensor_in_one_piece_is_sent_from_where_it_is() -> None:
     buffers = Buffers(torch.device("cpu"))
     tensor = torch.arange(6.0).view(2, 3)
-    flat = flatten([("a", tensor)], buffers)
+    flat = buffers.flatten([("a", tensor)])
     assert flat.bytes_N.data_ptr() == tensor.data_ptr() and flat.shapes == [[2, 3]]
     assert torch.equal(flat.bytes_N.view(torch.float32), torch.arange(6.0))
-    turned = flatten([("a", tensor.T)], buffers)
+    turned = buffers.flatten([("a", tensor.T)])
     assert turned.bytes_N.data_ptr() != tensor.data_ptr()
     assert torch.equal(turned.bytes_N.view(torch.float32).view(3, 2), tensor.T)
 
@@ -106,10 +105,19 @@ def test_a_trainer_on_gpus_sends_to_engines_on_cpus_from_its_host(
 
 def test_a_serialised_view_does_not_carry_the_tensor_it_is_part_of() -> None:
     whole = torch.randn(1000, 100)
-    payload = base64.b64decode(serialise([("part", whole[2:4])]))
-    [(name, part)] = pickle.loads(payload)
+    payload = serialise(flat_copy([("part", whole[2:4])], by_value=True))
+    [(name, part)] = named_tensors(load(payload))
     assert name == "part" and torch.equal(part, whole[2:4])
-    assert len(payload) < 2000
+    assert len(payload) < 3000
+
+
+def test_a_bucket_is_serialised_as_one_tensor() -> None:
+    bucket = [("half", torch.randn(3).bfloat16()), ("single", torch.randn(2, 3))]
+    flat = flat_copy(bucket, by_value=True)
+    assert flat.bytes_N.untyped_storage().nbytes() == 3 * 2 + 6 * 4
+    named = named_tensors(load(serialise(flat)))
+    assert [name for name, _ in named] == ["single", "half"]
+    assert all(torch.equal(dict(named)[name], tensor) for name, tensor in bucket)
 
 
 def test_each_bucket_comes_with_the_one_after_it() -> None:

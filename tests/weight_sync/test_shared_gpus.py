@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.gpu_check.ipc_child import named_tensors
 from megatron_async.config import build_config
 from megatron_async.engines.host import EngineHost
 from megatron_async.errors import ComponentFailure, UserError
@@ -140,13 +141,14 @@ class SharingEngine(FakeEngine):
         payloads = [base64.b64decode(text) for text in body["serialized_named_tensors"]]
         assert len(payloads) == len(self.givers)
         for giver, payload in zip(self.givers, payloads, strict=True):
-            named = pickle.loads(payload)
-            if self.refuses in dict(named):
+            bucket = pickle.loads(payload)
+            found, flat = bucket["flattened_tensor"]
+            assert found == giver, "a handle of another GPU"
+            named = dict(named_tensors({**bucket, "flattened_tensor": flat}))
+            if self.refuses in named:
                 return 400, {"message": "no room for these weights"}
-            for name, (found, tensor) in named:
-                assert found == giver, "a handle of another GPU"
-                self.loaded[name] = tensor
-            self.received.append(sum(tensor.nbytes for _, (_, tensor) in named))
+            self.loaded.update(named)
+            self.received.append(flat.nbytes)
         self._versioned(body)
         return 200, {}
 

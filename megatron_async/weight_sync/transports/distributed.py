@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,13 +40,13 @@ from megatron_async.weight_sync.transports.base import (
     JOIN_SECONDS,
     LAST_ANSWERS_SECONDS,
     Bucket,
-    NamedTensor,
     Transfer,
     WeightSender,
     size_of,
     time_left,
     with_next,
 )
+from megatron_async.weight_sync.transports.flat_bucket import Buffers, FlatBucket
 
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
@@ -56,60 +55,6 @@ _LATER_SECONDS = 86_400.0
 
 _logger = logging.getLogger(__name__)
 Answers = Sequence[Future[dict[str, Any]]]
-
-
-@dataclass(frozen=True, eq=False)
-class FlatBucket:
-    """A bucket end to end in one byte tensor, and what the receiver needs to take it apart."""
-
-    bytes_N: Tensor
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-
-
-class Buffers:
-    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._turn = 0
-        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.device = self._held[0].device  # with its number
-
-    def next(self, size: int) -> Tensor:
-        """Return at least `size` bytes; those returned before the last call are free by now."""
-        self._turn ^= 1
-        if self._held[self._turn].nbytes < size:
-            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._held[self._turn]
-
-
-def flatten(bucket: Bucket, buffers: Buffers) -> FlatBucket:
-    """Copy a bucket into the beginning of the next buffer.
-
-    Wider types come first, so that every tensor starts at a multiple of its element size. A bucket
-    of one tensor that is in one piece already (an embedding, mostly) is not copied, and needs no
-    buffer: it would be the largest.
-    """
-    alone = bucket[0][1].detach() if len(bucket) == 1 else None
-    if alone is not None and alone.is_contiguous() and alone.device == buffers.device:
-        into_N = alone.reshape(-1).view(torch.uint8)
-    else:
-        into_N = buffers.next(size_of(bucket))
-    ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat_N = into_N[: size_of(bucket)]
-    start = 0
-    for _, tensor in ordered:
-        part = flat_N[start : start + tensor.nbytes]
-        if part.data_ptr() != tensor.data_ptr():
-            part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        start += tensor.nbytes
-    return FlatBucket(
-        flat_N,
-        [name for name, _ in ordered],
-        [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-        [list(tensor.shape) for _, tensor in ordered],
-    )
 
 
 def rendezvous_store(store: dist.Store, name: str, device: str) -> dist.Store:
@@ -274,7 +219,7 @@ class DistributedSender(WeightSender):
         on_host = self._device.type == "cpu"
         buffers = self._host_buffers if on_host else Buffers(self._device)
         for bucket, following in with_next(transfer.buckets()):
-            flat = flatten(bucket, buffers)
+            flat = buffers.flatten(bucket)
             transfer.lap("gather")
             if announced:
                 self._wait_for_broadcast(announced, transfer)

@@ -1,5 +1,8 @@
 """Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
 
+A bucket travels as one flat tensor: a handle for each tensor would cost several times as much
+(benchmarks/results/gpu/h100.md).
+
 An engine on one GPU gets the handles of the rank that sends. One on several (`gpu_sharing.py`) gets
 for each of its tensor ranks those of the trainer rank on the same GPU (`HandedBucket`).
 
@@ -9,13 +12,14 @@ Invariants
 - While engines load one bucket, the next is gathered and serialised.
 - Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
   may differ from the trainer's.
-- Nothing but plain tensors is pickled, and only for engines of this run.
+- Nothing but a plain tensor and its metadata is pickled, and only for engines of this run.
 """
 
 import base64
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.receive_ahead import FLATTENED
 from megatron_async.weight_sync.transports.base import (
     Bucket,
     NamedTensor,
@@ -31,6 +36,7 @@ from megatron_async.weight_sync.transports.base import (
     time_left,
     with_next,
 )
+from megatron_async.weight_sync.transports.flat_bucket import FlatBucket, flatten
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
@@ -56,35 +62,40 @@ class _HandlePickler(pickle.Pickler):
 class HandedBucket(list[NamedTensor]):
     """A bucket with a payload for each tensor rank of the engine; none but on the engine's leader.
 
-    It holds the tensors to which this rank's payload may be a handle.
+    This rank's payload may be a handle to `flat`, which lives as long as this object.
     """
 
-    def __init__(self, tensors: Iterable[NamedTensor], payloads: Sequence[str] = ()) -> None:
-        super().__init__(tensors)
+    def __init__(self, flat: FlatBucket | None, payloads: Sequence[str] = ()) -> None:
+        super().__init__([] if flat is None else [(name, x) for name, x, _ in flat.tensors()])
+        self.flat = flat
         self.payloads = list(payloads)
 
 
-def serialise(bucket: Bucket) -> str:
-    """`[(name, tensor), ...]` as base64 of a pickle that SGLang's unpickler accepts."""
-    named = separate(bucket, by_value=False)
+def flat_copy(bucket: Bucket, by_value: bool) -> FlatBucket:
+    """Copy a bucket into new memory: the host's where values travel, else that of its device."""
+    device = torch.device("cpu") if by_value else bucket[0][1].device
+    return flatten(bucket, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def serialise(flat: FlatBucket) -> str:
+    """Return the base64 of a pickle that SGLang's unpickler accepts as a `flattened_bucket`."""
+    metadata = [
+        SimpleNamespace(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            start_idx=start,
+            end_idx=start + tensor.nbytes,
+            numel=tensor.nbytes,  # SGLang counts the bytes
+        )
+        for name, tensor, start in flat.tensors()
+    ]
     buffer = io.BytesIO()
-    _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
-    if any(tensor.is_cuda for _, tensor in named):
+    payload = {"flattened_tensor": flat.bytes_N, "metadata": metadata}
+    _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(payload)
+    if flat.bytes_N.is_cuda:
         torch.cuda.synchronize()  # the engine reads what this rank has computed
     return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def separate(bucket: Bucket, by_value: bool) -> list[NamedTensor]:
-    """The bucket with each tensor in a storage of its own; in host memory where values travel."""
-    tensors = ((name, x.detach() if x.requires_grad else x) for name, x in bucket)
-    return [(name, _own_storage(t.cpu() if by_value else t)) for name, t in tensors]
-
-
-def _own_storage(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a part of something larger: a pickle takes whole storages."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.contiguous().clone()
 
 
 class TensorSender(WeightSender):
@@ -115,13 +126,13 @@ class TensorSender(WeightSender):
 
     def _handed(self, tensors: Bucket) -> HandedBucket:
         """The same payload for every tensor rank, from this rank alone."""
-        bucket = separate(tensors, self._by_value)
-        payload = serialise(bucket)
-        return HandedBucket(bucket, [payload] * self.engine_settings.tensor)
+        flat = flat_copy(tensors, self._by_value)
+        return HandedBucket(flat, [serialise(flat)] * self.engine_settings.tensor)
 
     def _load(self, bucket: HandedBucket, last: bool, transfer: Transfer) -> None:
         body: dict[str, Any] = {
             "serialized_named_tensors": bucket.payloads,
+            "load_format": FLATTENED,
             "flush_cache": transfer.flush_cache and last,
         }
         if last:

@@ -1,0 +1,81 @@
+"""A bucket of tensors as one byte tensor, in the form of SGLang's `flattened_bucket`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_async.weight_sync.transports.base import Bucket, NamedTensor, size_of
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBucket:
+    """Tensors end to end in one byte tensor, and what a receiver needs to take them apart."""
+
+    bytes_N: Tensor
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+    def tensors(self) -> list[tuple[str, Tensor, int]]:
+        """Return each tensor's name, the tensor as a view of the bytes, and where it starts."""
+        kinds: list[torch.dtype] = [getattr(torch, name) for name in self.dtypes]
+        sizes = [prod(s) * kind.itemsize for s, kind in zip(self.shapes, kinds, strict=True)]
+        starts = accumulate(sizes[:-1], initial=0)
+        return [
+            (name, self.bytes_N[start : start + size].view(kind).view(shape), start)
+            for name, kind, shape, size, start in zip(
+                self.names, kinds, self.shapes, sizes, starts, strict=True
+            )
+        ]
+
+
+def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
+    """Copy a bucket into the beginning of the byte tensor that `allocate(size)` returns.
+
+    Wider types come first, so that every tensor starts at a multiple of its element size. A tensor
+    that is in its place already is not copied.
+    """
+    ordered: list[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
+    size = size_of(bucket)
+    flat = FlatBucket(
+        allocate(size)[:size],
+        [name for name, _ in ordered],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        [list(tensor.shape) for _, tensor in ordered],
+    )
+    for (_, source), (_, target, _) in zip(ordered, flat.tensors(), strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source.detach())
+    return flat
+
+
+class Buffers:
+    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._turn = 0
+        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.device = self._held[0].device  # with its number
+
+    def next(self, size: int) -> Tensor:
+        """Return at least `size` bytes; those returned before the last call are free by now."""
+        self._turn ^= 1
+        if self._held[self._turn].nbytes < size:
+            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._held[self._turn]
+
+    def flatten(self, bucket: Bucket) -> FlatBucket:
+        """Copy a bucket into the next buffer.
+
+        A bucket of one tensor that is in one piece already (an embedding, mostly) is not copied,
+        and needs no buffer: it would be the largest.
+        """
+        alone = bucket[0][1].detach() if len(bucket) == 1 else None
+        if alone is None or not alone.is_contiguous() or alone.device != self.device:
+            return flatten(bucket, self.next)
+        bytes_N = alone.reshape(-1).view(torch.uint8)
+        return flatten(bucket, lambda _: bytes_N)
