@@ -38,6 +38,8 @@ PRODUCT = (ROOT / "megatron_async", ROOT / "kernels" / "megatron_async_kernels")
 
 # Arguments of each as we pass them: positions, names.
 TORCH_CUDA: dict[str, tuple[int, tuple[str, ...]]] = {
+    "check_error": (1, ()),
+    "cudart": (0, ()),
     "current_device": (0, ()),
     "current_stream": (1, ()),
     "device": (1, ()),

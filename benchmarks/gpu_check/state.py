@@ -71,15 +71,11 @@ def checkpoint(stage: Stage) -> Findings:
 
 
 def _bits(trainer: PolicyTrainer) -> list[Tensor]:
-    """Weights and the optimizer's own tensors, copied to the host; no gradients."""
-    from megatron_async.trainer.offload import other_tensors, weight_tensors
+    """Return the weights and the optimizer's own tensors, copied to the host."""
+    from megatron_async.trainer.offload import optimizer_tensors, weight_tensors
 
-    wrapped = trainer.wrapped
-    buffers = (*wrapped.buffers, *wrapped.expert_parallel_buffers)
-    gradients = {buffer.grad_data.data_ptr() for buffer in buffers}
-    held = [*weight_tensors(trainer), *other_tensors(trainer)]
-    kept = [tensor for tensor in held if tensor.data_ptr() not in gradients]
-    return [tensor.detach().to("cpu", copy=True) for tensor in kept]
+    held = (*weight_tensors(trainer), *optimizer_tensors(trainer))
+    return [tensor.detach().to("cpu", copy=True) for tensor in held]
 
 
 def _digests(tensors: list[Tensor]) -> list[str]:

@@ -129,8 +129,8 @@ class SimulateConfig(Settings):
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Trainers and engines on their own GPUs, or all GPUs for each in turn."""
     offload: bool = False
-    """Colocated: trainer state goes to host memory while engines generate. Without it, it stays
-    beside the KV cache."""
+    """Colocated: the trainer's state leaves its GPUs while engines generate. Otherwise it stays,
+    and the KV cache gets the remaining memory."""
     lengths: LengthConfig = LengthConfig()
     """Response lengths."""
     episode: SimulatedEpisodeConfig = SimulatedEpisodeConfig()

@@ -78,6 +78,12 @@ def trainer_state_bytes(
     return held * (WEIGHT_BYTES + GRADIENT_BYTES) + stepped * OPTIMIZER_BYTES
 
 
+def offloaded_bytes(shape: ModelShape, layout: ParallelConfig, *, sharded: bool) -> float:
+    """Part of `trainer_state_bytes` that is copied to host memory; gradients are freed."""
+    held, stepped = _parameters(shape, layout, sharded, expert=1)
+    return held * WEIGHT_BYTES + stepped * OPTIMIZER_BYTES
+
+
 def _parameters(
     shape: ModelShape, layout: ParallelConfig, sharded: bool, expert: int
 ) -> tuple[float, float]:

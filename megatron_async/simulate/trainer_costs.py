@@ -36,7 +36,7 @@ from megatron_async.simulate.hardware import Gpu
 from megatron_async.simulate.memory import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
-    trainer_state_bytes,
+    offloaded_bytes,
 )
 from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
@@ -135,8 +135,8 @@ class TrainerCosts:
 
     @property
     def switch_seconds(self) -> float:
-        """Colocated with offload: trainer state to host memory, or back."""
+        """Colocated with offload: weights and optimizer state to host memory, or back."""
         if self.settings.placement != "colocated" or not self.settings.offload:
             return 0.0
-        state = trainer_state_bytes(self.shape, self.layout, sharded=self.sharded_optimizer)
-        return state / (self.gpu.pcie * self.settings.efficiency.links)
+        moved = offloaded_bytes(self.shape, self.layout, sharded=self.sharded_optimizer)
+        return moved / (self.gpu.pcie * self.settings.efficiency.links)

@@ -1,12 +1,13 @@
 """A trainer's device memory, given away while engines on the same devices generate, and back.
 
-`engines.placement: colocated` alternates: weights, gradients and optimizer state are in host memory
-while engines generate; only the weights are on the device while they are sent; all of it is while
-the trainer trains.
+`engines.placement: colocated` alternates: weights and optimizer state are in host memory while
+engines generate; only the weights are on the device while they are sent; all of it is while the
+trainer trains.
 
 Invariants
 - A tensor's values survive bit for bit, and so do all views of it: its storage is emptied and
   filled again, never replaced (Megatron's parameters, buckets and shards are views of buffers).
+- Gradients are the exception: every update zeroes them first, so their memory is only freed.
 - While a part is away nothing may read it: an emptied storage has no bytes.
 - What is in host memory anyway (on a CPU: everything) is left where it is.
 """
@@ -36,6 +37,29 @@ class AlwaysThere:
 
     def hold(self, residence: Residence) -> None:
         """Leave all of it on the device."""
+
+
+class FreedStorages:
+    """Storages whose values are not needed again; they are on the device or have no memory."""
+
+    def __init__(self, moves: Callable[[Tensor], bool]) -> None:
+        """`moves(tensor)`: whether a tensor is on a device that must be cleared."""
+        self._moves = moves
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    def free(self, tensors: Iterable[Tensor]) -> None:
+        """Free the memory of these tensors."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if self._moves(tensor) and storage.nbytes():
+                self._away.append((storage, storage.nbytes()))
+                storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Give them memory of the same size again, whose values are undefined."""
+        for storage, size in self._away:
+            storage.resize_(size)
+        self._away = []
 
 
 class HostCopies:
@@ -88,18 +112,21 @@ class DeviceMemory:
         """`trainer` has `wrapped` (Megatron's DDP) and `optimizer` (Megatron's)."""
         self._trainer = trainer
         self._weights = HostCopies(moves)
-        self._others = HostCopies(moves)
+        self._optimizer = HostCopies(moves)
+        self._gradients = FreedStorages(moves)
         self.residence = Residence.ALL
 
     def hold(self, residence: Residence) -> None:
         """Move what must move so that exactly this is on the device."""
         if residence is Residence.ALL:
             self._weights.onload()
-            self._others.onload()
+            self._optimizer.onload()
+            self._gradients.allocate()
         else:
-            if not self._others.away:
+            self._gradients.free(gradient_tensors(self._trainer))
+            if not self._optimizer.away:
                 weights = [] if self._weights.away else list(weight_tensors(self._trainer))
-                self._others.offload(other_tensors(self._trainer), but=weights)
+                self._optimizer.offload(optimizer_tensors(self._trainer), but=weights)
             if residence is Residence.WEIGHTS:
                 self._weights.onload()
             elif not self._weights.away:
@@ -124,11 +151,15 @@ def weight_tensors(trainer: Any) -> Iterator[Tensor]:
     yield from trainer.wrapped.module.buffers()
 
 
-def other_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Gradient buffers, the optimizer's own copies of the weights, and its moments."""
+def gradient_tensors(trainer: Any) -> Iterator[Tensor]:
+    """Buffers in which an update adds up its gradients."""
     wrapped = trainer.wrapped
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         yield buffer.grad_data
+
+
+def optimizer_tensors(trainer: Any) -> Iterator[Tensor]:
+    """The optimizer's own copies of the weights, and its moments."""
     for part in optimizer_parts(trainer.optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

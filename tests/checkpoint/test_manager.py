@@ -24,6 +24,7 @@ from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.runtime import host_buffers
 from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
@@ -104,15 +105,14 @@ def test_what_leaves_a_gpu_is_copied_to_memory_that_was_pinned_for_the_save_befo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In calls: without CUDA there is nothing to pin."""
-    pinned, empty = [], torch.empty
+    pinned: list[int] = []
 
-    def counted(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        made = empty(*shape, **options)
-        if pin_memory:
-            pinned.append(made.data_ptr())
+    def counted(size: int) -> torch.Tensor:
+        made = torch.empty(size, dtype=torch.uint8)
+        pinned.append(made.data_ptr())
         return made
 
-    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(host_buffers, "pinned_bytes", counted)
     values = torch.arange(6.0).view(2, 3)
     live = TensorPiece("weights/a", (0, 0), (2, 3), values.as_subclass(OnGpu))
     buffers = HostBuffers()

@@ -25,6 +25,7 @@ from megatron_async.simulate.memory import (
     TrainerMemory,
     activation_bytes,
     kv_capacity_tokens,
+    offloaded_bytes,
     trainer_memory,
     trainer_state_bytes,
 )
@@ -97,6 +98,13 @@ def test_trainer_state_is_sharded_as_megatron_does() -> None:
     assert trainer_state_bytes(SEVEN, one, sharded=True) == 18 * parameters
     assert trainer_state_bytes(SEVEN, many, sharded=True) == parameters / 4 * (6 + 3)
     assert trainer_state_bytes(SEVEN, many, sharded=False) == parameters / 4 * 18
+
+
+def test_offloading_copies_weights_and_optimizer_state_but_no_gradients() -> None:
+    parameters = SEVEN.parameters
+    many = ParallelConfig(ranks=16, tensor=2, pipeline=2)
+    assert offloaded_bytes(SEVEN, ParallelConfig(), sharded=True) == 14 * parameters
+    assert offloaded_bytes(SEVEN, many, sharded=True) == parameters / 4 * (2 + 3)
 
 
 def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:

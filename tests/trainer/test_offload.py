@@ -15,7 +15,8 @@ from megatron_async.trainer.offload import (
     DeviceMemory,
     HostCopies,
     Residence,
-    other_tensors,
+    gradient_tensors,
+    optimizer_tensors,
     trainer_memory,
     weight_tensors,
 )
@@ -82,6 +83,25 @@ def test_a_buffer_for_another_shape_is_another_one() -> None:
     assert other is not first and other.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
+def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, process: None) -> None:
+    with trainer_session(settings(model_dir, {"model": {"dtype": "bfloat16"}})) as trainer:
+        memory = DeviceMemory(trainer, everything)
+        kept = [
+            x.untyped_storage() for x in (*weight_tensors(trainer), *optimizer_tensors(trainer))
+        ]
+        expected = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+        gradients = list(gradient_tensors(trainer))
+        assert gradients and all(x.untyped_storage().nbytes() for x in gradients)
+        memory.hold(Residence.NOTHING)
+        assert not any(x.untyped_storage().nbytes() for x in gradients)
+        copied = [*memory._weights._host._kept, *memory._optimizer._host._kept]
+        assert sum(copy.nbytes for copy in copied) == expected
+        memory.hold(Residence.ALL)
+        assert all(x.untyped_storage().nbytes() for x in gradients)
+
+
 def test_what_is_in_host_memory_anyway_stays() -> None:
     tensor = torch.ones(4)
     copies = HostCopies(lambda tensor: tensor.is_cuda)
@@ -107,7 +127,8 @@ def held(trainer: PolicyTrainer) -> tuple[int, int]:
         storages = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
-    return size(weight_tensors(trainer)), size(other_tensors(trainer))
+    others = (*gradient_tensors(trainer), *optimizer_tensors(trainer))
+    return size(weight_tensors(trainer)), size(iter(others))
 
 
 @pytest.mark.slow
