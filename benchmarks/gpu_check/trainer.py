@@ -107,8 +107,7 @@ def _parity(stage: Stage, config: Mapping[str, Any]) -> Findings:
         narrow = gradients_of(trainer, batch)
         again = gradients_of(trainer, batch)
         dummy = _dummy_gradient(trainer)
-    recompute = {"recompute_activations": True}
-    with trainer_on(model, model={"dtype": "bfloat16"}, trainer=recompute) as trainer:
+    with trainer_on(model, model={"dtype": "bfloat16"}, trainer={"recompute": "all"}) as trainer:
         recomputed = gradients_of(trainer, batch)
     difference_T = np.abs(narrow_T - wide_T)[trained_T]
     if not float(difference_T.mean()) <= MEAN_LOGPROB_BOUND:

@@ -1,10 +1,12 @@
 """Settings of the model, its parallel layout, the optimizer and the trainer."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_async.config.base import Settings
+
+Recompute = Literal["none", "feed_forward", "all"] | Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(Settings):
@@ -110,8 +112,10 @@ class TrainerConfig(Settings):
     """Token budget of a microbatch; a longer sequence stands alone."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Response tokens whose logits exist at once in the chunked head."""
-    recompute_activations: bool = False
-    """Full activation recomputation."""
+    recompute: Recompute = "none"
+    """Activations that the backward pass computes again instead of keeping them: `feed_forward`,
+    the MLP or experts of each layer; a number, so many layers of each pipeline stage; `all` layers.
+    Unless set, the least with which the estimated peak fits into a GPU."""
     max_nonfinite_steps: int = Field(3, ge=1)
     """Skipped non-finite steps in a row after which the run stops."""
     max_filtered_rounds: int = Field(20, ge=1)

@@ -143,8 +143,9 @@ class SimulateConfig(Settings):
     """YAML written by `profile-engine`; replaces the roofline of the engine."""
     engine_memory_share: float = Field(0.85, gt=0, le=1)
     """Of HBM for weights and KV cache (assumed)."""
-    trainer_memory_share: float = Field(0.9, gt=0, le=1)
-    """Of HBM that the planner fills on a trainer GPU (assumed)."""
+    trainer_memory_share: float = Field(0.8, gt=0, le=1)
+    """Of a trainer GPU's memory, for the estimated peak: the limit of `plan`, and of
+    trainer.recompute where that is not set (assumed)."""
     kv_capacity_tokens: int | None = Field(None, ge=1)
     """Of one engine; none = from memory, or from the cost model."""
     admission_reserve_tokens: int = Field(400, ge=0)
@@ -154,8 +155,6 @@ class SimulateConfig(Settings):
     """Decode steps that a preemption makes room for (SGLang's value)."""
     training_flops_per_parameter: float = Field(6.0, gt=0)
     """Per token: 2 forward + 4 backward."""
-    recompute_activations: bool = True
-    """Adds one forward pass per token."""
     extra_forward_passes: float = Field(0.0, ge=0)
     """Passes without gradient per token: pi_old, reference, RAPID's."""
     padding: Literal["packed", "batch"] = "packed"

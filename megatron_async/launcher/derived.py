@@ -15,10 +15,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from megatron_async.config import RunConfig
+from megatron_async.config.model import Recompute
 from megatron_async.config.simulate import GpuName
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
@@ -27,6 +29,7 @@ from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
     TrainerMemory,
     kv_capacity_tokens,
+    least_recomputation,
     trainer_memory,
     update_bytes,
 )
@@ -172,6 +175,26 @@ def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
     return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
 
 
+def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
+    if machine.device == "cpu":
+        return config.trainer.recompute, "the memory of a CPU is not planned"
+    try:
+        shape = shape_of(with_own_model(config))
+    except UserError as error:
+        return config.trainer.recompute, f"the default, as the model's shape is not known ({error})"
+    share = config.simulate.trainer_memory_share
+    memory_with = partial(_trainer_memory, config, shape)
+    room = share * machine.memory_bytes
+    found = least_recomputation(shape, config.parallel.pipeline, memory_with, room)
+    if found is None:
+        return "all", "nothing less fits, by the estimate"
+    peak = memory_with(recompute=found).peak / _GB
+    return found, (
+        f"the least that fits: an estimated peak of {peak:.1f} GB, at most {share:g} of "
+        f"{machine.title} (simulate.trainer_memory_share)"
+    )
+
+
 def _start_timeout(config: RunConfig, machine: Machine) -> tuple[float, str]:
     if machine.device == "cpu":
         return config.engines.start_timeout_seconds, "CPU engines compile nothing"
@@ -193,6 +216,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "engines.cuda_graph_batch": _cuda_graph_batch,
     "engines.stream_interval": _stream_interval,
     "engines.start_timeout_seconds": _start_timeout,
+    "trainer.recompute": _recompute,
     "task.scorer_workers": _scorer_workers,
 }
 
@@ -285,7 +309,10 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
     return 2 * shape.parameters / config.engines.tensor
 
 
-def _trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
+def _trainer_memory(
+    config: RunConfig, shape: ModelShape, recompute: Recompute | None = None
+) -> TrainerMemory:
+    """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
     return trainer_memory(
         shape,
         config.parallel,
@@ -293,7 +320,7 @@ def _trainer_memory(config: RunConfig, shape: ModelShape) -> TrainerMemory:
         expert=config.parallel.expert,
         microbatch_tokens=config.trainer.microbatch_tokens,
         logit_tokens=config.trainer.logprob_chunk_tokens,
-        recompute=config.trainer.recompute_activations,
+        recompute=config.trainer.recompute if recompute is None else recompute,
     )
 
 

@@ -99,6 +99,7 @@ def _storage_and_times(config: RunConfig, shape: ModelShape) -> list[str]:
     found = simulate(config)
     hours = _STEPS * found.step_seconds / 3600 * gpus
     return [
+        *_recomputation(config, shape),
         f"checkpoint: {checkpoints.size / _GB:,.0f} GB, written in {checkpoints.write_seconds:.0f} "
         f"s at {rate:g} GB/s (checkpoint.write_gb_per_s); up to {checkpoints.most} at once, "
         f"{checkpoints.most * checkpoints.size / 1e12:.2f} TB of free space",
@@ -110,6 +111,21 @@ def _storage_and_times(config: RunConfig, shape: ModelShape) -> list[str]:
         f"simulated: {found.step_seconds:.1f} s a step, {found.tokens_per_second:,.0f} trained "
         f"tokens/s, idle {100 * found.gpu_idle:.0f} % of all GPUs, lag {found.lag_mean:.1f}; "
         f"{_STEPS:,} steps take {hours:,.0f} GPU-hours",
+    ]
+
+
+def _recomputation(config: RunConfig, shape: ModelShape) -> list[str]:
+    """Return a line on `trainer.recompute` and the time that it saves."""
+    recompute, layers = config.trainer.recompute, shape.layers // config.parallel.pipeline
+    if recompute == "all":
+        return []
+    parts = {"none": "nothing", "feed_forward": "the feed-forward part of every layer"}
+    part = parts.get(str(recompute), f"{recompute} of {layers} layers of each stage")
+    whole = training_seconds(config.with_section("trainer", recompute="all"))
+    seconds = training_seconds(config)
+    return [
+        f"recomputed in the backward pass: {part} (trainer.recompute {recompute}); training a "
+        f"batch takes {seconds:.1f} s, and with all layers {whole:.1f} s"
     ]
 
 

@@ -13,7 +13,7 @@ from megatron_async.config.base import Settings
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.models import shape as model_shape
 from megatron_async.models.shape import shape_of
-from megatron_async.simulate import memory, planner
+from megatron_async.simulate import memory, planner, recomputation
 from megatron_async.simulate.build import engine_costs, trainer_costs
 from megatron_async.simulate.engine_costs import MeasuredEngine
 from megatron_async.simulate.hardware import gpu_of
@@ -40,11 +40,14 @@ _MEANINGS = {
         "Adam's two moments.",
         "STEP_BYTES": "Planner: of each parameter of the optimizer's part, in the step of torch's "
         "Adam.",
-        "LAYER_BYTES": "Planner: activations of a layer, per token and hidden unit.",
-        "LAYER_INPUT_BYTES": "Planner: of them what is kept when a layer is recomputed.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
         "at once.",
         "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
+    },
+    recomputation: {
+        "NORM_BYTES": "Planner: activations of a layer's norms, per token and hidden unit.",
+        "GATED_BYTES": "Planner: of a feed-forward part, per token and unit of its width.",
+        "ROUTED_BYTES": "Planner: of a token's copy for each of its experts, per hidden unit.",
     },
     planner: {
         "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "

@@ -88,6 +88,7 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
         config.trainer.microbatch_tokens,
         config.optimizer.sharded,
         config.algorithm.epochs,
+        config.trainer.recompute,
     )
 
 

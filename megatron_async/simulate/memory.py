@@ -1,26 +1,25 @@
 """GPU memory: KV cache of an engine; state, activations and optimizer step of a trainer rank.
 
 Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
-a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations of a layer, 34 bytes
-per token and hidden unit with flash attention and sequence parallelism, 2 bytes for its input alone
-when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4). Adam of torch, on a GPU,
+a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations as in
+`recomputation`. Adam of torch, on a GPU,
 makes the square roots of all second moments of a group at once (`torch.optim.adam`,
 `_multi_tensor_adam`); those of Apex and Transformer Engine, one kernel each, do not.
 
 tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code makes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_async.config.model import ParallelConfig
+from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.models.shape import BF16, ModelShape
+from megatron_async.simulate.recomputation import by_work, kept_bytes
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""
 STEP_BYTES = 4
 """Of a parameter of the optimizer's part, while it makes its step: the root of a second moment."""
-LAYER_BYTES, LAYER_INPUT_BYTES = 34, 2
-"""Of a token and hidden unit in a layer: all activations, and its input alone."""
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
 COMMUNICATOR_BYTES = 1 << 30
@@ -48,7 +47,7 @@ def trainer_memory(
     sharded: bool,
     microbatch_tokens: int,
     logit_tokens: int,
-    recompute: bool,
+    recompute: Recompute,
     expert: int = 1,
 ) -> TrainerMemory:
     """Memory of a mean stage with the activations of the first; arguments as below."""
@@ -62,6 +61,17 @@ def trainer_memory(
     )
     state = trainer_state_bytes(shape, layout, sharded=sharded, expert=expert)
     return TrainerMemory(state, activations, STEP_BYTES * stepped)
+
+
+def least_recomputation(
+    shape: ModelShape, stages: int, memory_with: Callable[..., TrainerMemory], room: float
+) -> Recompute | None:
+    """Return the setting with the least work whose peak fits into `room` bytes.
+
+    `memory_with(recompute=...)` is the trainer's memory. None if not even `all` fits.
+    """
+    choices = by_work(shape, shape.layers // stages)
+    return next((c for c in choices if memory_with(recompute=c).peak <= room), None)
 
 
 def trainer_state_bytes(
@@ -108,18 +118,15 @@ def activation_bytes(
     *,
     microbatch_tokens: int,
     logit_tokens: int,
-    recompute: bool,
+    recompute: Recompute,
 ) -> float:
     """Return the activations of the first stage, which holds the most microbatches (1F1B)."""
     tokens = microbatch_tokens / layout.context
     per_unit = tokens * shape.hidden / layout.tensor
-    layers = shape.layers / layout.pipeline
     in_flight = layout.pipeline
-    if recompute:
-        kept = layers * in_flight * per_unit * LAYER_INPUT_BYTES + per_unit * LAYER_BYTES
-    else:
-        kept = layers * in_flight * per_unit * LAYER_BYTES
-    return kept + logit_tokens * shape.vocab / layout.tensor * LOGIT_BYTES
+    kept, recomputed = kept_bytes(shape, shape.layers / layout.pipeline, recompute)
+    held = per_unit * (in_flight * kept + recomputed)
+    return held + logit_tokens * shape.vocab / layout.tensor * LOGIT_BYTES
 
 
 def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:

@@ -1,7 +1,8 @@
 """`megatron-async plan`: how to use so many GPUs for a model, a schedule and a length distribution.
 
 1. Every split of the GPUs (or all of them twice, colocated), every TP of the engines and every
-   TP x PP of the trainer that fits into memory is estimated in closed form.
+   TP x PP of the trainer that fits into memory is estimated in closed form. Each trainer layout
+   recomputes as little as fits (`trainer.recompute`).
 2. The best trainer layout of each trainer size and the best TP of each engine size are combined;
    the best combinations are simulated, which gives the order, the step time and the lag.
 
@@ -17,19 +18,24 @@ as in `trainer_costs`. With overlap a step takes the longer of the two, else the
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.config.model import ParallelConfig
+from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
 from megatron_async.simulate.build import episode_source, group_source, simulate, trainer_costs
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.memory import kv_capacity_tokens, trainer_memory
+from megatron_async.simulate.memory import (
+    kv_capacity_tokens,
+    least_recomputation,
+    trainer_memory,
+)
 from megatron_async.simulate.show import cells
 from megatron_async.simulate.statistics import Summary
 
@@ -49,6 +55,7 @@ class TrainerPlan:
     """A trainer layout that fits."""
 
     layout: ParallelConfig
+    recompute: Recompute
     seconds: float
     memory: float
     fixed_memory: float
@@ -91,7 +98,8 @@ class RankedPlans:
         return (
             f"best of {self.considered}: {layout.ranks} trainer GPUs (TP {layout.tensor}, PP "
             f"{layout.pipeline}, DP {layout.data}) and {best.engines.count} engines of TP "
-            f"{best.engines.tensor}, schedule.concurrency={best.engines.concurrency}: "
+            f"{best.engines.tensor}, schedule.concurrency={best.engines.concurrency}, "
+            f"trainer.recompute={best.trainer.recompute}: "
             f"{summary.step_seconds:.1f} s a step, {summary.tokens_per_second:,.0f} trained "
             f"tokens/s, lag {summary.lag_mean:.2f} (largest {summary.lag_max})"
         )
@@ -109,7 +117,8 @@ class _Workload:
 def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     """Search and simulate. Raises UserError when nothing fits."""
     settings = dict(settings)
-    config = build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
+    any_trainer = TrainerPlan(ParallelConfig(), "none", 0.0, 0.0, 0.0)
+    config = build_config(_with_layout(settings, any_trainer, EnginePlan(1, 1, 8, 0.0)))
     if config.simulate.placement == "colocated" and config.schedule.overlap:
         raise UserError(
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
@@ -118,12 +127,10 @@ def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     gpus = _gpus(settings, config)
     found = sorted(_candidates(config, settings, gpus), key=lambda c: c.step_seconds)
     if not found:
-        off = not config.simulate.recompute_activations
-        remedy = ", or set simulate.recompute_activations true" * off
         raise UserError(
             f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} "
             f"cannot hold trainer and engines of {shape_of(config).parameters / 1e9:.1f} B "
-            f"parameters; raise simulate.gpus or choose a larger simulate.gpu.name{remedy}"
+            "parameters; raise simulate.gpus or choose a larger simulate.gpu.name"
         )
     tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
     return RankedPlans(ranked(tried), len(found))
@@ -167,7 +174,7 @@ def _candidates(config: RunConfig, settings: dict[str, Any], gpus: int) -> Itera
 def _candidate(
     config: RunConfig, settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
 ) -> Candidate:
-    candidate = build_config(_with_layout(settings, trainer.layout, engines))
+    candidate = build_config(_with_layout(settings, trainer, engines))
     both = (trainer.seconds, engines.seconds)
     step = max(both) if config.schedule.overlap else sum(both)
     step += trainer_costs(candidate).publish_seconds
@@ -217,20 +224,23 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
             layout = ParallelConfig(
                 ranks=gpus, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
             )
-            memory = trainer_memory(
+            memory_with = partial(
+                trainer_memory,
                 shape,
                 layout,
                 sharded=config.optimizer.sharded,
                 microbatch_tokens=max(config.trainer.microbatch_tokens, longest),
                 logit_tokens=config.trainer.logprob_chunk_tokens,
-                recompute=config.simulate.recompute_activations,
             )
-            if memory.peak > gpu.memory * config.simulate.trainer_memory_share:
+            room = gpu.memory * config.simulate.trainer_memory_share
+            recompute = least_recomputation(shape, layout.pipeline, memory_with, room)
+            if recompute is None:
                 continue
-            costs = replace(trainer_costs(config), layout=layout)
+            memory = memory_with(recompute=recompute)
+            costs = replace(trainer_costs(config), layout=layout, recompute=recompute)
             seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
             kept = 0.0 if config.simulate.offload else memory.state
-            plans.append(TrainerPlan(layout, seconds, memory.peak, kept))
+            plans.append(TrainerPlan(layout, recompute, seconds, memory.peak, kept))
     return sorted(plans, key=lambda plan: plan.seconds)
 
 
@@ -323,10 +333,11 @@ def _smallest_sufficient(
 
 
 def _with_layout(
-    settings: dict[str, Any], layout: ParallelConfig, engines: EnginePlan
+    settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
 ) -> dict[str, Any]:
     chosen = {
-        "parallel": layout.model_dump(),
+        "parallel": trainer.layout.model_dump(),
+        "trainer": {"recompute": trainer.recompute},
         "engines": {"count": engines.count, "tensor": engines.tensor},
         "schedule": {"concurrency": engines.concurrency},
     }
@@ -334,7 +345,7 @@ def _with_layout(
 
 
 _COLUMNS = ("trainer GPUs", "TP x PP x DP", "engines", "N'", "step s", "tokens/s", "lag")
-_MORE_COLUMNS = ("memory", "estimated s", "engine idle", "trainer idle")
+_MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer idle")
 
 
 def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
@@ -350,6 +361,7 @@ def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
             "trainer GPUs": str(layout.ranks),
             "TP x PP x DP": f"{layout.tensor} x {layout.pipeline} x {layout.data}",
             "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
+            "recompute": str(candidate.trainer.recompute),
             "engines": f"{engines.count} of TP {engines.tensor}",
             "N'": str(engines.concurrency),
             "estimated s": f"{candidate.step_seconds:.1f}",

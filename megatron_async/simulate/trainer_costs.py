@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_async.config.model import ParallelConfig
+from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.engine_costs import all_reduce_seconds
@@ -38,6 +38,7 @@ from megatron_async.simulate.memory import (
     WEIGHT_BYTES,
     offloaded_bytes,
 )
+from megatron_async.simulate.recomputation import recomputed_passes
 from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
 
@@ -52,6 +53,7 @@ class TrainerCosts:
     microbatch_tokens: int
     sharded_optimizer: bool
     epochs: int
+    recompute: Recompute
 
     @property
     def _model_ranks(self) -> int:
@@ -90,7 +92,8 @@ class TrainerCosts:
         """Work per token and epoch, in units of one forward pass."""
         extra = self.settings.extra_forward_passes / self.epochs
         trained = self.settings.training_flops_per_parameter / 2
-        return trained + self.settings.recompute_activations + extra
+        layers = self.shape.layers / self.layout.pipeline
+        return trained + recomputed_passes(self.shape, layers, self.recompute) + extra
 
     def _token_seconds(self, mean_context: float) -> float:
         """Return the seconds of one token on the ranks of a model replica."""

@@ -7,14 +7,14 @@ Invariants
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.config.model import ModelConfig, ParallelConfig, Recompute, TrainerConfig
 from megatron_async.models.architecture import Architecture
 from megatron_async.trainer.capabilities import Backends, parameter_dtype
 from megatron_async.trainer.device import has_cuda
@@ -116,8 +116,18 @@ def transformer_config(
             moe_router_dtype="fp32",
             moe_grouped_gemm=backends.experts == "transformer_engine",
         )
-    if trainer.recompute_activations:
-        settings.update(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
+    settings.update(_recomputation(trainer.recompute))
     return TransformerConfig(**settings)
+
+
+def _recomputation(recompute: Recompute) -> dict[str, Any]:
+    """Return Megatron's settings for `trainer.recompute`."""
+    if recompute == "none":
+        return {}
+    if recompute == "feed_forward":
+        # Each layer has one of the two.
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+    settings = {"recompute_granularity": "full", "recompute_method": "block"}
+    if recompute == "all":
+        return settings | {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return settings | {"recompute_num_layers": recompute}

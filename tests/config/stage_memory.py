@@ -66,10 +66,16 @@ class Peaks:
 
     def at(self, layers: float, shallow: Peaks, step: float) -> Peaks:
         """Those of `layers` more layers; `shallow` is of `step` layers fewer than this."""
+        return self.grown(self, shallow, layers / step)
+
+    def grown(self, more: Peaks, less: Peaks, times: float) -> Peaks:
+        """Add the difference of two others so many times."""
         return Peaks(
             *(
-                mine + (mine - less) / step * layers
-                for mine, less in zip(vars(self).values(), vars(shallow).values(), strict=True)
+                mine + (high - low) * times
+                for mine, high, low in zip(
+                    vars(self).values(), vars(more).values(), vars(less).values(), strict=True
+                )
             )
         )
 
@@ -115,9 +121,29 @@ def peaks_of_stages(config: RunConfig, raw: dict[str, Any], folder: Path) -> lis
     fewest = 2 if "num_experts" in raw else 1
     found = []
     for stage in range(config.parallel.pipeline):
+        if isinstance(config.trainer.recompute, int):
+            found.append(_partly_recomputed(config, raw, folder, stage, deep))
+            continue
         less, more = (stage_peaks(config, raw, folder, stage, few) for few in (fewest, fewest + 1))
         found.append(more.at(deep - fewest - 1, less, 1))
     return found
+
+
+def _partly_recomputed(
+    config: RunConfig, raw: dict[str, Any], folder: Path, stage: int, deep: int
+) -> Peaks:
+    """Peaks of a stage of `deep` layers of which `trainer.recompute` are recomputed."""
+    recomputed = config.trainer.recompute
+    assert isinstance(recomputed, int)
+
+    def peaks(number: int, kept: int) -> Peaks:
+        trainer = config.trainer.model_copy(update={"recompute": number})
+        changed = config.model_copy(update={"trainer": trainer})
+        return stage_peaks(changed, raw, folder, stage, number + kept)
+
+    both = peaks(1, 1)
+    deeper = both.grown(peaks(2, 1), both, recomputed - 1)
+    return deeper.grown(peaks(1, 2), both, deep - recomputed - 1)
 
 
 def stage_peaks(

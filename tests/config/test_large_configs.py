@@ -89,11 +89,23 @@ def state_gigabytes(config: RunConfig, parameters: Count) -> float:
 
 
 def activation_gigabytes(config: RunConfig, a: Architecture) -> float:
+    """Elements that each operation of a layer keeps, in bfloat16, for the tokens of a rank."""
     p, trainer = config.parallel, config.trainer
-    hidden = trainer.microbatch_tokens * a.hidden_size / p.tensor
-    kept = 2 * hidden * a.num_layers / p.pipeline * p.pipeline
+    tokens = trainer.microbatch_tokens / p.tensor
+    norms = 4 * a.hidden_size
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    attention = (queries + 2 * keys) + (queries + keys) + queries
+    feed_forward: float = 3 * a.ffn_size
+    if a.experts is not None:
+        feed_forward = a.experts.top_k * (3 * a.experts.ffn_size + 2 * a.hidden_size)
+    layer = norms + attention + feed_forward
+    layers = a.num_layers // p.pipeline
+    recomputed = layers if trainer.recompute == "all" else trainer.recompute
+    assert isinstance(recomputed, int)
+    kept = recomputed * a.hidden_size + (layers - recomputed) * layer
+    at_once = layer if recomputed == layers else 0
     logits = 8 * trainer.logprob_chunk_tokens * a.vocab_size / p.tensor
-    return (kept + 34 * hidden + logits) / 1e9
+    return (2 * tokens * (kept * p.pipeline + at_once) + logits) / 1e9
 
 
 def step_gigabytes(config: RunConfig, parameters: Count) -> float:

@@ -66,10 +66,10 @@ def depths(folder: Path) -> Any:
     from tests.config.stage_memory import stage_peaks
 
     config, raw = file("qwen2.5-7b")
-    few = {"microbatch_tokens": 2048, "logprob_chunk_tokens": 2048}
+    few = {"microbatch_tokens": 2048, "logprob_chunk_tokens": 2048, "recompute": "all"}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=few)})
     found = [stage_peaks(config, raw, folder, 0, layers) for layers in (1, 2, 4)]
-    kept = config.trainer.model_copy(update={"recompute_activations": False})
+    kept = config.trainer.model_copy(update={"recompute": "none"})
     config = config.model_copy(update={"trainer": kept})
     return found, [stage_peaks(config, raw, folder, 0, layers) for layers in (1, 2)]
 

@@ -45,6 +45,14 @@ def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
     assert concurrency / 4 <= graphs < concurrency / 4 + 8
 
 
+def test_a_smaller_gpu_recomputes_more_layers() -> None:
+    config = run_with(parallel={"ranks": 8, "tensor": 2}, trainer={"microbatch_tokens": 20480})
+    layers = value_of("trainer.recompute", config, H100)
+    assert isinstance(layers, int) and layers > 0
+    assert value_of("trainer.recompute", config, Machine("cuda", "H200", 141e9)) == "none"
+    assert value_of("trainer.recompute", config, Machine("cuda", "A100", 40e9)) == "all"
+
+
 def test_a_larger_gpu_holds_more_requests() -> None:
     h200 = Machine("cuda", "H200", 141e9)
     config = run_with(engines={"count": 4, "tensor": 1})
@@ -60,6 +68,7 @@ def test_a_larger_gpu_holds_more_requests() -> None:
         ("engines", {"start_timeout_seconds": 240.0}),
         ("schedule", {"concurrency": 64}),
         ("task", {"scorer_workers": 8}),
+        ("trainer", {"recompute": "all"}),
     ],
 )
 def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, Any]) -> None:
@@ -89,6 +98,7 @@ def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
             "engines.cuda_graph_batch",
             "engines.stream_interval",
             "engines.start_timeout_seconds",
+            "trainer.recompute",
             "task.scorer_workers",
         ]
 

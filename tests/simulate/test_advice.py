@@ -15,7 +15,6 @@ from megatron_async.errors import UserError
 from megatron_async.scheduler.events import EngineLoad
 from megatron_async.scheduler.warnings import STREAK, Cause, Watch
 from megatron_async.simulate.build import simulate
-from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.show import comments, warnings
 from megatron_async.simulate.sweep import Point
 from tests.simulate.test_world import SMALL
@@ -177,15 +176,6 @@ def test_a_response_that_does_not_fit_names_what_makes_room(
     large = ("simulate.model=llama-3-70b", "simulate.gpu.name=A6000")
     with pytest.raises(UserError, match=remedy):
         point(*large, *settings)
-
-
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_a_plan_that_does_not_fit_advises_recomputation_where_it_is_off(recomputes: bool) -> None:
-    gpu = {"name": "A6000"}
-    changes = {"model": "llama-3-70b", "gpus": 2, "gpu": gpu, "recompute_activations": recomputes}
-    with pytest.raises(UserError, match="nothing fits") as found:
-        make_plan(merge(SMALL, {"simulate": changes}), top=1)
-    assert ("recompute_activations" in str(found.value)) is not recomputes
 
 
 def test_what_the_scheduler_warns_of_names_settings_of_a_simulation() -> None:

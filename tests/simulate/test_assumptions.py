@@ -38,7 +38,7 @@ def test_the_docs_list_every_constant_with_its_default() -> None:
         "simulate.load_report_seconds",
         "simulate.efficiency.links",
         "simulate.reward.scorer_seconds",
-        "LAYER_BYTES",
+        "GATED_BYTES",
         "OPTIMIZER_BYTES",
         "ENOUGH_THROUGHPUT",
         "KV_FILL",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_async.config import build_config
-from megatron_async.config.model import ParallelConfig
+from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import SHAPES, shape_from_config
@@ -25,9 +26,17 @@ from megatron_async.simulate.memory import (
     TrainerMemory,
     activation_bytes,
     kv_capacity_tokens,
+    least_recomputation,
     offloaded_bytes,
     trainer_memory,
     trainer_state_bytes,
+)
+from megatron_async.simulate.recomputation import (
+    attention_bytes,
+    by_work,
+    feed_forward_bytes,
+    kept_bytes,
+    recomputed_passes,
 )
 
 PEAK = EfficiencyConfig(
@@ -113,7 +122,7 @@ def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:
     def memory(data: int) -> TrainerMemory:
         layout = ParallelConfig(ranks=2 * data, tensor=2)
         sizes = {"microbatch_tokens": 16384, "logit_tokens": 0}
-        return trainer_memory(SEVEN, layout, sharded=True, recompute=True, **sizes)
+        return trainer_memory(SEVEN, layout, sharded=True, recompute="all", **sizes)
 
     alone, many = memory(1), memory(16)
     assert alone.optimizer_step == 4 * SEVEN.parameters / 2 == 16 * many.optimizer_step
@@ -125,9 +134,51 @@ def test_recomputation_saves_activations() -> None:
     layout = ParallelConfig(ranks=2, tensor=2)
     kept, recomputed = (
         activation_bytes(SEVEN, layout, microbatch_tokens=16384, logit_tokens=0, recompute=r)
-        for r in (False, True)
+        for r in ("none", "all")
     )
     assert recomputed < kept / 8
+
+
+def test_a_layer_keeps_norms_attention_and_feed_forward() -> None:
+    """Qwen2.5-7B: 28 heads of 128 in 3,584, 4 of them of keys, a width of 18,944."""
+    keys = 4 / 28
+    projected, rotated, output = 1 + 2 * keys, 1 + keys, 1
+    attention = 8 + 2 * (projected + rotated + output)
+    assert attention_bytes(SEVEN) == pytest.approx(attention)
+    assert feed_forward_bytes(SEVEN) == pytest.approx(6 * 18944 / 3584)
+    experts = SHAPES["qwen3-30b-a3b"]
+    assert feed_forward_bytes(experts) == pytest.approx(8 * (6 * 768 / 2048 + 4))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept", "transient", "passes"),
+    [
+        ("none", 28 * 46, 0, 0.0),
+        ("feed_forward", 28 * 15, 31, 0.75),
+        (14, 14 * 2 + 14 * 46, 0, 0.5),
+        (27, 27 * 2 + 46, 0, 27 / 28),
+        ("all", 28 * 2, 46, 1.0),
+        (28, 28 * 2, 46, 1.0),
+    ],
+)
+def test_recomputing_less_keeps_more_and_costs_less(
+    recompute: Recompute, kept: float, transient: float, passes: float
+) -> None:
+    assert kept_bytes(SEVEN, 28, recompute) == pytest.approx((kept, transient), rel=0.03)
+    assert recomputed_passes(SEVEN, 28, recompute) == pytest.approx(passes, abs=0.06)
+
+
+def test_the_least_recomputation_is_the_one_with_the_least_work_that_fits() -> None:
+    layout = ParallelConfig(ranks=32, tensor=2)
+    sizes = {"sharded": True, "microbatch_tokens": 16384, "logit_tokens": 0}
+    memory_with = partial(trainer_memory, SEVEN, layout, **sizes)
+    peaks = [memory_with(recompute=choice).peak for choice in by_work(SEVEN, 28)]
+    assert least_recomputation(SEVEN, 1, memory_with, 1e12) == "none"
+    assert least_recomputation(SEVEN, 1, memory_with, min(peaks) - 1) is None
+    room = (peaks[0] + peaks[-1]) / 2
+    found = least_recomputation(SEVEN, 1, memory_with, room)
+    assert isinstance(found, int) and 0 < found < 28
+    assert memory_with(recompute=found).peak <= room < memory_with(recompute=found - 1).peak
 
 
 def test_a_data_sheet_figure_can_be_set() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_async.config.model import ParallelConfig
+from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.families import families
@@ -56,7 +56,7 @@ class RandomCase:
     model: Mapping[str, Any]
     parallel: ParallelConfig
     distributed_optimizer: bool
-    recompute_activations: bool
+    recompute: Recompute
     microbatch_tokens: int
     temperature: float
     entropy_coef: float
@@ -69,6 +69,9 @@ class RandomCase:
         parts += ["tied"] if self.model["tie_word_embeddings"] else []
         parts += [] if self.distributed_optimizer else ["replicated-optimizer"]
         return f"{self.number}-{self.family}-{'-'.join(parts)}"
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("all", "feed_forward", 1)
 
 
 def draw_cases(count: int, ranks: int, seed: int) -> list[RandomCase]:
@@ -87,7 +90,7 @@ def draw_cases(count: int, ranks: int, seed: int) -> list[RandomCase]:
                 model=_model_that_fits(rng, family, parallel),
                 parallel=parallel,
                 distributed_optimizer=rng.random() < 0.7,
-                recompute_activations=rng.random() < 0.1,
+                recompute=_RECOMPUTE[number % 3] if rng.random() < 0.1 else "none",
                 microbatch_tokens=rng.choice((16, 48, 1000)),
                 temperature=rng.choice((1.0, 0.7, 1.3)),
                 entropy_coef=rng.choice((0.0, 0.3)),

@@ -49,7 +49,7 @@ def main(case: str, lengths: int) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         save_hf_model(case, Path(folder), seed=0)
-        trainer = {"recompute_activations": True, "microbatch_tokens": 10_000}
+        trainer = {"recompute": "all", "microbatch_tokens": 10_000}
         config = settings(Path(folder), {"model": {"dtype": "float32"}, "trainer": trainer})
         found = []
         with mock.patch.object(hf_config, "has_cuda", lambda: True), trainer_session(config) as own:

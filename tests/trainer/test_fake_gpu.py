@@ -71,7 +71,7 @@ def one_update(case: str, folder: Path) -> Found:
                 "sequence": True,
                 "expert": 2 if case in EXPERT_CASES else 1,
             },
-            "trainer": {"recompute_activations": True},
+            "trainer": {"recompute": "all"},
         }
     )
     with (

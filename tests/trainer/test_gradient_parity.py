@@ -97,7 +97,7 @@ def _config(case: RandomCase, folder: str, clip_grad: float = 0.0) -> RunConfig:
         "optimizer": optimizer,
         "trainer": {
             "microbatch_tokens": case.microbatch_tokens,
-            "recompute_activations": case.recompute_activations,
+            "recompute": case.recompute,
             "compare_replicas_every_steps": 0,  # compared below, case by case
             "collective_timeout_seconds": 300,  # the slowest rank's share of the references
         },

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.config.model import ModelConfig, ParallelConfig, Recompute, TrainerConfig
 from tests.hf_models import CASES, EXPERT_CASES, random_stream, reference_logprobs, save_hf_model
 
 
@@ -29,11 +29,11 @@ def device() -> Iterator[torch.device]:
 @pytest.mark.one_core
 @pytest.mark.parametrize(
     ("case", "recompute"),
-    [(case, False) for case in (*CASES, *EXPERT_CASES)]
-    + [("qwen3", True), ("gemma3", True), ("qwen3_moe", True)],
+    [(case, "none") for case in (*CASES, *EXPERT_CASES)]
+    + [("qwen3", "all"), ("gemma3", "all"), ("qwen3_moe", "all")],
 )
 def test_bfloat16_is_near_float32(
-    case: str, recompute: bool, device: torch.device, tmp_path: Path
+    case: str, recompute: Recompute, device: torch.device, tmp_path: Path
 ) -> None:
     from megatron_async.models.load import load_hf_weights
     from megatron_async.trainer.packed import TokenLogprobs, pack_inputs
@@ -46,7 +46,7 @@ def test_bfloat16_is_near_float32(
     (policy,) = build_policy(
         ModelConfig(path=str(tmp_path), dtype="bfloat16"),
         ParallelConfig(),
-        trainer=TrainerConfig(recompute_activations=recompute),
+        trainer=TrainerConfig(recompute=recompute),
         seed=0,
     )
     load_hf_weights([policy], tmp_path)

@@ -52,7 +52,9 @@ ONE: dict[str, dict[str, Any]] = {
     "one": {},
     "one replicated": {"optimizer": {"distributed": False}},
     "one large microbatch": {"trainer": {"microbatch_tokens": 4096}},
-    "one recomputing activations": {"trainer": {"recompute_activations": True}},
+    "one recomputing all": {"trainer": {"recompute": "all"}},
+    "one recomputing a layer": {"trainer": {"recompute": 1}},
+    "one recomputing feed-forward": {"trainer": {"recompute": "feed_forward"}},
     "one sequence each": {"trainer": {"microbatch_tokens": 1}},
 }
 
