@@ -48,7 +48,7 @@ def test_wheels_add_requirements_at_locked_versions_when_a_wheel_has_them(
     locked = wheels.locked_versions()
     assert "megatron-core==0.19.2" in first and f"pydantic=={locked['pydantic']}" in first
     assert "--no-deps" in first and "--python-version 3.12" in first and "torch" not in first
-    assert second.endswith(f"manylinux_2_17_x86_64 packaging=={locked['packaging']}")
+    assert second.endswith(f"manylinux_2_39_x86_64 packaging=={locked['packaging']}")
     printed = capsys.readouterr().out
     names = {wheel.name for wheel in (pip / "out").glob("*.whl")}
     assert len(names) == 13 and all(name in printed for name in names)

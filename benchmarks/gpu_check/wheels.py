@@ -39,7 +39,7 @@ PEERS: Final = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1"}
 PIP: Sequence[str] = (sys.executable, "-m", "pip")
 _LOCK = ROOT / "launch/requirements-gpu-lock.txt"
 _PYTHON = "3.12"
-_GLIBC = ("2_28", "2_27", "2_26", "2_24", "2_17")
+_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 _PIP_SECONDS = 300
 
 
@@ -119,8 +119,8 @@ def _download(versions: Mapping[str, str], folder: Path) -> None:
     """Let pip download wheels of exactly these versions for the machine."""
     command = [*PIP, "download", "--quiet", "--only-binary=:all:", "--no-deps", "--dest"]
     command += [str(folder), "--python-version", _PYTHON, "--implementation", "cp"]
-    for glibc in _GLIBC:
-        command += ["--platform", f"manylinux_{glibc}_x86_64"]
+    for platform in _PLATFORMS:
+        command += ["--platform", platform]
     command += [f"{name}=={version}" for name, version in sorted(versions.items())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS)
