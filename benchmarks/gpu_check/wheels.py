@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 from zipfile import ZipFile
 
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -49,7 +48,7 @@ class WheelsError(Exception):
 
 def locked_versions() -> dict[str, str]:
     """Return the version of each package that the GPU lock pins for the machine's Python."""
-    versions = {}
+    versions: dict[str, str] = {}
     for line in _LOCK.read_text().splitlines():
         text = line.partition("#")[0].strip()
         if text and _applies(requirement := Requirement(text)):
@@ -111,8 +110,7 @@ def _applies(requirement: Requirement) -> bool:
     """Return whether the requirement's marker is true on the machine."""
     machine = {"python_version": _PYTHON, "python_full_version": f"{_PYTHON}.0", "extra": ""}
     machine |= {"platform_machine": "x86_64", "platform_system": "Linux", "sys_platform": "linux"}
-    environment = {**default_environment(), **machine}
-    return requirement.marker is None or requirement.marker.evaluate(environment)
+    return requirement.marker is None or requirement.marker.evaluate(machine)
 
 
 def _download(versions: Mapping[str, str], folder: Path) -> None:
@@ -139,7 +137,7 @@ def _unmet(folder: Path) -> set[str]:
     """
     metadata = [Parser().parsestr(text) for text in _metadata(folder)]
     present = MACHINE | {canonicalize_name(found["Name"]): found["Version"] for found in metadata}
-    missing = set()
+    missing: set[str] = set()
     for wheel in metadata:
         for requirement in map(Requirement, wheel.get_all("Requires-Dist") or []):
             name = canonicalize_name(requirement.name)
