@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_check import __doc__ as description
+from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.check import (
     RESULTS,
     Check,
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--again", action="store_true", help="also what has an ok line already")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at toy sizes")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="collect them in DIR and end")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -40,6 +42,8 @@ def main(arguments: list[str]) -> int:
         chosen = next(check for check in CHECKS if check.name == options.child)
         options.answer.write_text(run_here(chosen, rehearse=options.rehearse).line())
         return 0
+    if options.wheels is not None:
+        return wheels.main(options.wheels)
     checks = [
         check
         for check in CHECKS

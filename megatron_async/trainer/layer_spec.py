@@ -4,6 +4,7 @@ Local layers run everywhere: Megatron's tensor-parallel linear layers, our packe
 our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
 """
 
+from functools import partial
 from typing import Any, Final
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -50,10 +51,15 @@ def block_spec(
     if backends.transformer_engine:
         layer, norm = _transformer_engine_layer_spec(architecture, backends)
     if backends.experts == "grouped":
-        layer.submodules.mlp.submodules.experts = GROUPED_EXPERTS
+        _submodules(layer.submodules.mlp).experts = GROUPED_EXPERTS
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
     )
+
+
+def _submodules(spec: Any) -> Any:
+    """Return the submodules of a spec, which newer versions of Megatron bind to a partial."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _local_layer_spec(architecture: Architecture) -> ModuleSpec:

@@ -192,13 +192,20 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
     for part in optimizer.chained_optimizers:
         norms = [
             torch.linalg.vector_norm(piece, dtype=torch.float64)  # copies a piece, not all
-            for gradient in part.get_main_grads_for_grad_norm()
+            for gradient in _gradients_of(part)
             for piece in gradient.flatten().split(1 << 20)
         ]
         square_1 = torch.zeros(1, dtype=torch.float64) + sum(norm.square() for norm in norms)
         dist.all_reduce(square_1, group=part.get_grad_stats_parallel_group())
         square += square_1.item()
     return math.sqrt(square)
+
+
+def _gradients_of(part: Any) -> list[torch.Tensor]:
+    """Return this rank's share of the gradients that count towards the norm, each element once."""
+    if hasattr(part, "get_grads_for_grad_norm"):  # the name in newer versions of Megatron
+        return list(part.get_grads_for_grad_norm())
+    return list(part.get_main_grads_for_grad_norm())
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:

@@ -5,16 +5,36 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megatron_async.files.package_files import ROOT
-from tests.launcher.test_requirements import pins
+from tests.launcher.test_requirements import pins, project
+
+PYTHONS = ("3.11", "3.12")  # outlines-core, which SGLang pins, has no wheel for 3.13
 
 
-def test_every_requirement_is_locked_at_its_version() -> None:
-    lock = pins("requirements-gpu-lock.txt")
-    for name, version in pins("requirements-gpu.txt").items():
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_is_locked_at_its_version(python: str) -> None:
+    lock = pins("requirements-gpu-lock.txt", python)
+    for name, version in pins("requirements-gpu.txt", python).items():
         assert lock[name] == version, name
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_lock_satisfies_every_dependency_of_the_project(python: str) -> None:
+    lock = pins("requirements-gpu-lock.txt", python)
+    dependencies = project()["dependencies"]
+    assert isinstance(dependencies, list)
+    for requirement in map(Requirement, dependencies):
+        if requirement.name != "megatron-async-kernels":
+            assert requirement.specifier.contains(lock[canonicalize_name(requirement.name)])
+
+
+def test_megatron_is_the_newest_that_was_tested_on_each_python() -> None:
+    found = [pins("requirements-gpu-lock.txt", python)["megatron-core"] for python in PYTHONS]
+    assert found == ["0.16.1", "0.19.2"]  # 0.17 and later need Python 3.12
 
 
 def test_what_decides_numbers_is_locked() -> None:

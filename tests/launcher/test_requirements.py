@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -31,12 +32,13 @@ PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
-def pins(name: str) -> dict[str, str]:
-    """Return the version of each package that `launch/name` pins."""
+def pins(name: str, python: str = "3.11") -> dict[str, str]:
+    """Return the version of each package that `launch/name` pins for this Python."""
     found = {}
     for line in (ROOT / "launch" / name).read_text().splitlines():
-        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ #;]+)", line)
-        if match:
+        pin, _, marker = line.partition(";")
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ #]+)", pin)
+        if match and (not marker or Marker(marker).evaluate({"python_version": python})):
             found[canonicalize_name(match[1])] = match[2]
     return found
 

@@ -43,6 +43,11 @@ SIGNATURES: dict[str, list[str]] = json.loads(
 ABSENT = {
     ("transformer_engine.pytorch.module.base", "get_workspace"),
     ("transformer_engine.pytorch.attention", "_SplitAlongDim"),
+    ("transformer_engine.pytorch", "ep"),
+    ("transformer_engine.pytorch.ops.basic", "grouped_linear"),
+    ("transformer_engine.pytorch.optimizers", "multi_tensor_scale_tensor"),
+    ("transformer_engine.pytorch.permutation", "moe_permute_and_pad_with_probs"),
+    ("transformer_engine.pytorch.tensor", "grouped_tensor"),
 }
 
 
@@ -164,7 +169,9 @@ class RMSNorm(_Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.add("weight", given["hidden_size"], sequence_parallel=given["sequence_parallel"])
+        # Two names for one argument: Megatron 0.16 uses the second, 0.19 the first.
+        [size] = (given[name] for name in ("normalized_shape", "hidden_size") if name in given)
+        self.add("weight", size, sequence_parallel=given["sequence_parallel"])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.given["eps"])
@@ -218,6 +225,15 @@ def apply_rotary_pos_emb(*given: Any, **named: Any) -> Tensor:
     return (x_THD * angles_T1D.cos() + turned_THD * angles_T1D.sin()).to(x_THD.dtype)
 
 
+def general_gemm(*given: Any, **named: Any) -> tuple[Tensor, None]:
+    """A product in cuBLAS's order of columns; the router's, where Megatron finds it."""
+    call = check_call("general_gemm", *given, **named)
+    assert call["bias"] is None and call["out"] is None and not call["accumulate"]
+    a, b = (call[name].to(call["out_dtype"]) for name in ("A", "B"))
+    first = b.T if call["layout"][1] == "T" else b
+    return first @ (a.T if call["layout"][0] == "T" else a), None
+
+
 def _no_offload(*_: Any, **__: Any) -> tuple[Any, Any]:
     """The context of a forward pass whose activations stay on the GPU, and what follows it."""
     return nullcontext(), lambda tensor: tensor
@@ -257,15 +273,18 @@ class _Finder:
                 setattr(module, kind.__name__, kind)
         if module.__name__ == "transformer_engine.pytorch.cpu_offload":
             module.get_cpu_offload_context = _no_offload  # type: ignore[attr-defined]
+        if module.__name__ == "transformer_engine.pytorch.cpp_extensions":
+            module.general_gemm = general_gemm  # type: ignore[attr-defined]
         if module.__name__ == "transformer_engine.pytorch.attention.rope":
             module.apply_rotary_pos_emb = apply_rotary_pos_emb  # type: ignore[attr-defined]
 
 
-def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
-    """What one model has, by the names of its tensors in a published checkpoint."""
+def parameters(folder: Path, engine: bool, experts: str) -> dict[str, tuple[str, list[int]]]:
+    """Return the parameters of one model by the names of its tensors in a published checkpoint."""
     from megatron_async.config import build_config
     from megatron_async.models.parameters import placed_parameters
     from megatron_async.trainer import capabilities
+    from megatron_async.trainer.experts import GroupedLinear as TorchGroupedLinear
     from megatron_async.trainer.parallel import init_parallel
     from megatron_async.trainer.policy_model import build_policy
     from tests.trainer.fake_gpu import fake_world
@@ -277,7 +296,7 @@ def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
             "model": {
                 "path": str(folder),
                 "dtype": "bfloat16",
-                "experts": "transformer_engine" if engine else "auto",
+                "experts": experts,
             },
             "parallel": {
                 "ranks": 4,
@@ -291,6 +310,8 @@ def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
         init_parallel(config.parallel, config.trainer, seed=1)
         [model] = build_policy(config.model, config.parallel, trainer=config.trainer, seed=0)
         assert model.backends.layers == ("transformer_engine" if engine else "local")
+        grouped = any(isinstance(module, TorchGroupedLinear) for module in model.modules())
+        assert grouped == (model.backends.experts == "grouped")
         return {
             " ".join(placed.tensor_names): (placed.name, list(placed.parameter.shape))
             for placed in placed_parameters([model], model.architecture)
@@ -300,6 +321,8 @@ def parameters(folder: Path, engine: bool) -> dict[str, tuple[str, list[int]]]:
 CASES = ("llama3", "qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "mixtral")
 DENSE_LAYOUTS = ("tp1", "tp2_sp", "tp2_pp2_sp")
 EXPERT_LAYOUTS = ("ep1", "ep4", "tp2_sp_ep2")
+# Whether layers are Transformer Engine's, and the setting of experts.
+KINDS = ((False, "auto"), (True, "transformer_engine"), (True, "grouped"))
 # With Transformer Engine's grouped linear layers, and with one linear layer for each expert.
 EXPERTS = ("transformer_engine", "sequential")
 
@@ -422,7 +445,7 @@ def main(what: str, folder: Path) -> None:
     else:
         with device_adapter():
             result = {
-                family.name: [parameters(family, engine) for engine in (False, True)]
+                family.name: [parameters(family, *kind) for kind in KINDS]
                 for family in sorted(folder.iterdir())
             }
         print(json.dumps(result))

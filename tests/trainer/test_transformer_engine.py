@@ -40,13 +40,15 @@ EXPERT_LAYER = {"pre_mlp_layernorm.weight", "mlp.router.weight"} | {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Parameters, Parameters]]:
-    """For each family, the parameters of local layers and of Transformer Engine's."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Parameters]]:
+    """Return each family's parameters with local layers, Transformer Engine's, and with its
+    attention and experts of torch.
+    """
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         write_config(family, folder / family)
     shown = run_with_stand_ins("names", folder)
-    found: dict[str, tuple[Parameters, Parameters]] = json.loads(shown.splitlines()[-1])
+    found: dict[str, list[Parameters]] = json.loads(shown.splitlines()[-1])
     return found
 
 
@@ -65,14 +67,14 @@ def run_with_stand_ins(what: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_kinds_of_layers_hold_the_same_tensors_in_the_same_shapes(
-    family: str, built: dict[str, tuple[Parameters, Parameters]]
+def test_all_kinds_of_layers_hold_the_same_tensors_in_the_same_shapes(
+    family: str, built: dict[str, list[Parameters]]
 ) -> None:
-    local, engine = (
+    local, engine, grouped = (
         {tensors: shape for tensors, (_, shape) in parameters.items()}
         for parameters in built[family]
     )
-    assert engine == local
+    assert engine == local == grouped
     assert len(local) > 8
 
 
@@ -88,12 +90,12 @@ def test_both_kinds_of_layers_hold_the_same_tensors_in_the_same_shapes(
     ],
 )
 def test_norms_are_in_the_linear_layers_and_experts_are_grouped(
-    family: str, expected: set[str], built: dict[str, tuple[Parameters, Parameters]]
+    family: str, expected: set[str], built: dict[str, list[Parameters]]
 ) -> None:
-    _, engine = built[family]
     layer = "decoder.layers.0."
-    names = {name for name, _ in engine.values() if name.startswith(layer)}
-    assert names == {layer + name for name in expected}
+    for engine in built[family][1:]:
+        names = {name for name, _ in engine.values() if name.startswith(layer)}
+        assert names == {layer + name for name in expected}
 
 
 @pytest.fixture(scope="module")
