@@ -190,7 +190,7 @@ def updates(stage: Stage) -> Findings:
         after = _mean_gain(trainer, batch)
         layout = ParallelConfig()
         planned = trainer_state_bytes(shape, layout, sharded=True) + activation_bytes(
-            shape, layout, microbatch_tokens=budget, logit_tokens=1024, recompute=False
+            shape, layout, microbatch_tokens=budget, logit_tokens=1024, recompute="none"
         )
     skipped = sum(report.skipped_updates for report in (first, *reports))
     if skipped or not after > before:

@@ -5,6 +5,7 @@ Invariants
 - `checks` is pure: what was found in, sentences out.
 """
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -25,11 +26,16 @@ LEAST_GLIBC: Final = (2, 34)
 LEAST_OPEN_FILES: Final = 65_536
 LEAST_SHARED_MEMORY: Final = 16 * _GB
 LEAST_DISK: Final = 100 * _GB
+_INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about a machine; None: not there. Sizes are in bytes."""
+    """Facts about a machine; None: not there. Sizes are in bytes.
+
+    `locked_memory` is the limit that `ulimit -l` shows, `resource.RLIM_INFINITY` where there is
+    none. `infiniband` has the names of InfiniBand and RoCE devices.
+    """
 
     driver: str | None = None
     cuda: str | None = None
@@ -38,6 +44,9 @@ class MachineFacts:
     compiler: str | None = None
     python_header: bool = False
     open_files: int = 0
+    locked_memory: int = 0
+    infiniband: tuple[str, ...] = ()
+    verbs_library: bool = False
     shared_memory: float = 0.0
     disk: float = 0.0
     nccl_torch: str | None = None
@@ -81,7 +90,8 @@ def checks(machine: MachineFacts) -> list[Check]:
     ]
     if machine.cuda is None:
         return found
-    return [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine), *found]
+    built = [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine)]
+    return [*built, *_infiniband(machine), *found]
 
 
 def _below(value: float, least: float, remedy: str) -> str:
@@ -124,6 +134,27 @@ def _nccl(machine: MachineFacts) -> Check:
     return Check("NCCL", found, problem)
 
 
+def _infiniband(machine: MachineFacts) -> list[Check]:
+    """Check what NCCL needs for InfiniBand; without it, it uses TCP and says so nowhere."""
+    devices = ", ".join(machine.infiniband)
+    library = "found" if machine.verbs_library else "not found"
+    limit = "unlimited"
+    if machine.locked_memory != resource.RLIM_INFINITY:
+        limit = f"{machine.locked_memory // 1024:,} KiB"
+    if not devices:
+        return [Check("InfiniBand", f"no device; libibverbs {library}; locked memory {limit}")]
+    no_library = f"NCCL uses TCP instead of {devices}: install libibverbs1 (rdma-core)"
+    too_little = (
+        f"NCCL cannot register memory with {devices}: ulimit -l unlimited (Slurm: "
+        "PropagateResourceLimitsExcept=MEMLOCK; containers: --ulimit memlock=-1)"
+    )
+    return [
+        Check("InfiniBand", devices),
+        Check("libibverbs", library, "" if machine.verbs_library else no_library),
+        Check("locked memory (ulimit -l)", limit, "" if limit == "unlimited" else too_little),
+    ]
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
 
@@ -144,11 +175,23 @@ def look() -> MachineFacts:
         compiler=shutil.which("g++") or shutil.which("clang++"),
         python_header=header.is_file(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        infiniband=tuple(sorted(path.name for path in _INFINIBAND.glob("*"))),
+        verbs_library=_loads("libibverbs.so.1"),
         shared_memory=_free("/dev/shm"),
         disk=_free(os.getcwd()),  # noqa: PTH109 - a name, which may be gone
         nccl_torch=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         nccl_wheel=installed(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None,
     )
+
+
+def _loads(library: str) -> bool:
+    """Return whether the dynamic loader finds a library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _free(path: str) -> float:

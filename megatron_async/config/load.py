@@ -13,9 +13,10 @@ import copy
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import ValidationError
@@ -145,10 +146,21 @@ def _named(
     return name
 
 
+_TYPE_NAME: Final = re.compile(r"literal\[.*\]|constrained-\w+|int|float|str|bool")
+
+
 def describe(error: ValidationError) -> str:
     """The first problem as one sentence that names the setting and its value."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "config"
+    errors = error.errors()
+    first = errors[0]
+    # Of a setting with several types, pydantic reports one error for each and names the type last.
+    parts = [str(part) for part in first["loc"]]
+    fields = [part for part in parts if _TYPE_NAME.fullmatch(part) is None]
+    where = ".".join(fields) or "config"
+    if len(fields) < len(parts):
+        found = [e["msg"] for e in errors if e["loc"][: len(fields)] == first["loc"][: len(fields)]]
+        wanted = ", or ".join(message[0].lower() + message[1:] for message in found)
+        return f"{where} is {shown(first['input'])}: {wanted}"
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(where)
         return f"unknown setting {where} (value {shown(first['input'])}){hint}"

@@ -216,6 +216,13 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
 
     architecture = read_architecture(config.model.path, config.model.family)
     check_layout(architecture, config.parallel)
+    stages, recompute = config.parallel.pipeline, config.trainer.recompute
+    layers = architecture.num_layers // stages
+    if isinstance(recompute, int) and recompute > layers:
+        raise UserError(
+            f"trainer.recompute is {recompute}; each stage of parallel.pipeline {stages} has "
+            f"{layers} layers. Set at most {layers}, or all"
+        )
     check_model(config.model.path, tokenizer=tokenizer)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint), architecture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ GOOD = MachineFacts(
     compiler="/usr/bin/g++",
     python_header=True,
     open_files=1_048_576,
+    locked_memory=resource.RLIM_INFINITY,
+    infiniband=("mlx5_0", "mlx5_1"),
+    verbs_library=True,
     shared_memory=500e9,
     disk=5e12,
     nccl_torch="2.28.9",
@@ -47,12 +51,20 @@ def test_a_good_machine_has_no_problem() -> None:
         ({"open_files": 1024}, "open files (ulimit -n)", "ulimit -n 65536"),
         ({"shared_memory": 64e6}, "shared memory (/dev/shm)", "--shm-size"),
         ({"disk": 20e9}, "free disk here", "checkpoint"),
+        ({"verbs_library": False}, "libibverbs", "NCCL uses TCP instead of mlx5_0, mlx5_1"),
+        ({"locked_memory": 2**23}, "locked memory (ulimit -l)", "--ulimit memlock=-1"),
         ({"nccl_wheel": "2.26.2"}, "NCCL", "both sides must load one NCCL"),
     ],
 )
 def test_each_lack_is_named_with_its_remedy(change: dict[str, Any], name: str, remedy: str) -> None:
     [found] = [check for check in checks(replace(GOOD, **change)) if check.problem]
     assert found.name == name and remedy in found.problem
+
+
+def test_a_machine_without_infiniband_needs_nothing_for_it() -> None:
+    plain = replace(GOOD, infiniband=(), verbs_library=False, locked_memory=2**23)
+    [line] = [check for check in checks(plain) if check.name == "InfiniBand"]
+    assert str(line) == "InfiniBand: no device; libibverbs not found; locked memory 8,192 KiB"
 
 
 def test_an_older_driver_serves_an_older_cuda() -> None:

@@ -66,6 +66,10 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
     [
         (["schedule.concurency=4"], r"unknown setting schedule\.concurency \(value 4\)"),
         (["schedule.group_size=0"], r"schedule\.group_size is 0: .*greater than or equal to 1"),
+        (
+            ["trainer.recompute=some"],
+            r"^trainer\.recompute is 'some': input should be 'none', .* or input should be a valid",
+        ),
         (["schedule.preset=fast"], r"schedule\.preset is 'fast'; it must be one of sync"),
         (["algorithm.recipe=magic"], r"algorithm\.recipe is 'magic'"),
         (["parallel.ranks=3", "parallel.tensor=2"], r"ranks 3 is not divisible by tensor 2"),

@@ -110,6 +110,11 @@ def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Pat
     assert 0 < checked.config.eval.prompts < 10 and len(checked.notices) == 1
 
 
+def test_more_recomputed_layers_than_a_stage_has_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.recompute is 50; each stage .* has \d+ layers"):
+        check_run(settings(folder, trainer={"recompute": 50}))
+
+
 def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"groups_per_batch is 480, .* has 4\d\d training problems"):
         check_run(settings(folder, schedule={"groups_per_batch": 480}))
