@@ -135,7 +135,7 @@ def _nccl(machine: MachineFacts) -> Check:
 
 
 def _infiniband(machine: MachineFacts) -> list[Check]:
-    """Check what NCCL needs for InfiniBand; without it, it uses TCP and says so nowhere."""
+    """Check what NCCL needs for InfiniBand; otherwise it uses TCP without a message."""
     devices = ", ".join(machine.infiniband)
     library = "found" if machine.verbs_library else "not found"
     limit = "unlimited"

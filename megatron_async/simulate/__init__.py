@@ -2,7 +2,8 @@
 
 - world: the virtual clock around the real scheduler. build: a world from a run's settings.
 - engine, engine_costs: a decode batch from event to event; what decode steps and prefill cost.
-- trainer_costs, memory, hardware: the trainer, GPU memory, data sheets.
+- trainer_costs, memory, hardware: the trainer, GPU memory, data sheets. recomputation: what
+  `trainer.recompute` keeps and computes again.
 - episodes: turns, observations and tools, drawn.
 - lengths: lengths drawn, recorded, fitted; the same for every schedule.
 - sweep, statistics, show: many points; their figures after the warm-up; tables and plots.

@@ -1,4 +1,4 @@
-"""What recomputing activations (`trainer.recompute`) saves in memory and costs in time.
+"""Memory and time of the choices for recomputing activations (`trainer.recompute`).
 
 Bytes that a layer of Megatron's local kind keeps for its backward pass in bfloat16, counted from
 its operations, as Korthikanti et al. do (arXiv 2205.05198, section 4) for a GPT layer: both norms
