@@ -73,8 +73,8 @@ _ENVIRONMENT: Final = (
         ("no expandable segments", '"expandable_segments:True"', '"expandable_segments:False"'),
         (
             "expandable segments also where engines open the memory",
-            "if not hands_memory_to_engines:",
-            "if True:",
+            "if hands_memory_to_engines:",
+            "if False:",
         ),
     ),
     *taken_back(
@@ -282,7 +282,11 @@ _DERIVED_SETTINGS: Final = (
             '    return None, f"SGLang takes what',
             '    return config.engines.max_total_tokens, f"SGLang takes what',
         ),
-        ("schedule.concurrency is a laptop's", "    return found, (\n", "    return default, (\n"),
+        (
+            "schedule.concurrency is a laptop's",
+            '    return found, (\n        "the smallest',
+            '    return default, (\n        "the smallest',
+        ),
         (
             "task.scorer_workers does not follow the cores",
             "return max(base, half), f",

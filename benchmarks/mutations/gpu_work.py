@@ -256,7 +256,12 @@ _COLOCATED: Final = (
         f"{_TRAINER}/offload.py",
         (
             "memory that was copied to the host stays allocated",
-            "            storage.resize_(0)\n",
+            "            moved += copy.nbytes\n            storage.resize_(0)\n",
+            "            moved += copy.nbytes\n",
+        ),
+        (
+            "gradients stay on the device while engines generate",
+            "                storage.resize_(0)\n",
             "",
         ),
     ),

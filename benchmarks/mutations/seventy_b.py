@@ -111,8 +111,8 @@ _MODEL: Final = (
         f"{_TRAINER}/policy_model.py",
         (
             "Transformer Engine gets the positions of the whole stream",
-            "positions_T = torch.arange(stream.max_seqlen, device=device)",
-            "pass",
+            "torch.arange(stream.max_seqlen, device=device)",
+            "stream.position_ids_T",
         ),
         (
             "the dummy sequence has no border",
@@ -146,7 +146,7 @@ _YARN: Final = (
     *taken_back(
         "34.6",
         _PARITY,
-        f"{_TRAINER}/modules.py",
+        f"{_TRAINER}/rotary.py",
         (
             "every frequency is divided",
             "kept = 1 - _yarn_ramp(rope, head_dim)",
