@@ -73,6 +73,7 @@ class PolicyModel(GPTModel):
         for module in self.modules():
             if isinstance(module, MoELayer):
                 module.register_forward_hook(forget_routing)
+                module.register_full_backward_hook(forget_routing)
         # Plain attributes: no state to save, and float32 whatever the model's precision.
         ropes = [rope for rope in (architecture.rope, architecture.local_rope) if rope is not None]
         self._inv_freqs = [inverse_frequencies(rope, architecture.head_dim) for rope in ropes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.trainer.cases import (
     ragged_batch,
     relative_difference,
     settings,
+    single_process,
     trainer_session,
     weights,
 )
@@ -160,6 +162,25 @@ def test_a_step_is_the_same_at_every_layout(layout: str, results: list[dict[Any,
             differences = relative_difference(together["gradients"], one_by_one["gradients"])
             assert max(differences.values()) < TOLERANCE
     assert sum(rank[layout, "grouped"]["empty experts"] for rank in results) > 10
+
+
+def test_inputs_of_experts_are_freed_after_a_step_with_each_recomputation(tmp_path: Path) -> None:
+    """Megatron's dispatcher would keep them through its routing probabilities."""
+    save_hf_model("qwen3_moe", tmp_path, num_hidden_layers=2)
+    inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def note_input(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(weakref.ref(arguments[0]))
+
+    for recompute in ("none", "feed_forward", 1, "all"):
+        config = settings(tmp_path, {"trainer": {"recompute": recompute}})
+        with single_process(), trainer_session(config, purpose="sft") as trainer:
+            for layer in trainer.model[0].decoder.layers:
+                layer.mlp.router.register_forward_pre_hook(note_input)
+            assert not trainer.train_sft(ragged_batch()).skipped
+            assert len(inputs) >= 4
+            assert not any(reference() is not None for reference in inputs), recompute
+            inputs.clear()
 
 
 def moe(ffn_size: int) -> Any:
