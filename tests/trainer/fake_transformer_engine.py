@@ -23,7 +23,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from inspect import Parameter
 from itertools import pairwise
@@ -325,6 +325,9 @@ EXPERT_LAYOUTS = ("ep1", "ep4", "tp2_sp_ep2")
 KINDS = ((False, "auto"), (True, "transformer_engine"), (True, "grouped"))
 # With Transformer Engine's grouped linear layers, and with one linear layer for each expert.
 EXPERTS = ("transformer_engine", "sequential")
+# A dense model and one of experts are also trained with each choice of `trainer.recompute`.
+RECOMPUTE = ("none", "feed_forward", 1)
+RECOMPUTED = (("qwen2_tied", "tp2_sp"), ("qwen3_moe", "tp2_sp_ep2"))
 
 
 def points(experts: str) -> list[tuple[str, str]]:
@@ -356,34 +359,66 @@ def log_probs(
         return parity.check_layouts(models, points(experts), mask_T, folder, experts=experts)
 
 
-def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, float]:
-    """In each rank: for models at layouts, how far gradients are from those of local layers."""
+@dataclass(frozen=True)
+class Trained:
+    """Log-probs and reduced gradients of one model, and calls of modules in the gradients' pass.
+
+    Gradients are of the sum of log-probs, by the tensors of the published checkpoint. Calls are of
+    the first linear layer of attention (`linear_qkv`) and of the feed-forward part (`linear_fc1`)
+    of each transformer layer, per microbatch.
+    """
+
+    logprobs_T: Tensor
+    gradients: dict[str, Tensor]
+    calls: dict[str, list[float]]
+
+    def difference(self, other: Trained) -> float:
+        """Return the largest relative difference of a gradient, or of all log-probs."""
+        mine, others = (
+            {"log-probs": trained.logprobs_T, **trained.gradients} for trained in (self, other)
+        )
+        assert mine.keys() == others.keys() and len(mine) > 9
+        return max(
+            float((mine[key] - others[key]).norm() / others[key].norm().clamp(1e-3))
+            for key in others
+        )
+
+
+def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, Any]:
+    """Compare Transformer Engine's layers with local layers, in each rank.
+
+    Returns:
+        By model, layout and `trainer.recompute`: the largest difference from local layers without
+        recomputation, and the calls of modules.
+    """
     from megatron_async.config import build_config
     from megatron_async.trainer.device import device_adapter
     from megatron_async.trainer.parallel import destroy_parallel, init_parallel
     from tests.trainer import test_model_parity as parity
 
-    found = {}
+    found: dict[Any, Any] = {}
     with device_adapter(), engine_found():
         for layout in layouts:
             for name in models if "ep" not in layout else ("qwen3_moe",):
-                changes = {"model": {"path": models[name], "dtype": "float32"}}
+                changes: dict[str, Any] = {"model": {"path": models[name], "dtype": "float32"}}
                 changes |= {"parallel": {"ranks": parity.RANKS, **parity.ALL_LAYOUTS[layout]}}
                 config = build_config(changes)
                 init_parallel(config.parallel, config.trainer, seed=1)
-                engine, local = (_gradients(config, kind) for kind in ("auto", "sdpa"))
-                assert engine.keys() == local.keys() and len(engine) > 8
-                assert all(float(local[key].norm()) > 0 for key in local if "expert" not in key)
-                found[name, layout] = max(
-                    float((engine[key] - local[key]).norm() / local[key].norm().clamp(1e-3))
-                    for key in local
+                local = _train(config, "sdpa", "none")
+                assert all(
+                    float(gradient.norm()) > 0
+                    for key, gradient in local.gradients.items()
+                    if "expert" not in key
                 )
+                for recompute in RECOMPUTE if (name, layout) in RECOMPUTED else ("none",):
+                    engine = _train(config, "auto", recompute)
+                    found[name, layout, recompute] = (engine.difference(local), engine.calls)
         destroy_parallel()
     return found
 
 
-def _gradients(config: Any, attention_backend: str) -> dict[str, Tensor]:
-    """Of the sum of log-probs, reduced, by the tensors of the published checkpoint."""
+def _train(config: Any, attention_backend: str, recompute: Any) -> Trained:
+    """Compute the log-probs of a batch and the gradients of an SFT step with one kind of layers."""
     from megatron.core import parallel_state
 
     from megatron_async.algorithms.algorithm import build_sft_algorithm
@@ -396,10 +431,8 @@ def _gradients(config: Any, attention_backend: str) -> dict[str, Tensor]:
     from tests.trainer.cases import ragged_batch
 
     assert parallel_state.model_parallel_is_initialized()
-    update = {"attention_backend": attention_backend}
-    [model] = load_policy(
-        config.model_copy(update={"model": config.model.model_copy(update=update)})
-    )
+    config = config.with_section("model", attention_backend=attention_backend)
+    [model] = load_policy(config.with_section("trainer", recompute=recompute))
     assert model.backends.transformer_engine == (attention_backend == "auto")
     wrapped = wrap_data_parallel(model, config.optimizer, bf16=False)
     wrapped.zero_grad_buffer()
@@ -407,15 +440,40 @@ def _gradients(config: Any, attention_backend: str) -> dict[str, Tensor]:
     runner = PolicyRunner(wrapped, layout, token_budget=128, hidden_size=32)
     sft = build_sft_algorithm()
     batch, denominators = sft.prepare_minibatch(sft.prepare(DeviceBatch.of(ragged_batch()))[0])
-    runner.gradients(batch, sft, denominators, entropy=False)
-    return {
+    logprobs_T = runner.logprobs(batch)
+    calls = _count_calls(model)
+    result = runner.gradients(batch, sft, denominators, entropy=False)
+    assert torch.equal(result.logprobs_T, logprobs_T)
+    reduced = {
         " ".join(placed.tensor_names): placed.parameter.main_grad.clone()
         for placed in placed_parameters([model], model.architecture)
     }
+    per_microbatch = {
+        name: [count / result.num_microbatches for count in counts]
+        for name, counts in calls.items()
+    }
+    return Trained(logprobs_T, reduced, per_microbatch)
+
+
+def _count_calls(model: Any) -> dict[str, list[int]]:
+    """Count from now on how often each layer calls two of its modules."""
+    calls = {name: [0] * len(model.decoder.layers) for name in ("linear_qkv", "linear_fc1")}
+
+    def count(name: str, layer: int) -> None:
+        calls[name][layer] += 1
+
+    for layer, modules in enumerate(model.decoder.layers):
+        for path, module in modules.named_modules():
+            name = path.rpartition(".")[2]
+            if name in calls:
+                module.register_forward_pre_hook(
+                    lambda *_, name=name, layer=layer: count(name, layer)
+                )
+    return calls
 
 
 def compute(folder: Path) -> None:
-    """Both of the above, in ranks that are forked from this process."""
+    """Write log-probs and differences of gradients, from ranks forked from this process."""
     from tests.distributed import run_ranks
     from tests.trainer import test_model_parity as parity
 

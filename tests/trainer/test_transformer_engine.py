@@ -19,7 +19,7 @@ import pytest
 
 from tests.hf_models import random_stream, reference_logprobs, save_hf_model
 from tests.trainer import test_model_parity as parity
-from tests.trainer.fake_transformer_engine import CASES, EXPERTS, points
+from tests.trainer.fake_transformer_engine import CASES, EXPERTS, RECOMPUTE, RECOMPUTED, points
 from tests.trainer.test_fake_gpu import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -127,10 +127,28 @@ def test_log_probs_equal_transformers(experts: str, computed: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_gradients_equal_those_of_local_layers(computed: dict[str, Any]) -> None:
+def test_log_probs_and_gradients_equal_those_of_local_layers(computed: dict[str, Any]) -> None:
+    expected: set[tuple[Any, ...]] = {("qwen3", "tp2_sp", "none")}
+    expected |= {(*point, recompute) for point in RECOMPUTED for recompute in RECOMPUTE}
     for rank in computed["gradients"]:
-        assert set(rank) >= {("qwen2_tied", "tp2_sp"), ("qwen3_moe", "tp2_sp_ep2")}
-        assert max(rank.values()) < 1e-5, rank
+        assert set(rank) >= expected
+        differences = {point: difference for point, (difference, _) in rank.items()}
+        assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", RECOMPUTED)
+def test_layers_are_called_again_when_they_are_recomputed(
+    point: tuple[str, str], computed: dict[str, Any]
+) -> None:
+    once, twice, first_twice = [1.0] * 4, [2.0] * 4, [2.0, 1.0, 1.0, 1.0]
+    expected = {
+        "none": {"linear_qkv": once, "linear_fc1": once},
+        "feed_forward": {"linear_qkv": once, "linear_fc1": twice},
+        1: {"linear_qkv": first_twice, "linear_fc1": first_twice},
+    }
+    for rank in computed["gradients"]:
+        assert {recompute: rank[*point, recompute][1] for recompute in RECOMPUTE} == expected
 
 
 def test_the_stream_needs_the_dummy_sequence() -> None:
