@@ -26,7 +26,12 @@ _LARGE_FILES_VARIABLE: Final = "MEGATRON_ASYNC_LARGE_FILES"
 _UNLOCKED_SECONDS: Final = 60.0
 # Caches of compiled kernels, which later processes of this user reuse. Triton's default is in the
 # home directory: on a network file system, ranks that write there together crash now and then.
-_COMPILED: Final = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+# SGLang puts those of FlashInfer, DeepGEMM, TileLang and CUDA below its own directory.
+_COMPILED: Final = {
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "TRITON_CACHE_DIR": "triton",
+    "SGLANG_CACHE_DIR": "sglang",
+}
 
 
 def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +39,8 @@ def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str
 
     They go to `directory`, which is removed with the child. Large files go where the user wants
     temporary files (`large_files_directory`). Compiled kernels go to a directory on this node that
-    stays, `/tmp/megatron-async-compiled-UID`, unless `environment` names others.
+    stays, `/tmp/megatron-async-compiled-UID`, unless `environment`, all of the child's, names
+    others.
     """
     compiled = user_directory("megatron-async-compiled")
     caches = {

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,14 +24,9 @@ from megatron_async.config.simulate import GpuName
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.runtime.gpus import sees_gpu
+from megatron_async.simulate.build import fitting_recompute, memory_of_trainer
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
-from megatron_async.simulate.memory import (
-    TrainerMemory,
-    kv_capacity_tokens,
-    least_recomputation,
-    trainer_memory,
-    update_bytes,
-)
+from megatron_async.simulate.memory import kv_capacity_tokens, update_bytes
 from megatron_async.simulate.planner import sufficient_concurrency
 from megatron_async.weight_sync.gpu_sharing import trainer_ranks_of
 
@@ -177,21 +171,19 @@ def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
 
 def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     if machine.device == "cpu":
-        return config.trainer.recompute, "the memory of a CPU is not planned"
+        return config.trainer.recompute, "the default with engines on CPUs"
     try:
         shape = shape_of(with_own_model(config))
     except UserError as error:
         return config.trainer.recompute, f"the default, as the model's shape is not known ({error})"
-    share = config.simulate.trainer_memory_share
-    memory_with = partial(_trainer_memory, config, shape)
-    room = share * machine.memory_bytes
-    found = least_recomputation(shape, config.parallel.pipeline, memory_with, room)
+    found = fitting_recompute(config, shape, machine.memory_bytes)
     if found is None:
         return "all", "nothing less fits, by the estimate"
-    peak = memory_with(recompute=found).peak / _GB
+    peak = memory_of_trainer(config, shape, found).peak / _GB
     return found, (
-        f"the least that fits: an estimated peak of {peak:.1f} GB, at most {share:g} of "
-        f"{machine.title} (simulate.trainer_memory_share)"
+        f"the least that fits: an estimated peak of {peak:.1f} GB, at most "
+        f"{config.simulate.trainer_memory_share:g} of {machine.title} "
+        "(simulate.trainer_memory_share)"
     )
 
 
@@ -254,7 +246,7 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
         shape = shape_of(with_own_model(config))
     except UserError:
         return
-    trainer = _trainer_memory(config, shape).state * (config.optimizer.name == "adam")
+    trainer = memory_of_trainer(config, shape).state * (config.optimizer.name == "adam")
     engine = _engine_weights(config, shape) * (config.engines.quantization == "none")
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     for held, layout, remedy in (
@@ -309,29 +301,17 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
     return 2 * shape.parameters / config.engines.tensor
 
 
-def _trainer_memory(
-    config: RunConfig, shape: ModelShape, recompute: Recompute | None = None
-) -> TrainerMemory:
-    """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
-    return trainer_memory(
-        shape,
-        config.parallel,
-        sharded=config.optimizer.sharded,
-        expert=config.parallel.expert,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-        logit_tokens=config.trainer.logprob_chunk_tokens,
-        recompute=config.trainer.recompute if recompute is None else recompute,
-    )
-
-
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    trainer, weights = _trainer_memory(config, shape), _engine_weights(config, shape)
+    trainer, weights = memory_of_trainer(config, shape), _engine_weights(config, shape)
     update = _update_bytes(config)
     beside = f"a weight update {update / _GB:.1f} GB, " * (update > 0)
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
-    over = ", which is too much: lower trainer.microbatch_tokens, or raise parallel.tensor"
+    over = (
+        ", which is too much: raise trainer.recompute, up to all; then lower "
+        "trainer.microbatch_tokens, or raise parallel.tensor"
+    )
     return [
         f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
         f"{trainer.activations / _GB:.1f} GB or the optimizer's step "

@@ -121,7 +121,8 @@ def torchrun(
     files: stores of torch would listen on every interface, to anybody.
     """
     with own_directory() as place:
-        environment = {**environment, **temporary_files(place, environment)}
+        added = temporary_files(place, {**os.environ, **environment})
+        environment = {**environment, **added}
         if rendezvous is None:
             environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
             rendezvous = (

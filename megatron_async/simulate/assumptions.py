@@ -42,6 +42,7 @@ _MEANINGS = {
         "Adam.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
         "at once.",
+        "PAUSED_ENGINE_BYTES": "`trainer.recompute`: what a paused engine keeps of a shared GPU.",
         "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
     },
     recomputation: {
@@ -89,6 +90,7 @@ def assumptions(config: RunConfig) -> list[str]:
         f"layout: {config.parallel.ranks} trainer GPUs (TP {config.parallel.tensor}, PP "
         f"{config.parallel.pipeline}, CP {config.parallel.context}), {config.engines.count} "
         f"engines of TP {config.engines.tensor}, {config.simulate.placement}",
+        f"trainer.recompute: {trainer.recompute}",
         f"KV capacity of an engine: {costs.kv_capacity_tokens} tokens",
         f"weight update: {trainer.publish_seconds:.2f} s; optimizer step: "
         f"{trainer.fixed_seconds:.2f} s beside its tokens",

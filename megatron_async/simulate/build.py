@@ -8,11 +8,13 @@ cost model, or `simulate.kv_capacity_tokens`.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_async.config import RunConfig
+from megatron_async.config.model import Recompute
 from megatron_async.errors import UserError
-from megatron_async.models.shape import shape_of
+from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.scheduler.record import Recorder
 from megatron_async.simulate.engine import Engine
 from megatron_async.simulate.engine_costs import (
@@ -24,7 +26,14 @@ from megatron_async.simulate.engine_costs import (
 from megatron_async.simulate.episodes import EpisodeSource
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.memory import kv_capacity_tokens, trainer_state_bytes
+from megatron_async.simulate.memory import (
+    PAUSED_ENGINE_BYTES,
+    TrainerMemory,
+    kv_capacity_tokens,
+    least_recomputation,
+    trainer_memory,
+    trainer_state_bytes,
+)
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World
@@ -78,17 +87,50 @@ def check_placement(config: RunConfig) -> None:
         )
 
 
+def memory_of_trainer(
+    config: RunConfig, shape: ModelShape, recompute: Recompute | None = None
+) -> TrainerMemory:
+    """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
+    return trainer_memory(
+        shape,
+        config.parallel,
+        sharded=config.optimizer.sharded,
+        expert=config.parallel.expert,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        logit_tokens=config.trainer.logprob_chunk_tokens,
+        recompute=config.trainer.recompute if recompute is None else recompute,
+    )
+
+
+def fitting_recompute(
+    config: RunConfig, shape: ModelShape, memory_bytes: float
+) -> Recompute | None:
+    """Return the `trainer.recompute` with the least work whose estimated peak fits into a GPU.
+
+    Of GPUs that engines share, what a paused engine keeps is left free. None if nothing fits.
+    """
+    room = config.simulate.trainer_memory_share * memory_bytes
+    if config.engines.placement == "colocated":
+        room -= PAUSED_ENGINE_BYTES
+    memory_with = partial(memory_of_trainer, config, shape)
+    return least_recomputation(shape, config.parallel.pipeline, memory_with, room)
+
+
 def trainer_costs(config: RunConfig) -> TrainerCosts:
-    """The trainer's cost model."""
+    """Return the trainer's cost model. `trainer.recompute` is what a start chooses unless set."""
+    shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
+    recompute: Recompute = config.trainer.recompute
+    if "recompute" not in config.trainer.model_fields_set:
+        recompute = fitting_recompute(config, shape, gpu.memory) or "all"
     return TrainerCosts(
-        shape_of(config),
-        gpu_of(config.simulate.gpu),
+        shape,
+        gpu,
         config.parallel,
         config.simulate,
         config.trainer.microbatch_tokens,
         config.optimizer.sharded,
         config.algorithm.epochs,
-        config.trainer.recompute,
+        recompute,
     )
 
 

@@ -22,6 +22,8 @@ STEP_BYTES = 4
 """Of a parameter of the optimizer's part, while it makes its step: the root of a second moment."""
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
+PAUSED_ENGINE_BYTES = 5e9
+"""What a paused engine keeps of a shared GPU: CUDA context, graphs, workspaces (assumed)."""
 COMMUNICATOR_BYTES = 1 << 30
 """NCCL's buffers of a group that weights come by, with NVLS."""
 

@@ -1,8 +1,9 @@
 """`megatron-async plan`: how to use so many GPUs for a model, a schedule and a length distribution.
 
 1. Every split of the GPUs (or all of them twice, colocated), every TP of the engines and every
-   TP x PP of the trainer that fits into memory is estimated in closed form. Each trainer layout
-   recomputes as little as fits (`trainer.recompute`).
+   TP x PP of the trainer that fits into memory is estimated in closed form. Unless
+   `trainer.recompute` is set, each trainer layout recomputes as little as fits; all layers where
+   trainer and engines share GPUs without offloading.
 2. The best trainer layout of each trainer size and the best TP of each engine size are combined;
    the best combinations are simulated, which gives the order, the step time and the lag.
 
@@ -117,8 +118,7 @@ class _Workload:
 def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     """Search and simulate. Raises UserError when nothing fits."""
     settings = dict(settings)
-    any_trainer = TrainerPlan(ParallelConfig(), "none", 0.0, 0.0, 0.0)
-    config = build_config(_with_layout(settings, any_trainer, EnginePlan(1, 1, 8, 0.0)))
+    config = build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
     if config.simulate.placement == "colocated" and config.schedule.overlap:
         raise UserError(
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
@@ -174,7 +174,8 @@ def _candidates(config: RunConfig, settings: dict[str, Any], gpus: int) -> Itera
 def _candidate(
     config: RunConfig, settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
 ) -> Candidate:
-    candidate = build_config(_with_layout(settings, trainer, engines))
+    candidate = build_config(_with_layout(settings, trainer.layout, engines))
+    candidate = candidate.with_section("trainer", recompute=trainer.recompute)
     both = (trainer.seconds, engines.seconds)
     step = max(both) if config.schedule.overlap else sum(both)
     step += trainer_costs(candidate).publish_seconds
@@ -233,10 +234,16 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
                 logit_tokens=config.trainer.logprob_chunk_tokens,
             )
             room = gpu.memory * config.simulate.trainer_memory_share
-            recompute = least_recomputation(shape, layout.pipeline, memory_with, room)
+            recompute: Recompute | None = config.trainer.recompute
+            if "recompute" not in config.trainer.model_fields_set:
+                recompute = "all"
+                if config.simulate.placement == "disaggregated" or config.simulate.offload:
+                    recompute = least_recomputation(shape, pipeline, memory_with, room)
             if recompute is None:
                 continue
             memory = memory_with(recompute=recompute)
+            if memory.peak > room:
+                continue
             costs = replace(trainer_costs(config), layout=layout, recompute=recompute)
             seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
             kept = 0.0 if config.simulate.offload else memory.state
@@ -333,11 +340,10 @@ def _smallest_sufficient(
 
 
 def _with_layout(
-    settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
+    settings: dict[str, Any], layout: ParallelConfig, engines: EnginePlan
 ) -> dict[str, Any]:
     chosen = {
-        "parallel": trainer.layout.model_dump(),
-        "trainer": {"recompute": trainer.recompute},
+        "parallel": layout.model_dump(),
         "engines": {"count": engines.count, "tensor": engines.tensor},
         "schedule": {"concurrency": engines.concurrency},
     }

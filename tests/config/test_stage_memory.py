@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.config import RunConfig, load_config
+from megatron_async.config import RunConfig
 from tests.config.test_large_configs import (
     DATA,
     PUBLISHED,
-    ROOT,
     architecture_of,
+    as_started,
     count,
     figure,
     step_gigabytes,
@@ -31,7 +31,7 @@ OFF = 0.15
 def file(name: str) -> tuple[RunConfig, dict[str, Any]]:
     """Of the file, and the config.json of its model."""
     raw = json.loads((DATA / f"{PUBLISHED[name][0]}.config.json").read_text())
-    return load_config(ROOT / "configs" / f"{name}.yaml"), raw
+    return as_started(name), raw
 
 
 def stated_peaks(name: str, folder: Path) -> Any:

@@ -39,7 +39,11 @@ def test_temporary_files_of_a_child_are_removed_with_it_but_large_ones_keep_thei
 
 @pytest.mark.parametrize(
     ("variable", "name"),
-    [("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")],
+    [
+        ("TORCHINDUCTOR_CACHE_DIR", "torchinductor"),
+        ("TRITON_CACHE_DIR", "triton"),
+        ("SGLANG_CACHE_DIR", "sglang"),
+    ],
 )
 def test_compiled_kernels_stay_on_this_node_unless_the_user_names_a_directory(
     tmp_path: Path, variable: str, name: str

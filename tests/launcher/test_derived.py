@@ -51,6 +51,10 @@ def test_a_smaller_gpu_recomputes_more_layers() -> None:
     assert isinstance(layers, int) and layers > 0
     assert value_of("trainer.recompute", config, Machine("cuda", "H200", 141e9)) == "none"
     assert value_of("trainer.recompute", config, Machine("cuda", "A100", 40e9)) == "all"
+    shared = {"placement": "colocated", "count": 8}
+    colocated = config.with_section("engines", **shared)
+    more = value_of("trainer.recompute", colocated, H100)
+    assert isinstance(more, int) and more > layers, "a paused engine keeps some memory"
 
 
 def test_a_larger_gpu_holds_more_requests() -> None:
@@ -177,7 +181,7 @@ def test_weights_that_no_gpu_can_hold_are_refused(override: str, sentence: str) 
 
 @pytest.mark.parametrize(("tokens", "over"), [(20_480, False), (400_000, True)])
 def test_an_estimated_peak_above_the_memory_is_called_that(tokens: int, over: bool) -> None:
-    override = f"trainer.microbatch_tokens={tokens}"
-    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", [override])
+    overrides = [f"trainer.microbatch_tokens={tokens}", "trainer.recompute=all"]
+    config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", overrides)
     shown = "\n".join(layout_lines(config, H100))
-    assert (" of 80 GB, which is too much: lower trainer.microbatch_tokens" in shown) == over
+    assert (" of 80 GB, which is too much: raise trainer.recompute, up to all" in shown) == over

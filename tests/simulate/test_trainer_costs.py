@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_async.config import build_config
+from megatron_async.config.load import merge
+from megatron_async.launcher.derived import Machine, derive
+from megatron_async.simulate.assumptions import assumptions
 from megatron_async.simulate.build import trainer_costs
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
+
+H100 = Machine("cuda", "H100", 80e9)
 
 
 def costs(**simulate: object) -> TrainerCosts:
@@ -65,3 +70,14 @@ def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
     sent = alone.publish_seconds - share.weight_update_overhead_seconds
     assert sent == pytest.approx(2 * 70.55e9 / (alone.gpu.network * share.weight_update), rel=0.01)
     assert SENDERS_AT_ONCE == 1, "count the links of all who send at once"
+
+
+def test_a_simulation_recomputes_what_a_start_would_choose() -> None:
+    model = {"simulate": {"model": "qwen2.5-7b"}, "parallel": {"ranks": 8, "tensor": 2}}
+    sizes = {"trainer": {"microbatch_tokens": 20480}}
+    config = build_config(merge(model, sizes))
+    assert trainer_costs(config).recompute == derive(config, H100).config.trainer.recompute
+    assert isinstance(trainer_costs(config).recompute, int)
+    assert f"trainer.recompute: {trainer_costs(config).recompute}" in assumptions(config)
+    given = build_config(merge(model, {"trainer": {"recompute": "none"}}))
+    assert trainer_costs(given).recompute == "none"
