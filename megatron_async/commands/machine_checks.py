@@ -26,6 +26,7 @@ LEAST_GLIBC: Final = (2, 34)
 LEAST_OPEN_FILES: Final = 65_536
 LEAST_SHARED_MEMORY: Final = 16 * _GB
 LEAST_DISK: Final = 100 * _GB
+LEAST_LOCKED_MEMORY: Final = 16 * _GB  # for NCCL's buffers of all ranks of a node (assumed)
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -135,12 +136,14 @@ def _nccl(machine: MachineFacts) -> Check:
 
 
 def _infiniband(machine: MachineFacts) -> list[Check]:
-    """Check what NCCL needs for InfiniBand; otherwise it uses TCP without a message."""
+    """Check what NCCL needs for InfiniBand. Without the library it uses TCP, without a message."""
     devices = ", ".join(machine.infiniband)
     library = "found" if machine.verbs_library else "not found"
     limit = "unlimited"
-    if machine.locked_memory != resource.RLIM_INFINITY:
+    enough = machine.locked_memory == resource.RLIM_INFINITY
+    if not enough:
         limit = f"{machine.locked_memory // 1024:,} KiB"
+        enough = machine.locked_memory >= LEAST_LOCKED_MEMORY
     if not devices:
         return [Check("InfiniBand", f"no device; libibverbs {library}; locked memory {limit}")]
     no_library = f"NCCL uses TCP instead of {devices}: install libibverbs1 (rdma-core)"
@@ -151,7 +154,7 @@ def _infiniband(machine: MachineFacts) -> list[Check]:
     return [
         Check("InfiniBand", devices),
         Check("libibverbs", library, "" if machine.verbs_library else no_library),
-        Check("locked memory (ulimit -l)", limit, "" if limit == "unlimited" else too_little),
+        Check("locked memory (ulimit -l)", limit, "" if enough else too_little),
     ]
 
 

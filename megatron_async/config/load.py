@@ -155,7 +155,7 @@ def describe(error: ValidationError) -> str:
     first = errors[0]
     # Of a setting with several types, pydantic reports one error for each and names the type last.
     parts = [str(part) for part in first["loc"]]
-    fields = [part for part in parts if _TYPE_NAME.fullmatch(part) is None]
+    fields = parts[:-1] if parts and _TYPE_NAME.fullmatch(parts[-1]) else parts
     where = ".".join(fields) or "config"
     if len(fields) < len(parts):
         found = [e["msg"] for e in errors if e["loc"][: len(fields)] == first["loc"][: len(fields)]]

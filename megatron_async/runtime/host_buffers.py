@@ -25,15 +25,20 @@ class HostBuffers:
         """Copy `values`, number `place` in the order; the copy of the last time is overwritten."""
         kept = self._kept[place] if place < len(self._kept) else None
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
-            kept = torch.empty(values.shape, dtype=values.dtype)
             if values.is_cuda and values.nbytes:
                 kept = pinned_bytes(values.nbytes).view(values.dtype).view(values.shape)
+            else:
+                kept = torch.empty(values.shape, dtype=values.dtype)
             self._kept[place : place + 1] = [kept]
         return kept.copy_(values)
 
 
 class _PinnedMemory(mmap.mmap):
-    """Whole pages of anonymous memory, pinned until the object is deleted."""
+    """Whole pages of anonymous memory, pinned until the object is deleted.
+
+    The system counts them as shared memory, as a mapping without a file is shared in Python. A fork
+    therefore does not copy pinned pages.
+    """
 
     address: int
 

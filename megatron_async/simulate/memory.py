@@ -2,9 +2,9 @@
 
 Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
 a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations as in
-`recomputation`. Adam of torch, on a GPU,
-makes the square roots of all second moments of a group at once (`torch.optim.adam`,
-`_multi_tensor_adam`); those of Apex and Transformer Engine, one kernel each, do not.
+`recomputation`. On a GPU, torch's Adam computes the square roots of all second moments of a group
+at once (`torch.optim.adam`, `_multi_tensor_adam`); those of Apex and Transformer Engine, one kernel
+each, do not.
 
 tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code makes.
 """

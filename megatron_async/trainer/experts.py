@@ -32,7 +32,7 @@ def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
     """Drop what Megatron's dispatcher keeps of a layer's forward pass.
 
     A hook after the forward pass, and after the backward pass, in which `recompute: feed_forward`
-    repeats what is inside of the layer.
+    repeats the modules inside the layer.
 
     Probabilities keep their graph, and that keeps the layer's input and its gradient: for 48 layers
     of 20,480 tokens of Qwen3-30B-A3B 9.7 GB, until the layer's next forward pass.

@@ -7,6 +7,7 @@
   sends to an engine on the trainer's own GPUs.
 - version_directory: a version as a directory, there whole or not at all.
 - blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
+- lost_engines: finds the engines that caused the failure of a broadcast.
 - nccl_errors: a lost engine fails an update, not the trainer or the other engines.
 - receive_ahead, double_buffer: one bucket travels while another is loaded.
 - quantise: fp8 weights for engines that hold them so.

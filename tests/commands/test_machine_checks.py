@@ -67,6 +67,10 @@ def test_a_machine_without_infiniband_needs_nothing_for_it() -> None:
     assert str(line) == "InfiniBand: no device; libibverbs not found; locked memory 8,192 KiB"
 
 
+def test_a_large_limit_on_locked_memory_is_enough() -> None:
+    assert [check for check in checks(replace(GOOD, locked_memory=2**38)) if check.problem] == []
+
+
 def test_an_older_driver_serves_an_older_cuda() -> None:
     older = replace(GOOD, driver="535.183.01", cuda="12.8")
     assert [check for check in checks(older) if check.problem] == []

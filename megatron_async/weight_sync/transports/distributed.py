@@ -33,6 +33,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
+from megatron_async.weight_sync.lost_engines import raise_lost, raise_own_failures
 from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
 from megatron_async.weight_sync.receive_ahead import load_format
 from megatron_async.weight_sync.transports.base import (
@@ -226,7 +227,7 @@ class DistributedSender(WeightSender):
                 # Engines listen for it already; but announced it is only when they have loaded the
                 # one before: two calls under way could overtake each other.
                 self._require_link().start(flat.bytes_N)
-                _wait_for_answers(announced, deadline)
+                self._wait_for_answers(announced, deadline)
                 transfer.lap("wait for load")
                 announced = self._announce(flat, following, transfer)
             else:
@@ -237,7 +238,7 @@ class DistributedSender(WeightSender):
                 self._start_first(flat.bytes_N, announced, transfer)
             transfer.report.sent_bytes += flat.bytes_N.nbytes
         self._wait_for_broadcast(announced, transfer)
-        _wait_for_answers(announced, deadline)
+        self._wait_for_answers(announced, deadline)
         transfer.lap("load")
         self._end_session(transfer)
 
@@ -279,11 +280,11 @@ class DistributedSender(WeightSender):
     ) -> None:
         """Wait; raise as soon as an engine refuses what was announced, or at the deadline.
 
-        A failure is an engine's own report where there is one.
+        A failure names the engines that have caused it, where they can be found.
         """
         pause = _FIRST_POLL_SECONDS
         while not done():
-            raise_together(failures_of(announced))
+            self._raise_failures(announced)
             if not transfer.deadline.left:
                 # An engine that only waits for us answers when our connections close: then the
                 # limit is too short. One that does not is frozen, or waits for one that is.
@@ -299,8 +300,21 @@ class DistributedSender(WeightSender):
         try:
             result()
         except RuntimeError as error:
-            _raise_first_failure(announced, LAST_ANSWERS_SECONDS)
+            self._require_link().begin_drop()
+            raise_lost(announced, self.calls)
             raise ComponentFailure(f"the weight broadcast failed: {error}") from error
+
+    def _wait_for_answers(self, announced: Answers, deadline: AwakeDeadline) -> None:
+        """Wait until all engines have loaded the bucket. Raises as soon as one fails."""
+        wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
+        self._raise_failures(announced)
+        gather(announced)  # bounded: each call has a limit
+
+    def _raise_failures(self, announced: Answers) -> None:
+        """Raise if a call has failed, for the engines that have caused it."""
+        if raise_own_failures(announced):
+            self._require_link().begin_drop()
+            raise_lost(announced, self.calls)
 
     def _require_link(self) -> _Link:
         if self._link is None:
@@ -322,12 +336,6 @@ def _aside(work: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="weight-group", daemon=True).start()
     return future
-
-
-def _wait_for_answers(announced: Answers, deadline: AwakeDeadline) -> None:
-    """Wait until all engines have loaded what was announced. Raises as soon as one refuses."""
-    _raise_first_failure(announced, time_left(deadline))
-    gather(announced)  # bounded: each call has a limit
 
 
 def _raise_first_failure(calls: Answers, wait_seconds: float) -> None:
