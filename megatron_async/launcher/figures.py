@@ -124,8 +124,8 @@ def _recomputation(config: RunConfig, shape: ModelShape) -> list[str]:
     whole = training_seconds(config.with_section("trainer", recompute="all"))
     seconds = training_seconds(config)
     return [
-        f"recomputed in the backward pass: {part} (trainer.recompute {recompute}); training a "
-        f"batch takes {seconds:.1f} s, and with all layers {whole:.1f} s"
+        f"recomputed in the backward pass: {part} (trainer.recompute {recompute}); training "
+        f"on a batch and the weight update take {seconds:.1f} s, and with all layers {whole:.1f} s"
     ]
 
 

@@ -42,7 +42,7 @@ _MEANINGS = {
         "Adam.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
         "at once.",
-        "PAUSED_ENGINE_BYTES": "`trainer.recompute`: what a paused engine keeps of a shared GPU.",
+        "PAUSED_ENGINE_BYTES": "`trainer.recompute`: memory of a paused engine on a shared GPU.",
         "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
     },
     recomputation: {

@@ -8,7 +8,6 @@ cost model, or `simulate.kv_capacity_tokens`.
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatron_async.config import RunConfig
@@ -30,10 +29,10 @@ from megatron_async.simulate.memory import (
     PAUSED_ENGINE_BYTES,
     TrainerMemory,
     kv_capacity_tokens,
-    least_recomputation,
     trainer_memory,
     trainer_state_bytes,
 )
+from megatron_async.simulate.recomputation import by_work
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World
@@ -91,12 +90,13 @@ def memory_of_trainer(
     config: RunConfig, shape: ModelShape, recompute: Recompute | None = None
 ) -> TrainerMemory:
     """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
+    longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
     return trainer_memory(
         shape,
         config.parallel,
         sharded=config.optimizer.sharded,
         expert=config.parallel.expert,
-        microbatch_tokens=config.trainer.microbatch_tokens,
+        microbatch_tokens=max(config.trainer.microbatch_tokens, longest),
         logit_tokens=config.trainer.logprob_chunk_tokens,
         recompute=config.trainer.recompute if recompute is None else recompute,
     )
@@ -107,17 +107,24 @@ def fitting_recompute(
 ) -> Recompute | None:
     """Return the `trainer.recompute` with the least work whose estimated peak fits into a GPU.
 
-    Of GPUs that engines share, what a paused engine keeps is left free. None if nothing fits.
+    The only choice is the value that is set, or, in a simulation that leaves the trainer's state
+    beside the KV cache (no `simulate.offload`), `all`. On GPUs that engines share, the memory of a
+    paused engine stays free. Returns None if no choice fits.
     """
     room = config.simulate.trainer_memory_share * memory_bytes
-    if config.engines.placement == "colocated":
+    choices = by_work(shape, shape.layers // config.parallel.pipeline)
+    if "recompute" in config.trainer.model_fields_set:
+        choices = [config.trainer.recompute]
+    elif config.simulate.placement == "colocated" and not config.simulate.offload:
+        choices = ["all"]
+    if "colocated" in (config.engines.placement, config.simulate.placement):
         room -= PAUSED_ENGINE_BYTES
-    memory_with = partial(memory_of_trainer, config, shape)
-    return least_recomputation(shape, config.parallel.pipeline, memory_with, room)
+    fitting = (c for c in choices if memory_of_trainer(config, shape, c).peak <= room)
+    return next(fitting, None)
 
 
 def trainer_costs(config: RunConfig) -> TrainerCosts:
-    """Return the trainer's cost model. `trainer.recompute` is what a start chooses unless set."""
+    """Return the trainer's cost model, with the `trainer.recompute` that a start would choose."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     recompute: Recompute = config.trainer.recompute
     if "recompute" not in config.trainer.model_fields_set:

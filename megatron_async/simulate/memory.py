@@ -9,12 +9,11 @@ each, do not.
 tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code makes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.models.shape import BF16, ModelShape
-from megatron_async.simulate.recomputation import by_work, kept_bytes
+from megatron_async.simulate.recomputation import kept_bytes
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""
@@ -23,7 +22,7 @@ STEP_BYTES = 4
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
 PAUSED_ENGINE_BYTES = 5e9
-"""What a paused engine keeps of a shared GPU: CUDA context, graphs, workspaces (assumed)."""
+"""Memory of a paused engine on a shared GPU: CUDA context, graphs, workspaces (assumed)."""
 COMMUNICATOR_BYTES = 1 << 30
 """NCCL's buffers of a group that weights come by, with NVLS."""
 
@@ -63,17 +62,6 @@ def trainer_memory(
     )
     state = trainer_state_bytes(shape, layout, sharded=sharded, expert=expert)
     return TrainerMemory(state, activations, STEP_BYTES * stepped)
-
-
-def least_recomputation(
-    shape: ModelShape, stages: int, memory_with: Callable[..., TrainerMemory], room: float
-) -> Recompute | None:
-    """Return the setting with the least work whose peak fits into `room` bytes.
-
-    `memory_with(recompute=...)` is the trainer's memory. None if not even `all` fits.
-    """
-    choices = by_work(shape, shape.layers // stages)
-    return next((c for c in choices if memory_with(recompute=c).peak <= room), None)
 
 
 def trainer_state_bytes(

@@ -19,7 +19,6 @@ as in `trainer_costs`. With overlap a step takes the longer of the two, else the
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -29,14 +28,17 @@ from megatron_async.config.load import merge
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
-from megatron_async.simulate.build import episode_source, group_source, simulate, trainer_costs
+from megatron_async.simulate.build import (
+    episode_source,
+    fitting_recompute,
+    group_source,
+    memory_of_trainer,
+    simulate,
+    trainer_costs,
+)
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.memory import (
-    kv_capacity_tokens,
-    least_recomputation,
-    trainer_memory,
-)
+from megatron_async.simulate.memory import kv_capacity_tokens
 from megatron_async.simulate.show import cells
 from megatron_async.simulate.statistics import Summary
 
@@ -216,7 +218,6 @@ def _workload(config: RunConfig) -> _Workload:
 def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
     """Layouts that fit, fastest first."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
-    longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
     plans = []
     for tensor in _tensor_sizes(config, gpus):
         for pipeline in _SIZES:
@@ -225,26 +226,12 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
             layout = ParallelConfig(
                 ranks=gpus, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
             )
-            memory_with = partial(
-                trainer_memory,
-                shape,
-                layout,
-                sharded=config.optimizer.sharded,
-                microbatch_tokens=max(config.trainer.microbatch_tokens, longest),
-                logit_tokens=config.trainer.logprob_chunk_tokens,
-            )
-            room = gpu.memory * config.simulate.trainer_memory_share
-            recompute: Recompute | None = config.trainer.recompute
-            if "recompute" not in config.trainer.model_fields_set:
-                recompute = "all"
-                if config.simulate.placement == "disaggregated" or config.simulate.offload:
-                    recompute = least_recomputation(shape, pipeline, memory_with, room)
+            planned = config.model_copy(update={"parallel": layout})
+            recompute = fitting_recompute(planned, shape, gpu.memory)
             if recompute is None:
                 continue
-            memory = memory_with(recompute=recompute)
-            if memory.peak > room:
-                continue
-            costs = replace(trainer_costs(config), layout=layout, recompute=recompute)
+            memory = memory_of_trainer(planned, shape, recompute)
+            costs = trainer_costs(planned.with_section("trainer", recompute=recompute))
             seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
             kept = 0.0 if config.simulate.offload else memory.state
             plans.append(TrainerPlan(layout, recompute, seconds, memory.peak, kept))

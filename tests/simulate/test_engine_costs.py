@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import SHAPES, shape_from_config
-from megatron_async.simulate.build import engine_costs
+from megatron_async.simulate.build import engine_costs, fitting_recompute, memory_of_trainer
 from megatron_async.simulate.engine_costs import (
     FORMAT,
     FORMAT_VERSION,
@@ -26,7 +25,6 @@ from megatron_async.simulate.memory import (
     TrainerMemory,
     activation_bytes,
     kv_capacity_tokens,
-    least_recomputation,
     offloaded_bytes,
     trainer_memory,
     trainer_state_bytes,
@@ -169,16 +167,22 @@ def test_recomputing_less_keeps_more_and_costs_less(
 
 
 def test_the_least_recomputation_is_the_one_with_the_least_work_that_fits() -> None:
-    layout = ParallelConfig(ranks=32, tensor=2)
-    sizes = {"sharded": True, "microbatch_tokens": 16384, "logit_tokens": 0}
-    memory_with = partial(trainer_memory, SEVEN, layout, **sizes)
-    peaks = [memory_with(recompute=choice).peak for choice in by_work(SEVEN, 28)]
-    assert least_recomputation(SEVEN, 1, memory_with, 1e12) == "none"
-    assert least_recomputation(SEVEN, 1, memory_with, min(peaks) - 1) is None
+    config = build_config(
+        {
+            "parallel": {"ranks": 32, "tensor": 2},
+            "simulate": {"model": "qwen2.5-7b", "trainer_memory_share": 1.0},
+        }
+    )
+    peaks = [memory_of_trainer(config, SEVEN, choice).peak for choice in by_work(SEVEN, 28)]
+    assert fitting_recompute(config, SEVEN, 1e12) == "none"
+    assert fitting_recompute(config, SEVEN, min(peaks) - 1) is None
     room = (peaks[0] + peaks[-1]) / 2
-    found = least_recomputation(SEVEN, 1, memory_with, room)
+    found = fitting_recompute(config, SEVEN, room)
     assert isinstance(found, int) and 0 < found < 28
-    assert memory_with(recompute=found).peak <= room < memory_with(recompute=found - 1).peak
+    assert memory_of_trainer(config, SEVEN, found).peak <= room
+    assert memory_of_trainer(config, SEVEN, found - 1).peak > room
+    given = config.with_section("trainer", recompute="none")
+    assert fitting_recompute(given, SEVEN, room) is None
 
 
 def test_a_data_sheet_figure_can_be_set() -> None:
