@@ -20,7 +20,7 @@ _FAILED_RECEIVE: Final = "Failed to receive weights"
 _GRACE_SECONDS: Final = 2.0
 _HEALTH_SECONDS: Final = 5.0
 # Longest time of `raise_lost`.
-FIND_SECONDS: Final = 2 * _GRACE_SECONDS + _HEALTH_SECONDS
+SEARCH_SECONDS: Final = 2 * _GRACE_SECONDS + _HEALTH_SECONDS
 
 
 def raise_own_failures(announced: Sequence[Future[dict[str, Any]]]) -> bool:

@@ -1,13 +1,13 @@
 """Error handling of the NCCL groups that carry weights, on the trainer's and the engines' side.
 
-By default torch watches each NCCL group from a thread of its own. When a collective fails, that
-thread ends the process. It also signals the watchdog of the process's first group, which ends the
-process eight minutes later, whatever the failed group's error handling is. For a weight group that
-would be wrong: if one engine dies, the trainer and the other engines must go on.
+By default torch starts a watchdog thread for each NCCL group. When a collective fails, the watchdog
+ends the process. It also signals the monitor thread of the process's first group, which ends the
+process eight minutes later, whatever the failed group's error handling is. A weight group must not
+do that: if one engine dies, the trainer and the other engines continue.
 
 Invariants
-- A weight group has no watching thread. Its errors are found where its caller waits: `wait` blocks
-  until the broadcast has ended, and raises RuntimeError if it has failed.
+- A weight group has no watchdog. Its errors are found where its caller waits: `wait` blocks until
+  the broadcast has ended, and raises RuntimeError if it has failed.
 - All other groups of the process keep torch's own error handling.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-# Values of torch's ProcessGroupNCCL: 2 cleans up without ending the process. It alone would not do,
-# see above; with blocking waits torch does not start the watching thread.
+# With blocking waits torch starts no watchdog. Error handling 2, which cleans up without ending the
+# process, would not suffice, because its watchdog signals the monitor all the same.
 WEIGHT_GROUP_VARIABLES: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_BLOCKING_WAIT": "1",

@@ -25,7 +25,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 _NAMED = 4
-# Scales of quantized weights, and the copies of them that some of SGLang's fp8 products need.
+# Scales of quantized weights, and the rearranged copies that SGLang makes for some fp8 kernels.
 _SCALES = re.compile(r"_?scale(_inv|_2)?(_shuffled|_swizzled|_deepgemm)?$")
 _FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\."), ".experts.w13_"),

@@ -34,7 +34,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
-from megatron_async.weight_sync.lost_engines import FIND_SECONDS
+from megatron_async.weight_sync.lost_engines import SEARCH_SECONDS
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
 from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 
@@ -309,7 +309,7 @@ def seconds_to_give_up(settings: WeightsConfig) -> float:
     open is closed; after it the new group is ended and left, and its session closed.
     """
     around = HEALTH_SECONDS + JOIN_SECONDS + 3 * LAST_ANSWERS_SECONDS + 5 * CLEANUP_SECONDS
-    return settings.timeout_seconds + around + FIND_SECONDS
+    return settings.timeout_seconds + around + SEARCH_SECONDS
 
 
 def sending_device(engines: EngineConfig) -> torch.device:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from math import prod
 
 import torch
@@ -13,24 +13,23 @@ from megatron_async.weight_sync.transports.base import Bucket, NamedTensor, size
 
 @dataclass(frozen=True, eq=False)
 class FlatBucket:
-    """Tensors end to end in one byte tensor, and what a receiver needs to take them apart."""
+    """Tensors end to end in one byte tensor, with their names, types and shapes."""
 
     bytes_N: Tensor
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
 
+    @cached_property
     def tensors(self) -> list[tuple[str, Tensor, int]]:
-        """Return each tensor's name, the tensor as a view of the bytes, and where it starts."""
-        kinds: list[torch.dtype] = [getattr(torch, name) for name in self.dtypes]
-        sizes = [prod(s) * kind.itemsize for s, kind in zip(self.shapes, kinds, strict=True)]
-        starts = accumulate(sizes[:-1], initial=0)
-        return [
-            (name, self.bytes_N[start : start + size].view(kind).view(shape), start)
-            for name, kind, shape, size, start in zip(
-                self.names, kinds, self.shapes, sizes, starts, strict=True
-            )
-        ]
+        """Each tensor's name, the tensor as a view of the bytes, and its first byte."""
+        found, start = [], 0
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            kind: torch.dtype = getattr(torch, dtype)
+            stop = start + prod(shape) * kind.itemsize
+            found.append((name, self.bytes_N[start:stop].view(kind).view(shape), start))
+            start = stop
+        return found
 
 
 def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
@@ -47,7 +46,7 @@ def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
         [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
         [list(tensor.shape) for _, tensor in ordered],
     )
-    for (_, source), (_, target, _) in zip(ordered, flat.tensors(), strict=True):
+    for (_, source), (_, target, _) in zip(ordered, flat.tensors, strict=True):
         if target.data_ptr() != source.data_ptr():
             target.copy_(source.detach())
     return flat

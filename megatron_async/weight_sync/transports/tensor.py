@@ -66,13 +66,13 @@ class HandedBucket(list[NamedTensor]):
     """
 
     def __init__(self, flat: FlatBucket | None, payloads: Sequence[str] = ()) -> None:
-        super().__init__([] if flat is None else [(name, x) for name, x, _ in flat.tensors()])
+        super().__init__([] if flat is None else [(name, x) for name, x, _ in flat.tensors])
         self.flat = flat
         self.payloads = list(payloads)
 
 
 def flat_copy(bucket: Bucket, by_value: bool) -> FlatBucket:
-    """Copy a bucket into new memory: the host's where values travel, else that of its device."""
+    """Copy a bucket into new memory: host memory if `by_value`, else memory of its device."""
     device = torch.device("cpu") if by_value else bucket[0][1].device
     return flatten(bucket, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -88,7 +88,7 @@ def serialise(flat: FlatBucket) -> str:
             end_idx=start + tensor.nbytes,
             numel=tensor.nbytes,  # SGLang counts the bytes
         )
-        for name, tensor, start in flat.tensors()
+        for name, tensor, start in flat.tensors
     ]
     buffer = io.BytesIO()
     payload = {"flattened_tensor": flat.bytes_N, "metadata": metadata}
