@@ -1,4 +1,4 @@
-"""`gpu_check --wheels` with a stand-in for pip: what is asked for, added, refused and printed."""
+"""`gpu_check --wheels` with a stand-in for pip: requests, added requirements, refusals, output."""
 
 from __future__ import annotations
 

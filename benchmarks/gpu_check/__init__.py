@@ -10,7 +10,8 @@ Each check prints one line of JSON and appends it to `benchmarks/results/gpu/DEV
 ends, whatever its result; a check that has an `ok` line there for this device, torch and triton is
 not run again (`--again` does). What a check needs and is not there, is the reason it is skipped.
 
-`--wheels DIR` collects what a machine without a network lacks beyond torch, Triton, transformers,
-numpy and safetensors, for Python 3.12 on x86-64, and prints how to install it there. The kernels'
-rates need none of it; their tests need pytest and hypothesis, too.
+`--wheels DIR` collects the packages that the checks need in addition to torch, Triton,
+transformers, numpy and safetensors, for Python 3.12 on x86-64, and prints how to install them on a
+machine without a network. The kernels' rates need none of them; their tests need pytest and
+hypothesis, too.
 """

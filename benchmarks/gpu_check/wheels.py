@@ -133,7 +133,7 @@ def _unmet(folder: Path) -> set[str]:
     """Return the packages that the wheels require and neither they nor the machine have.
 
     Raises:
-        WheelsError: A package is there in a version that a wheel does not take.
+        WheelsError: The version of a package does not satisfy the requirement of a wheel.
     """
     metadata = [Parser().parsestr(text) for text in _metadata(folder)]
     present = MACHINE | {canonicalize_name(found["Name"]): found["Version"] for found in metadata}

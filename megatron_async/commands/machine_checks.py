@@ -34,8 +34,8 @@ _INFINIBAND: Final = Path("/sys/class/infiniband")
 class MachineFacts:
     """Facts about a machine; None: not there. Sizes are in bytes.
 
-    `locked_memory` is the limit that `ulimit -l` shows, `resource.RLIM_INFINITY` where there is
-    none. `infiniband` has the names of InfiniBand and RoCE devices.
+    `locked_memory` is the limit that `ulimit -l` shows, or `resource.RLIM_INFINITY` for unlimited.
+    `infiniband` has the names of InfiniBand and RoCE devices.
     """
 
     driver: str | None = None
@@ -136,7 +136,7 @@ def _nccl(machine: MachineFacts) -> Check:
 
 
 def _infiniband(machine: MachineFacts) -> list[Check]:
-    """Check what NCCL needs for InfiniBand. Without the library it uses TCP, without a message."""
+    """Check the needs of NCCL over InfiniBand. Without libibverbs it silently uses TCP."""
     devices = ", ".join(machine.infiniband)
     library = "found" if machine.verbs_library else "not found"
     limit = "unlimited"

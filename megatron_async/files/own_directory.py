@@ -39,8 +39,8 @@ def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str
 
     They go to `directory`, which is removed with the child. Large files go where the user wants
     temporary files (`large_files_directory`). Compiled kernels go to a directory on this node that
-    stays, `/tmp/megatron-async-compiled-UID`, unless `environment`, all of the child's, names
-    others.
+    stays, `/tmp/megatron-async-compiled-UID`. `environment` is the child's whole environment; the
+    directories for compiled kernels that it names are kept.
     """
     compiled = user_directory("megatron-async-compiled")
     caches = {
@@ -84,8 +84,8 @@ def user_directory(name: str) -> Path:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(
-            f"{path} is no directory of this user; sockets, logs and compiled kernels are kept "
-            f"there. Remove it, or ask its owner to"
+            f"{path} is not a directory of this user, and sockets, logs and compiled kernels are "
+            "kept there. Remove it, or ask its owner to remove it"
         )
     path.chmod(0o700)
     return path

@@ -65,7 +65,7 @@ def trainer_environment(
     hands_memory_to_engines: bool = False,
     first_lineage: str | None = None,
 ) -> dict[str, str]:
-    """Return what torchrun and its trainer ranks get in addition to `base`, their environment.
+    """Return the variables that torchrun and its ranks get in addition to the environment `base`.
 
     `one_machine`: all ranks and engines are on this one. `nvls`: as engines have it. `place`: where
     the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`.

@@ -3,7 +3,7 @@
 Invariants
 - Host memory for a GPU's tensors is pinned. Pinning is slow, so each buffer is kept.
 - A buffer takes the bytes of its tensor, up to whole pages. torch's own allocator of pinned memory
-  would round each size up to a power of two: 1.3 to 1.5 times the bytes of a checkpoint.
+  would round each size up to a power of two.
 """
 
 import mmap

@@ -29,7 +29,7 @@ _ROUTING: Final = ("probs", "routing_map", "reversed_local_input_permutation_map
 
 
 def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
-    """Drop what Megatron's dispatcher keeps of a layer's forward pass.
+    """Drop the routing that Megatron's dispatcher keeps after a layer's forward pass.
 
     A hook after the forward pass, and after the backward pass, in which `recompute: feed_forward`
     repeats the modules inside the layer.

@@ -40,7 +40,7 @@ class AlwaysThere:
 
 
 class FreedStorages:
-    """Storages whose values are not needed again; they are on the device or have no memory."""
+    """Storages whose values may be lost; each has its memory on the device, or none."""
 
     def __init__(self, moves: Callable[[Tensor], bool]) -> None:
         """`moves(tensor)`: whether a tensor is on a device that must be cleared."""

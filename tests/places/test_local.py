@@ -220,7 +220,7 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     path = Path("/tmp/megatron-async-4711")
     try:
-        with pytest.raises(Exception, match=rf"{path}.*is no directory of this user"):
+        with pytest.raises(Exception, match=rf"{path}.*is not a directory of this user"):
             user_directory("megatron-async")
     finally:
         path.rmdir()

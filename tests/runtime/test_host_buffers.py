@@ -13,7 +13,7 @@ from megatron_async.runtime.host_buffers import pinned_bytes
 
 
 class CudaRuntime:
-    """Stand-in for torch's binding of the CUDA runtime: records what is registered."""
+    """Stand-in for torch's binding of the CUDA runtime: records registered memory."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

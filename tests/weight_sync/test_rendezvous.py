@@ -14,7 +14,7 @@ from megatron_async.weight_sync.nccl_errors import WEIGHT_GROUP_VARIABLES
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict[str, object]]:
-    """Return, for each kind of device, what `sglang_rendezvous` has printed."""
+    """Return the output of `sglang_rendezvous` for each kind of device."""
     pytest.importorskip("sglang")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.weight_sync.sglang_rendezvous"],
