@@ -180,7 +180,9 @@ class LocalPlaced:
 
         `deaths`: those before the call.
         """
-        if self._process is not None and self._process.runs and not self._path.exists():
+        # In this order: a process that has just died removes its socket, after it counts as dead.
+        removed = not self._path.exists()
+        if removed and self._process is not None and self._process.runs:
             return ComponentFailure(
                 f"{self._path.name} cannot be called any more (waiting for {method}): its socket "
                 f"{self._path} was removed while it ran; exclude {self._path.parent.parent} from "

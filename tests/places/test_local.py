@@ -142,6 +142,30 @@ def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) ->
             found.ask("pid", limit=LIMIT)
 
 
+def test_call_names_the_death_when_the_process_ends_while_the_failure_is_explained(
+    tmp_path: Path,
+) -> None:
+    """The process's watcher removes the socket between two looks of the explanation."""
+    path = tmp_path / "subject"
+
+    class Ending:
+        deaths = 0
+
+        @property
+        def runs(self) -> bool:
+            path.unlink()
+            return True
+
+        def death_after(self, deaths: int) -> str:
+            path.unlink(missing_ok=True)
+            return ": it was killed"
+
+    path.touch()
+    called = local.LocalPlaced(path, tmp_path, Ending())  # type: ignore[arg-type]
+    found = called._lost("pid", 0)
+    assert isinstance(found, PlacedDead) and "subject has died" in str(found)
+
+
 def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
