@@ -41,6 +41,9 @@ SetOption = Annotated[
     list[str] | None, Option("--set", help="SETTING=VALUE; may be given several times.")
 ]
 Wide = Annotated[bool, Option("--wide", help="Every column, beyond 80 characters.")]
+Assumptions = Annotated[
+    bool, Option("--assumptions", help="Print every assumption, not only three.")
+]
 FromStep = Annotated[
     int | None,
     Option(help="With --resume: go on from the kept checkpoint of this step instead."),
@@ -394,6 +397,7 @@ def simulate(
         bool, Option("--figures", help="Only what a run of the file takes: memory, disk, time.")
     ] = False,
     wide: Wide = False,
+    assumptions: Assumptions = False,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
     from megatron_async.commands.simulate import figures_command, simulate_command
@@ -402,7 +406,8 @@ def simulate(
     if figures:
         figures_command(_need(config, "simulate"), given)
     else:
-        simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
+        file = _need(config, "simulate")
+        simulate_command(file, given, sweep or [], presets, plot, wide, assumptions)
 
 
 @app.command()
@@ -410,13 +415,19 @@ def plan(
     overrides: Overrides = None,
     config: ConfigOption = None,
     setting: SetOption = None,
+    presets: Annotated[
+        str,
+        Option(help="Schedules to search: sync,copris,... or all; empty = the file's, else all."),
+    ] = "",
     top: Annotated[int, Option(min=1, help="Layouts that are simulated and shown.")] = 5,
     wide: Wide = False,
+    assumptions: Assumptions = False,
 ) -> None:
-    """The best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
+    """Find the best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
     from megatron_async.commands.simulate import plan_command
 
-    plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top, wide)
+    given = [*(overrides or []), *(setting or [])]
+    plan_command(_need(config, "plan"), given, presets, top, wide, assumptions)
 
 
 @app.command("fit-lengths")

@@ -65,8 +65,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
         prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
         few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
-    share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
-    console.print(f"  {share} answers", highlight=False)
+    console.print(f"  {before.results[0].sentence()}", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with timed("SFT"):
         sft = config.with_section("model", path=str(initial), dtype=quick_dtype(config))
@@ -79,7 +78,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
         supervise(rl, directory, devices)
     summary = summarise(directory)
     console.print(
-        closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases)
+        closing_table(summary, directory, before_sft=before.results[0], extra_phases=phases)
     )
     console.print(where_things_are(directory), highlight=False)
     page = write_report([directory.path], None)

@@ -8,7 +8,9 @@ from rich.table import Table
 
 from megatron_async.errors import UserError
 from megatron_async.files.disk import CannotWrite
+from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.run_directory import RunDirectory, write_atomically
+from megatron_async.telemetry.metrics import sampling_name
 from megatron_async.telemetry.summary import RunSummary, percent, summarise
 
 
@@ -16,7 +18,7 @@ def closing_table(
     summary: RunSummary,
     directory: RunDirectory,
     *,
-    before_sft: float | None = None,
+    before_sft: EvalResult | None = None,
     extra_phases: Sequence[tuple[str, float]] = (),
 ) -> Table:
     """Summarise the run in a table; `extra_phases` are (name, seconds) outside of RL."""
@@ -25,7 +27,10 @@ def closing_table(
     table.add_column("value", justify="right")
 
     if before_sft is not None:
-        table.add_row("held-out accuracy before SFT", percent(before_sft))
+        table.add_row(
+            f"held-out accuracy before SFT ({sampling_name(before_sft.temperature)})",
+            percent(before_sft.accuracy),
+        )
     for name, text in summary.facts("at the start" if before_sft is None else "after SFT"):
         table.add_row(name, text)
     phases = [(f"RL: {phase}", seconds) for phase, seconds in summary.seconds_by_phase.items()]

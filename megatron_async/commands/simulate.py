@@ -8,12 +8,13 @@ import typer
 from rich.console import Console
 
 from megatron_async.commands.launch import Cluster
-from megatron_async.config import load_config
+from megatron_async.config import RunConfig, load_config
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.figures import figures
-from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
+from megatron_async.simulate.assumptions import assumptions_of_all, main_assumptions
 from megatron_async.simulate.lengths import fit_lengths, read_recorded
-from megatron_async.simulate.planner import make_plan, plan_table
+from megatron_async.simulate.plan_show import plan_sentence, plan_table, plan_yaml
+from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.show import check_plot, comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
@@ -28,11 +29,12 @@ def simulate_command(
     presets: str,
     plot_file: Path | None,
     wide: bool = False,
+    all_assumptions: bool = False,
 ) -> None:
     """Simulate, print the table, what was noticed and what was assumed. Raises UserError."""
     check_plot(plot_file)
     settings = read_settings(config, overrides)
-    points = sweep_points(sweeps, [name.strip() for name in presets.split(",") if name.strip()])
+    points = sweep_points(sweeps, _names(presets))
     began = time.perf_counter()
 
     def report(point: Point) -> None:
@@ -46,9 +48,7 @@ def simulate_command(
     console.print(table(done, wide=wide))
     for line in [*(line for point in done for line in comments(point)), *warnings(done)]:
         console.print(f"- {line}", highlight=False)
-    console.print("Assumed and given:")
-    for line in assumptions_of_all([(label(point), point.config) for point in done]):
-        console.print(f"- {line}", highlight=False)
+    _print_assumptions(console, [(label(point), point.config) for point in done], all_assumptions)
     if plot_file is not None:
         plot(done, plot_file)
         console.print(f"plot in {plot_file}")
@@ -90,12 +90,44 @@ def fit_command(file: Path, cut: int | None) -> None:
     typer.echo("  " + " ".join(f"--set simulate.lengths.{k}={v}" for k, v in best.items()))
 
 
-def plan_command(config: Path, overrides: Sequence[str], top: int, wide: bool = False) -> None:
-    """Search, simulate the best, print them and what was assumed. Raises UserError."""
-    plan = make_plan(read_settings(config, overrides), top)
+def plan_command(
+    config: Path,
+    overrides: Sequence[str],
+    presets: str,
+    top: int,
+    wide: bool = False,
+    all_assumptions: bool = False,
+) -> None:
+    """Search, simulate the best plans, print them and what was assumed. Raises UserError."""
+    plan = make_plan(read_settings(config, overrides), top, _names(presets))
+    best = plan.candidates[0]
     console = Console(width=_WIDTH) if wide else Console()
     console.print(plan_table(plan, wide=wide))
-    console.print(plan.sentence)
-    console.print("Assumed and given (for the best):")
-    for line in assumptions(plan.candidates[0].config):
+    console.print(plan_sentence(plan))
+    for line in plan.unusable:
+        console.print(f"not compared: {line}", highlight=False)
+    if len({c.config.schedule.preset for c in plan.candidates}) == 1:
+        console.print("To compare it with the other schedules: --presets all")
+    console.print("Settings of the best plan:\n")
+    console.print(plan_yaml(best), highlight=False, soft_wrap=True)
+    _print_assumptions(console, [("best plan", best.config)], all_assumptions)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _print_assumptions(
+    console: Console, points: Sequence[tuple[str, RunConfig]], everything: bool
+) -> None:
+    """Print the three assumptions that change the results most, or all of them."""
+    _, config = points[0]
+    console.print("Assumed; these three change the results most:")
+    for line in main_assumptions(config):
+        console.print(f"- {line}", highlight=False)
+    if not everything:
+        console.print("All others: --assumptions")
+        return
+    console.print("All figures and assumptions:")
+    for line in assumptions_of_all(points):
         console.print(f"- {line}", highlight=False)

@@ -72,7 +72,7 @@ class DifficultyConfig(Settings):
     min_attempts: int = Field(16, ge=1)
     """Scored responses before a prompt belongs to a pool."""
     solved_at: float = 1.0
-    """Reward from which on a response counts as right."""
+    """Reward from which on a response counts as right, for the pass rate of a prompt."""
 
     def check(self) -> None:
         ends = [pool.up_to for pool in self.pools]

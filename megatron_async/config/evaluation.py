@@ -28,6 +28,11 @@ class EvalSet:
     samples: int
     sampling: SamplingConfig
 
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 for greedy responses."""
+        return 0.0 if self.sampling.top_k == 1 else self.sampling.temperature
+
 
 class EvalSetConfig(FileConfig):
     """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
@@ -66,7 +71,8 @@ class EvalConfig(FileConfig):
     samples: int = Field(1, ge=1)
     """Answers per problem: accuracy is their mean; pass@k and maj@k."""
     solved_at: float = 1.0
-    """Reward from which on a response counts as right."""
+    """Reward from which on a response counts as right; accuracy is the share of such responses.
+    Lower it for a shaped reward, which may never reach 1, or compare mean rewards."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
     """More sets, by the names that their metrics get."""
     every_steps: int = Field(0, ge=0)

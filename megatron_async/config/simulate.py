@@ -67,12 +67,14 @@ class LengthConfig(Settings):
     distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = "lognormal"
     """`file`: the empirical distribution of recorded lengths; `megatron-async fit-lengths` fits the
     first two to them."""
-    median: float = Field(2500.0, gt=0)
-    """Of the log-normal; the constant's value."""
+    median: float | None = Field(None, gt=0)
+    """Of the log-normal; the constant's value; none = a quarter of sampling.max_new_tokens
+    (assumed)."""
     sigma: float = Field(0.9, gt=0)
     """Standard deviation of the log length."""
-    scale: float = Field(3500.0, gt=0)
-    """Weibull's scale (lambda); uniform: the largest length."""
+    scale: float | None = Field(None, gt=0)
+    """Weibull's scale (lambda), none = a third of sampling.max_new_tokens (assumed); uniform: the
+    largest length, none = sampling.max_new_tokens."""
     shape: float = Field(1.0, gt=0)
     """Weibull's shape (k); below 1 = heavy tail."""
     path: str = ""

@@ -75,9 +75,9 @@ def report_page(runs: Sequence[RunData]) -> str:
 
 
 def _totals(runs: Sequence[RunData]) -> str:
-    names = [name for name, _ in runs[0].summary.facts()]
-    columns = [[*(text for _, text in run.summary.facts()), str(len(run.warnings))] for run in runs]
-    rows = zip([*names, "warnings"], *columns, strict=True)
+    columns = [{**dict(run.summary.facts()), "warnings": str(len(run.warnings))} for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = ((name, *(column.get(name, "-") for column in columns)) for name in names)
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     body = "".join(f"<tr><td>{'</td><td>'.join(map(html.escape, row))}</td></tr>" for row in rows)
     return f"<table><tr><th></th>{head}</tr>{body}</table>"

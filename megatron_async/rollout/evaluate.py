@@ -31,6 +31,7 @@ from megatron_async.rollout.scoring import conversation_of, with_conversations, 
 from megatron_async.scoring.interface import SCORE_FAILURES, Scorers
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
+from megatron_async.telemetry.metrics import sampling_name
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
@@ -81,9 +82,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of a set: accuracy is the mean over all responses (avg@k), lengths in tokens.
+    """The result of an evaluation set.
 
-    `refused`: responses that are missing since no engine takes their prompt; they count as wrong.
+    Attributes:
+        accuracy: share of responses with a reward of at least `solved_at` (avg@k).
+        refused: missing responses, since no engine takes their prompt; they count as wrong.
+        reward_mean: mean reward; a response without a score counts as 0.
+        reward_max: largest reward; 0 if no response has a score.
+        temperature: sampling temperature; 0 for greedy responses.
+        solved_at: `eval.solved_at`.
+        length_mean, length_median, length_max: tokens of a response.
     """
 
     name: str
@@ -92,6 +100,9 @@ class EvalResult:
     failed_judgements: int
     refused: int
     reward_mean: float
+    reward_max: float
+    temperature: float
+    solved_at: float
     length_mean: float
     length_median: float
     length_max: int
@@ -104,9 +115,11 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
         prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
-        numbers = ("answers", "failed_judgements", "refused", "reward_mean", "seconds")
+        numbers = ("answers", "failed_judgements", "refused", "reward_mean", "reward_max")
+        settings = ("temperature", "solved_at")
         lengths = ("length_mean", "length_median", "length_max", "truncated_share")
-        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in (*numbers, *lengths)}
+        names = (*numbers, *settings, *lengths, "seconds")
+        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
         if self.versions:
             numbers_ = [version.number for version in self.versions]
             weights = list(self.versions.values())
@@ -126,7 +139,16 @@ class EvalResult:
             f"({100 * e.low:.1f} to {100 * e.high:.1f})"
             for name, e in self.estimates.items()
         )
-        text = f"{self.name}: {shares}; {self.answers} answers, {self.length_mean:.1f} tokens each"
+        text = (
+            f"{self.name} ({sampling_name(self.temperature)}): {shares}; "
+            f"mean reward {self.reward_mean:.3f}; {self.answers} answers, "
+            f"{self.length_mean:.1f} tokens each"
+        )
+        if self.reward_max < self.solved_at:
+            text += (
+                f"; the largest reward is {self.reward_max:.3g}, below eval.solved_at "
+                f"{self.solved_at:g}, so that no answer counts as right"
+            )
         if self.failed_judgements:
             text += f", {self.failed_judgements} scores failed"
         if self.refused:
@@ -145,6 +167,11 @@ class Evaluation:
     def accuracy(self) -> float:
         """The accuracy of the first set."""
         return self.results[0].accuracy
+
+    @property
+    def reward_max(self) -> float:
+        """The largest reward of all sets."""
+        return max(result.reward_max for result in self.results)
 
     def metrics(self) -> dict[str, float]:
         """The scalars of all sets."""
@@ -262,7 +289,7 @@ class Evaluator:
         began = time.monotonic()
         prompts = self._prompts_of(one)
         grouped = await _all(problem(number) for number in range(len(prompts)))
-        return self._result(one.name, prompts, grouped, time.monotonic() - began)
+        return self._result(one, prompts, grouped, time.monotonic() - began)
 
     async def _scored(
         self, prompt: Prompt, responses: Sequence[ResponseTokens | PlayedEpisode | None]
@@ -292,17 +319,18 @@ class Evaluator:
 
     def _result(
         self,
-        name: str,
+        one: EvalSet,
         prompts: Sequence[Prompt],
         grouped: Sequence[Sequence[Answered]],
         seconds: float,
     ) -> EvalResult:
-        answers = [answered for one in grouped for answered in one]
+        answers = [answered for problem in grouped for answered in problem]
+        rewards = [answered.reward for answered in answers if answered.reward is not None]
         lengths = np.array([answered.length for answered in answers])
         marker = self._config.task.answer_marker
         found = estimates(grouped, self._config.eval.solved_at, marker)
         return EvalResult(
-            name=name,
+            name=one.name,
             accuracy=found["accuracy"].value,
             answers=len(answers),
             failed_judgements=sum(
@@ -310,7 +338,10 @@ class Evaluator:
                 for a in answers
             ),
             refused=sum(answered.refused for answered in answers),
-            reward_mean=float(np.mean([answered.reward or 0.0 for answered in answers])),
+            reward_mean=math.fsum(rewards) / len(answers),
+            reward_max=max(rewards, default=0.0),
+            temperature=one.temperature,
+            solved_at=self._config.eval.solved_at,
             length_mean=float(lengths.mean()),
             length_median=float(np.median(lengths)),
             length_max=int(lengths.max()),
@@ -320,10 +351,10 @@ class Evaluator:
             estimates=found,
             samples=tuple(
                 {"prompt": self._task.text(prompt.token_ids.tolist()), **sample}
-                for prompt, one in zip(
+                for prompt, problem in zip(
                     prompts[: self._config.eval.save_samples], grouped, strict=False
                 )
-                for sample in _samples(name, prompt, one)
+                for sample in _samples(one.name, prompt, problem)
             ),
         )
 

@@ -5,5 +5,6 @@
 - pool, count: as many workers as the queue needs. work: what one of them gets, and its scores.
 - process, frames: a scorer's process as its worker sees it, and the frames between the two.
 - process_main: what runs in that process. waiting: the one for scores that wait for a service.
+- identity: a description of all that gives a run's rewards.
 - rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.
 """

@@ -13,10 +13,11 @@ from megatron_async.config.base import Settings
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.models import shape as model_shape
 from megatron_async.models.shape import shape_of
-from megatron_async.simulate import memory, planner, recomputation
+from megatron_async.simulate import lengths, memory, planner, recomputation
 from megatron_async.simulate.build import engine_costs, trainer_costs
 from megatron_async.simulate.engine_costs import MeasuredEngine
 from megatron_async.simulate.hardware import gpu_of
+from megatron_async.simulate.lengths import median_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ _MEANINGS = {
         "GATED_BYTES": "Planner: of a feed-forward part, per token and unit of its width.",
         "ROUTED_BYTES": "Planner: of a token's copy for each of its experts, per hidden unit.",
     },
+    lengths: {
+        "MEDIAN_SHARE": "Median of the responses over `sampling.max_new_tokens`, unless it is set.",
+        "WEIBULL_SHARE": "Scale of Weibull's distribution over `sampling.max_new_tokens`, unless "
+        "it is set.",
+    },
     planner: {
         "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "
         "raised further.",
@@ -61,7 +67,7 @@ CODE_CONSTANTS = tuple(
     for module, meanings in _MEANINGS.items()
     for name, meaning in meanings.items()
 )
-"""What is in the code and not in the settings: formats of numbers, and the planner's two rules."""
+"""Assumptions in the code instead of the settings: formats of numbers, and rules."""
 
 _NOT_ASSUMED = {"gpu", "gpus", "steps", "warmup_steps"}
 """Given by whoever asks; the GPU's figures have a line of their own."""
@@ -73,6 +79,31 @@ def setting_constants(settings: SimulateConfig) -> list[Constant]:
         constant
         for constant in _fields(settings, "simulate.")
         if constant.name.split(".")[1] not in _NOT_ASSUMED and constant.value not in (None, "")
+    ]
+
+
+def main_assumptions(config: RunConfig) -> list[str]:
+    """Return the three assumptions that change the results most, with the settings that hold them.
+
+    For a sweep they are those of its first point.
+    """
+    settings, longest = config.simulate, config.sampling.max_new_tokens
+    of_responses, efficiency = settings.lengths, settings.efficiency
+    if of_responses.distribution == "file":
+        responses = f"as recorded in {of_responses.path}"
+    elif of_responses.distribution in ("lognormal", "constant"):
+        median = median_of(of_responses, longest)
+        source = "a quarter of sampling.max_new_tokens" if of_responses.median is None else "set"
+        responses = f"{of_responses.distribution}, median {median:,.0f} tokens ({source})"
+    else:
+        responses = of_responses.distribution
+    return [
+        f"response lengths: {responses}, at most {longest:,}: simulate.lengths.median; "
+        "`megatron-async fit-lengths` takes them from a run",
+        f"training reaches {efficiency.training_flops:.0%} of the GPU's peak: "
+        "simulate.efficiency.training_flops",
+        f"decoding reaches {efficiency.memory_bandwidth:.0%} of the GPU's memory bandwidth: "
+        "simulate.efficiency.memory_bandwidth, or simulate.cost_model from `profile-engine`",
     ]
 
 

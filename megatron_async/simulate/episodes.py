@@ -92,7 +92,7 @@ class EpisodeSource:
         self._size = group_size
         self._longest = longest
         self._seed = seed
-        self._length_at = length_at_score(lengths)
+        self._length_at = length_at_score(lengths, longest)
 
     def group(self, number: int) -> list[list[SimulatedTurn]]:
         """The turns of each member of group `number`."""

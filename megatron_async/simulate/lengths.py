@@ -46,6 +46,10 @@ from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import FinishReason
 
+MEDIAN_SHARE = 0.25
+"""Median of the responses over the longest one, where it is not set."""
+WEIBULL_SHARE = 1 / 3
+"""Scale of Weibull's distribution over the longest response, where it is not set."""
 _LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -209,7 +213,7 @@ class GroupSource:
         self._size = group_size
         self._longest = longest
         self._seed = seed
-        self._length_at = length_at_score(lengths)
+        self._length_at = length_at_score(lengths, longest)
         self._blocks: dict[int, tuple[list[list[int]], list[list[float]]]] = {}
 
     def group(self, number: int) -> tuple[list[int], list[float]]:
@@ -232,18 +236,30 @@ class GroupSource:
         return lengths.tolist(), rewards.tolist()
 
 
-def length_at_score(config: LengthConfig) -> Callable[[Array], Array]:
-    """The uncut length whose quantile is that of a standard normal's z."""
+def median_of(config: LengthConfig, longest: int) -> float:
+    """Return the median that is set, or derived from the longest response."""
+    return config.median or MEDIAN_SHARE * longest
+
+
+def length_at_score(config: LengthConfig, longest: int) -> Callable[[Array], Array]:
+    """Return the function from a standard normal's z to the uncut length of that quantile.
+
+    Args:
+        longest: `sampling.max_new_tokens`, from which a median or scale that is not set follows.
+    """
+    median = median_of(config, longest)
     if config.distribution == "constant":
-        return lambda z: np.full_like(z, config.median)
+        return lambda z: np.full_like(z, median)
     if config.distribution == "weibull":
-        return lambda z: config.scale * (-np.log(_normal_cdf(-z))) ** (1 / config.shape)
+        scale = config.scale or WEIBULL_SHARE * longest
+        return lambda z: scale * (-np.log(_normal_cdf(-z))) ** (1 / config.shape)
     if config.distribution == "uniform":
-        return lambda z: 0.5 + config.scale * _normal_cdf(z)
+        largest = config.scale or longest
+        return lambda z: 0.5 + largest * _normal_cdf(z)
     if config.distribution == "file":
         recorded = np.sort(read_lengths(Path(config.path)))
         return lambda z: recorded[(_normal_cdf(z) * (len(recorded) - 1e-9)).astype(int)]
-    return lambda z: config.median * np.exp(config.sigma * z)
+    return lambda z: median * np.exp(config.sigma * z)
 
 
 def _normal_cdf(z: Array) -> Array:

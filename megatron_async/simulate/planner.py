@@ -1,14 +1,19 @@
-"""`megatron-async plan`: how to use so many GPUs for a model, a schedule and a length distribution.
+"""`megatron-async plan`: how to use so many GPUs for a model, schedules and response lengths.
 
-1. Every split of the GPUs (or all of them twice, colocated), every TP of the engines and every
-   TP x PP of the trainer that fits into memory is estimated in closed form. Unless
-   `trainer.recompute` is set, each trainer layout recomputes as little as fits; all layers where
-   trainer and engines share GPUs without offloading.
-2. The best trainer layout of each trainer size and the best TP of each engine size are combined;
-   the best combinations are simulated, which gives the order, the step time and the lag.
+1. Every schedule that is asked for is tried with engines on separate GPUs and, if it does not
+   overlap generation with training, with engines that share all GPUs with an offloaded trainer.
+   A `simulate.placement` that is set is the only one.
+2. Every split of the GPUs, every TP of the engines and every TP x PP of the trainer that fits into
+   memory is estimated in closed form. Unless `trainer.recompute` is set, each trainer layout
+   recomputes as little as fits; all layers where trainer and engines share GPUs without offloading.
+3. The best trainer layout of each trainer size and the best TP of each engine size are combined.
+   The best combinations are simulated, which gives the order, the step time and the lag.
+
+Plans whose speeds differ by at most 2 % count as equally fast; the simpler layout then comes first,
+which is the one with fewer pipeline stages and, of equal ones, the smaller TP.
 
 N' is the smallest number of requests in flight with 95 % of the generation speed that any N' within
-the KV cache has (a larger one only adds lag), and never more than the lag bound lets run.
+the KV cache has (a larger one only adds lag), and never more than the lag bound allows.
 
 The estimate: generation takes tokens / (b / decode step time at b requests an engine), and where a
 step's end gives up the KV of running requests, their prefill; the KV of a running request is its
@@ -17,15 +22,14 @@ as in `trainer_costs`. With overlap a step takes the longer of the two, else the
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-from rich.table import Table
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.config.model import ParallelConfig, Recompute
+from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
 from megatron_async.simulate.build import (
@@ -39,7 +43,6 @@ from megatron_async.simulate.build import (
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.memory import kv_capacity_tokens
-from megatron_async.simulate.show import cells
 from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -49,6 +52,9 @@ _KEPT = 3
 """Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
 _TIE = 0.02
 """Plans within this share of the best speed are as fast: the steps of a simulation vary by it."""
+_LARGER = (2, 4, 8, 16)
+"""Factors of `simulate.gpus` that are tried where nothing fits."""
+_MOST_REMEDIES = 3
 KV_FILL = 0.92
 """Share of the KV cache that N' may fill on average."""
 
@@ -63,6 +69,11 @@ class TrainerPlan:
     memory: float
     fixed_memory: float
 
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """Pipeline stages and TP: of equally fast layouts the smallest is taken."""
+        return self.layout.pipeline, self.layout.tensor
+
 
 @dataclass(frozen=True)
 class EnginePlan:
@@ -76,36 +87,42 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A whole plan; `summary` once it was simulated. Memory is of a trainer GPU, in bytes."""
+    """A whole plan, as it was estimated.
+
+    Attributes:
+        step_seconds: estimated time of a step.
+        response_tokens: tokens generated for a step.
+        summary: result of the simulation; None before it.
+    """
 
     trainer: TrainerPlan
     engines: EnginePlan
     step_seconds: float
+    response_tokens: int
     config: RunConfig
     summary: Summary | None = None
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """Pipeline stages and TP of the trainer's layout."""
+        return self.trainer.complexity
+
+
+P = TypeVar("P", TrainerPlan, Candidate)
 
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """The best first; the others are the runner-ups."""
+    """Simulated plans, the best first.
+
+    Attributes:
+        considered: number of plans that were estimated.
+        unusable: messages about schedules that do not fit the other settings.
+    """
 
     candidates: list[Candidate]
     considered: int
-
-    @property
-    def sentence(self) -> str:
-        """The answer in words."""
-        best = self.candidates[0]
-        layout, summary = best.trainer.layout, best.summary
-        assert summary is not None
-        return (
-            f"best of {self.considered}: {layout.ranks} trainer GPUs (TP {layout.tensor}, PP "
-            f"{layout.pipeline}, DP {layout.data}) and {best.engines.count} engines of TP "
-            f"{best.engines.tensor}, schedule.concurrency={best.engines.concurrency}, "
-            f"trainer.recompute={best.trainer.recompute}: "
-            f"{summary.step_seconds:.1f} s a step, {summary.tokens_per_second:,.0f} trained "
-            f"tokens/s, lag {summary.lag_mean:.2f} (largest {summary.lag_max})"
-        )
+    unusable: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,35 +134,142 @@ class _Workload:
     kv_tokens: float
 
 
-def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
-    """Search and simulate. Raises UserError when nothing fits."""
+def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()) -> RankedPlans:
+    """Search, and simulate the best plans.
+
+    Args:
+        settings: the file's, with overrides, not yet checked.
+        top: number of plans to simulate; at least one of each schedule is.
+        presets: schedules to compare; empty for the file's own, or for all if it names none.
+
+    Raises:
+        UserError: nothing fits; the message names the nearest settings that fit.
+    """
     settings = dict(settings)
-    config = build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
+    config = _unplaced(settings)
     if config.simulate.placement == "colocated" and config.schedule.overlap:
         raise UserError(
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
             "disaggregated, got colocated"
         )
     gpus = _gpus(settings, config)
-    found = sorted(_candidates(config, settings, gpus), key=lambda c: c.step_seconds)
-    if not found:
-        raise UserError(
-            f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} "
-            f"cannot hold trainer and engines of {shape_of(config).parameters / 1e9:.1f} B "
-            "parameters; raise simulate.gpus or choose a larger simulate.gpu.name"
-        )
-    tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
-    return RankedPlans(ranked(tried), len(found))
+    variants, unusable = _variants(settings, presets)
+    by_variant = [list(_candidates(merge(settings, variant), gpus)) for variant in variants]
+    if not any(by_variant):
+        raise UserError(_nothing_fits(settings, config, gpus))
+    tried = [replace(c, summary=simulate(c.config)) for c in _to_simulate(by_variant, top)]
+    return RankedPlans(ranked(tried), sum(map(len, by_variant)), unusable)
+
+
+def _unplaced(settings: dict[str, Any]) -> RunConfig:
+    """Return the settings with the smallest layout, which is valid for every number of GPUs."""
+    return build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
+
+
+def _variants(
+    settings: dict[str, Any], presets: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the settings of every schedule with every placement, and the unusable schedules.
+
+    Raises UserError if a schedule that was asked for by name does not fit the other settings.
+    """
+    recipe = settings.get("algorithm", {}).get("recipe")
+    named = settings.get("schedule", {}).get("preset") or recipe
+    every = list(presets) == ["all"] or not (presets or named)
+    placed = "placement" in settings.get("simulate", {})
+    variants: list[dict[str, Any]] = []
+    unusable = []
+    for preset in list(SCHEDULE_PRESETS) if every else presets or [""]:
+        schedule: dict[str, Any] = {"schedule": {"preset": preset}} if preset else {}
+        try:
+            overlap = _unplaced(merge(settings, schedule)).schedule.overlap
+        except UserError as error:
+            if not every:
+                raise
+            unusable.append(f"schedule.preset {preset}: {error}")
+            continue
+        variants.append(schedule)
+        if not placed and not overlap:
+            shared = {"simulate": {"placement": "colocated", "offload": True}}
+            variants.append(merge(schedule, shared))
+    return variants, unusable
+
+
+def _to_simulate(by_variant: Sequence[Sequence[Candidate]], top: int) -> list[Candidate]:
+    """Choose the best estimate of each variant, then the best of all others, `top` in all."""
+    ordered = [_simplest_first(found, _seconds_per_token) for found in by_variant if found]
+    firsts = sorted((found[0] for found in ordered), key=_seconds_per_token)
+    others = sorted((c for found in ordered for c in found[1:]), key=_seconds_per_token)
+    return [*firsts, *others][: max(top, len(firsts))]
+
+
+def _simplest_first(plans: Sequence[P], seconds: Callable[[P], float]) -> list[P]:
+    """Sort by speed, but equally fast plans (within `_TIE`) by complexity."""
+    limit = min(map(seconds, plans), default=0.0) / (1 - _TIE)
+
+    def order(plan: P) -> tuple[Any, ...]:
+        if seconds(plan) > limit:
+            return True, seconds(plan)
+        return False, plan.complexity, seconds(plan)
+
+    return sorted(plans, key=order)
+
+
+def _seconds_per_token(candidate: Candidate) -> float:
+    return candidate.step_seconds / candidate.response_tokens
+
+
+def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str:
+    """Return the message that names the nearest settings with which something fits."""
+    schedule, gpu = config.schedule.preset, config.simulate.gpu.name
+    remedies = []
+    every, _ = _variants(_without_placement(settings), ["all"])
+    every += [{"simulate": {"gpus": factor * gpus}} for factor in _LARGER]
+    for variant in every:
+        changed = merge(settings, variant)
+        count = changed.get("simulate", {}).get("gpus") or gpus
+        best = min(_candidates(changed, count), key=_seconds_per_token, default=None)
+        if best is not None:
+            names = list(_assignments(variant))
+            text = f"{' '.join(names)} ({best.step_seconds:.0f} s a step)"
+            remedies.append((len(names), _seconds_per_token(best), text))
+            if "gpus" in variant.get("simulate", {}):
+                break
+    remedy = "choose a larger simulate.gpu.name"
+    if remedies:
+        nearest = [text for *_, text in sorted(remedies)[:_MOST_REMEDIES]]
+        remedy = f"these settings fit: {'; or '.join(nearest)}"
+    return (
+        f"nothing fits: simulate.gpus {gpus} of {gpu} cannot hold trainer and engines of "
+        f"{shape_of(config).parameters / 1e9:.1f} B parameters with schedule.preset {schedule}, "
+        f"simulate.placement {config.simulate.placement}; {remedy}"
+    )
+
+
+def _without_placement(settings: dict[str, Any]) -> dict[str, Any]:
+    simulate_ = {k: v for k, v in settings.get("simulate", {}).items() if k != "placement"}
+    return {**settings, "simulate": simulate_}
+
+
+def _assignments(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _assignments(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; of those that are as fast as the best, within a tie, by lag."""
+    """Sort by speed; of those that are as fast as the best, by simplicity, then by lag."""
     rated = [(c, c.summary) for c in tried if c.summary is not None]
     best = max((s.tokens_per_second for _, s in rated), default=0.0)
 
-    def order(pair: tuple[Candidate, Summary]) -> tuple[bool, float, float]:
-        speed, tied = pair[1].tokens_per_second, pair[1].tokens_per_second >= (1 - _TIE) * best
-        return not tied, pair[1].lag_mean if tied else -speed, -speed
+    def order(pair: tuple[Candidate, Summary]) -> tuple[Any, ...]:
+        candidate, summary = pair
+        speed = summary.tokens_per_second
+        if speed < (1 - _TIE) * best:
+            return True, -speed
+        return False, candidate.complexity, summary.lag_mean, -speed
 
     return [candidate for candidate, _ in sorted(rated, key=order)]
 
@@ -163,25 +287,31 @@ def _gpus(settings: Mapping[str, Any], config: RunConfig) -> int:
     return own.parallel.ranks + own.engines.count * own.engines.tensor
 
 
-def _candidates(config: RunConfig, settings: dict[str, Any], gpus: int) -> Iterator[Candidate]:
+def _candidates(settings: dict[str, Any], gpus: int) -> Iterator[Candidate]:
+    """Yield the estimated plans of one schedule and placement on so many GPUs."""
+    config = _unplaced(settings)
     workload = _workload(config)
     splits = _splits(config, gpus)
     kept = _KEPT if len(splits) == 1 else 1
     for trainer_gpus, engine_gpus in splits:
         for trainer in _trainers(config, workload, trainer_gpus)[:kept]:
             for engines in _engines(config, workload, engine_gpus, trainer)[:kept]:
-                yield _candidate(config, settings, trainer, engines)
+                yield _candidate(config, settings, workload, trainer, engines)
 
 
 def _candidate(
-    config: RunConfig, settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
+    config: RunConfig,
+    settings: dict[str, Any],
+    workload: _Workload,
+    trainer: TrainerPlan,
+    engines: EnginePlan,
 ) -> Candidate:
     candidate = build_config(_with_layout(settings, trainer.layout, engines))
     candidate = candidate.with_section("trainer", recompute=trainer.recompute)
     both = (trainer.seconds, engines.seconds)
     step = max(both) if config.schedule.overlap else sum(both)
     step += trainer_costs(candidate).publish_seconds
-    return Candidate(trainer, engines, step, candidate)
+    return Candidate(trainer, engines, step, workload.response_tokens, candidate)
 
 
 def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
@@ -216,7 +346,7 @@ def _workload(config: RunConfig) -> _Workload:
 
 
 def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
-    """Layouts that fit, fastest first."""
+    """Return the layouts that fit, fastest first; of equally fast ones the simplest first."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     plans = []
     for tensor in _tensor_sizes(config, gpus):
@@ -235,7 +365,7 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
             seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
             kept = 0.0 if config.simulate.offload else memory.state
             plans.append(TrainerPlan(layout, recompute, seconds, memory.peak, kept))
-    return sorted(plans, key=lambda plan: plan.seconds)
+    return _simplest_first(plans, lambda plan: plan.seconds)
 
 
 def _engines(
@@ -335,30 +465,3 @@ def _with_layout(
         "schedule": {"concurrency": engines.concurrency},
     }
     return merge(settings, chosen)
-
-
-_COLUMNS = ("trainer GPUs", "TP x PP x DP", "engines", "N'", "step s", "tokens/s", "lag")
-_MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer idle")
-
-
-def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
-    """Best first; `wide`: every column."""
-    columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
-    out = Table(title="plans, best first")
-    for name in columns:
-        out.add_column(name, justify="right")
-    for candidate in plan.candidates:
-        layout, engines, summary = candidate.trainer.layout, candidate.engines, candidate.summary
-        assert summary is not None
-        row = cells(summary) | {
-            "trainer GPUs": str(layout.ranks),
-            "TP x PP x DP": f"{layout.tensor} x {layout.pipeline} x {layout.data}",
-            "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
-            "recompute": str(candidate.trainer.recompute),
-            "engines": f"{engines.count} of TP {engines.tensor}",
-            "N'": str(engines.concurrency),
-            "estimated s": f"{candidate.step_seconds:.1f}",
-            "step s": f"{summary.step_seconds:.1f}",
-        }
-        out.add_row(*(row[name] for name in columns))
-    return out

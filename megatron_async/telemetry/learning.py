@@ -13,7 +13,7 @@ Invariants
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,8 @@ AT_BOUND_STEPS: Final = 3
 """Steps in a row at the staleness bound before the warning."""
 AT_BOUND_SHARE: Final = 0.8
 """Mean lag over the bound that counts as being at it."""
+UNREACHED_STEPS: Final = 5
+"""Trained steps after which a threshold that no reward has reached is named."""
 NEWEST_SCORES: Final = 200
 """Newest scores among which failures are counted, when there are enough."""
 FAILED_SHARES: Final = (0.01, 0.1)
@@ -232,6 +234,53 @@ class LearningWatch:
         return frozenset(
             rule.name for rule in self._rules if not all(name in metrics for name in rule.needs)
         )
+
+
+class UnreachedThresholds:
+    """Names each threshold for right responses that no reward of the run has reached.
+
+    Args:
+        thresholds: values by setting, for example `{"eval.solved_at": 1.0}`.
+        before: metrics of the steps before a resume.
+    """
+
+    def __init__(self, thresholds: Mapping[str, float], before: Iterable[Metrics] = ()) -> None:
+        self._thresholds = dict(thresholds)
+        self._steps = 0
+        self._largest = -math.inf
+        for metrics in before:
+            self._count(metrics)
+
+    def _count(self, metrics: Metrics) -> None:
+        if "reward/max" in metrics:
+            self._steps += 1
+            self._largest = max(self._largest, metrics["reward/max"])
+
+    def trained(self, metrics: Metrics) -> list[tuple[str, str]]:
+        """Take the metrics of a step; return (name, message) of each warning that is due."""
+        self._count(metrics)
+        return self._warnings(UNREACHED_STEPS)
+
+    def evaluated(self, reward_max: float) -> list[tuple[str, str]]:
+        """Take an evaluation's largest reward; return (name, message) of each warning due."""
+        self._largest = max(self._largest, reward_max)
+        return self._warnings(1)
+
+    def _warnings(self, steps: int) -> list[tuple[str, str]]:
+        if self._steps < steps:
+            return []
+        unreached = [name for name, value in self._thresholds.items() if self._largest < value]
+        # Each is named once.
+        values = {name: self._thresholds.pop(name) for name in unreached}
+        return [
+            (
+                name.replace(".", "_") + "_unreached",
+                f"no reward so far has reached {name} {value:g} (the largest is "
+                f"{self._largest:.3g}), so that every response counts as wrong: set {name} to the "
+                "reward of a right response, or compare mean rewards instead of accuracy",
+            )
+            for name, value in values.items()
+        ]
 
 
 class FailingScores:

@@ -54,8 +54,10 @@ class MetricsWriter:
         self._lineage = lineage
         self._trackers = trackers
 
-    def write(self, step: int, metrics: Mapping[str, float], *, kind: str = "train") -> None:
-        """Append a step."""
+    def write(
+        self, step: int, metrics: Mapping[str, float], *, kind: str = "train", **labels: str
+    ) -> None:
+        """Append a step; `labels` are texts, which stand in the file only."""
         for tracker in self._trackers:
             if (news := tracker.take_news()) is not None:
                 self.warn(step, f"tracker_{tracker.name}", news)
@@ -65,7 +67,7 @@ class MetricsWriter:
         }
         metrics = {**metrics, **{name: count for name, count in lost.items() if count}}
         values = {name: float(value) for name, value in metrics.items()}
-        self._append(kind, step, values)
+        self._append(kind, step, {**values, **labels})
         self._track("metrics", step, values)
 
     def warn(self, step: int, name: str, message: str) -> None:
@@ -125,9 +127,20 @@ class MetricsWriter:
         self.close()
 
 
+def evaluated_sets(line: Mapping[str, float]) -> dict[str, str]:
+    """Return the names of an evaluation's sets in order, each with the prefix of its metrics."""
+    prefixes = [name.removesuffix("/accuracy") for name in line if name.endswith("/accuracy")]
+    return {p.removeprefix("eval").removeprefix("/") or "held-out": p for p in prefixes}
+
+
 def first_accuracy(line: Mapping[str, float]) -> float:
-    """The accuracy of the first set of an evaluation: the held-out problems where there are any."""
-    return next(value for name, value in line.items() if name.endswith("/accuracy"))
+    """Return the accuracy of the first set of an evaluation: of the held-out problems, if any."""
+    return line[f"{next(iter(evaluated_sets(line).values()))}/accuracy"]
+
+
+def sampling_name(temperature: float) -> str:
+    """Name how an evaluation's responses were sampled."""
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:

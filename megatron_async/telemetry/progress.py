@@ -5,14 +5,14 @@ run that is not are the same run.
 
 Invariants
 - Steps have the numbers that metrics.jsonl, TensorBoard and the store give them, from 0.
-- Lines and panel fit 80 columns.
+- Lines of steps fit 80 columns; the panel takes the width of the terminal, up to 120.
 """
 
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -24,14 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_async.files.disk import json_lines, whole_lines_end
-from megatron_async.telemetry.metrics import first_accuracy
+from megatron_async.telemetry.metrics import evaluated_sets, sampling_name
 
 T = TypeVar("T")
 Status: TypeAlias = dict[str, Any]
 _POLL_SECONDS = 0.5
 _REMEMBERED = 8
 """Steps that the time left is estimated from."""
-_COLUMNS = 80
+_MOST_COLUMNS = 120
 _SHOWN_WARNINGS = 3
 _ENGINES_START = "engines load the model, trainer ranks start"
 
@@ -53,7 +53,8 @@ class Progress:
         self._warnings: dict[str, str] = {}
         self._last: dict[str, Any] = {}
         self._phase = ""
-        self._accuracy: float | None = None
+        self._evaluated: dict[str, Any] = {}
+        self._done: int | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def __enter__(self) -> "Progress":
@@ -85,10 +86,13 @@ class Progress:
                 continue
             self._console.print(format_step(line, self._steps), highlight=False)
             if line["kind"] == "eval":
-                self._accuracy = first_accuracy(line)
+                self._evaluated = line
             else:
                 self._last = line
+                self._done = int(line["step"]) + 1
                 self._seconds.append(line.get("time/step", 0.0))
+        if status and not self._last:  # a restored run has trained the steps of its version
+            self._done = int(status["version"].rpartition(".")[2])
         for name, message in (status or {}).get("warnings", {}).items():
             self._warn(name, message)
         if self._live is not None:
@@ -110,12 +114,14 @@ class Progress:
 
     def _panel(self, status: Status | None) -> Panel:
         line, elapsed = self._last, time.monotonic() - self._began
-        done = int(line["step"]) + 1 if line else 0
+        done = self._done or 0
         rows: list[tuple[str, str]] = [("time", _times(elapsed, self._seconds, self._steps - done))]
+        for name, prefix in evaluated_sets(self._evaluated).items():
+            text = _scores(self._evaluated, prefix)
+            rows.append((name, f"{text} ({_sampling(self._evaluated, prefix)})"))
         if "rollout/reward_mean" in line:
-            accuracy = "" if self._accuracy is None else f"  accuracy {100 * self._accuracy:.1f} %"
             rows += [
-                ("reward", f"{line['rollout/reward_mean']:.3f}{accuracy}"),
+                ("reward", f"{line['rollout/reward_mean']:.3f}"),
                 ("tokens/s", _speeds(line)),
                 (
                     "lag",
@@ -136,11 +142,12 @@ class Progress:
         for name, text in rows:
             table.add_row(Text(name, style="dim"), Text(text))
         bar = ProgressBar(total=self._steps, completed=done)
-        width = min(_COLUMNS, self._console.width)
+        width = min(_MOST_COLUMNS, self._console.width)
         rows_of_both = Table.grid(expand=True)
         rows_of_both.add_row(bar)  # by itself it ends without a line break
         rows_of_both.add_row(table)
-        return Panel(rows_of_both, title=f"{done} of {self._steps} steps", width=width)
+        title = "starting" if self._done is None else f"{done} of {self._steps} steps"
+        return Panel(rows_of_both, title=title, width=width)
 
     def _new_lines(self) -> list[dict[str, Any]]:
         if not self._metrics_file.exists():
@@ -159,7 +166,7 @@ def format_step(line: dict[str, Any], steps: int) -> str:
     """Format a finished step, or an evaluation, as a line."""
     place = f"{line['step']:>4}/{steps - 1}"
     if line["kind"] == "eval":
-        return "\n".join(_accuracies(line))
+        return "\n".join(_evaluated(line))
     if line["kind"] == "sft":
         return (
             f"sft {place}  loss {line['train/loss']:.4f}  "
@@ -172,16 +179,23 @@ def format_step(line: dict[str, Any], steps: int) -> str:
     )
 
 
-def _accuracies(line: dict[str, Any]) -> Iterator[str]:
-    for name, accuracy in line.items():
-        prefix, slash, last = name.rpartition("/")
-        if slash and last == "accuracy":
-            which = prefix.removeprefix("eval").removeprefix("/") or "held-out"
-            yield (
-                f"{which} accuracy at step {line['step']}: {100 * accuracy:.1f} % "
-                f"of {line[f'{prefix}/answers']:.0f} answers, "
-                f"{line[f'{prefix}/length_mean']:.1f} tokens each{_span(line, prefix)}"
-            )
+def _evaluated(line: dict[str, Any]) -> list[str]:
+    """Return a line for each evaluation set."""
+    return [
+        f"{name}, step {line['step']}: {_scores(line, prefix)} "
+        f"({line[f'{prefix}/answers']:.0f} answers, {_sampling(line, prefix)}, "
+        f"{line[f'{prefix}/length_mean']:.1f} tokens){_span(line, prefix)}"
+        for name, prefix in evaluated_sets(line).items()
+    ]
+
+
+def _scores(line: dict[str, Any], prefix: str) -> str:
+    accuracy, reward = line[f"{prefix}/accuracy"], line[f"{prefix}/reward_mean"]
+    return f"accuracy {100 * accuracy:.1f} %, reward {reward:.3f}"
+
+
+def _sampling(line: dict[str, Any], prefix: str) -> str:
+    return sampling_name(line[f"{prefix}/temperature"])
 
 
 def _span(line: dict[str, Any], prefix: str) -> str:
@@ -220,13 +234,27 @@ def _phase(status: Status | None) -> str:
     return f"engines {status['engines']}/{status['engines']} generate"
 
 
+_STATES = {
+    "running": "in generation",
+    "partial": "interrupted",
+    "waiting": "between turns",
+    "finished": "being scored",
+    "scored": "waiting for their group or batch",
+    "batched": "trained",
+    "dropped": "dropped",
+}
+"""States of trajectories, in words. Pending ones have not been sent to an engine yet."""
+
+
 def format_status(status: Status) -> str:
-    """Queues and buffers, one line."""
+    """Format engines, weights and responses by state as one line."""
     if not status:
         return _ENGINES_START
+    lineage, _, number = status["version"].rpartition(".")
+    restored = f" (lineage {lineage})" if lineage != "0" else ""
     states = status.get("states", {})
-    waiting = "".join(f", {count} {name}" for name, count in states.items() if count)
+    responses = [f"{states[name]} {text}" for name, text in _STATES.items() if states.get(name)]
     return (
-        f"engines {status['engines_up']}/{status['engines']}, version {status['version']}, "
-        f"{status['running']} in flight{waiting}"
+        f"engines {status['engines_up']}/{status['engines']}, weights of step {number}{restored}; "
+        f"responses: {', '.join(responses) or 'none'}"
     )

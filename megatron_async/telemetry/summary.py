@@ -1,14 +1,84 @@
 """Totals of a run, from its metrics file: for the closing table and the head of the report."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import SCORE_FAILURES
-from megatron_async.telemetry.metrics import TRAINER_PHASES, first_accuracy, read_metrics
+from megatron_async.telemetry.metrics import (
+    TRAINER_PHASES,
+    evaluated_sets,
+    read_metrics,
+    sampling_name,
+)
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
 _MOST_AVERAGED = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of one evaluation of one set, with the settings that they depend on.
+
+    Attributes:
+        temperature: sampling temperature; 0 for greedy responses.
+        solved_at: reward from which on a response counted as right.
+        scored_by: description of the rewards (`scoring.identity`).
+    """
+
+    step: int
+    accuracy: float
+    reward_mean: float
+    temperature: float
+    solved_at: float
+    scored_by: str
+
+    @classmethod
+    def of(cls, line: Mapping[str, float], prefix: str) -> "Measured":
+        """Read the set whose metrics begin with `prefix` from a line of an evaluation."""
+        names = ("accuracy", "reward_mean", "temperature", "solved_at")
+        numbers = {name: line[f"{prefix}/{name}"] for name in names}
+        return cls(step=int(line["step"]), scored_by=str(line["scored_by"]), **numbers)
+
+    def changes(self, later: "Measured") -> list[str]:
+        """List what makes accuracies of this evaluation and a later one incomparable."""
+        settings = (
+            ("eval.solved_at", f"{self.solved_at:g}", f"{later.solved_at:g}"),
+            ("sampling", sampling_name(self.temperature), sampling_name(later.temperature)),
+            ("reward", self.scored_by, later.scored_by),
+        )
+        return [f"{name} was {was}, is {now}" for name, was, now in settings if was != now]
+
+
+@dataclass(frozen=True)
+class EvaluatedSet:
+    """First and last evaluation of a set; `last` is None if there was only one."""
+
+    name: str
+    first: Measured
+    last: Measured | None
+
+    def facts(self, start: str) -> list[tuple[str, str]]:
+        """Return name and text of each total; `start` names the time of the first evaluation.
+
+        A first value that cannot be compared with the last one is replaced by the reason.
+        """
+        first, last = self.first, self.last
+        accuracy, reward = percent(first.accuracy), f"{first.reward_mean:.3f}"
+        if last is not None and (changes := first.changes(last)):
+            accuracy = f"not comparable: {'; '.join(changes)}"
+            reward = reward if first.scored_by == last.scored_by else "not comparable"
+        sampling = sampling_name(first.temperature)
+        facts = [(f"{self.name} accuracy {start} ({sampling})", accuracy)]
+        if last is None:
+            return [*facts, (f"{self.name} mean reward {start}", reward)]
+        sampling = sampling_name(last.temperature)
+        return [
+            *facts,
+            (f"{self.name} accuracy after RL ({sampling})", percent(last.accuracy)),
+            (f"{self.name} mean reward {start} / after RL", f"{reward} / {last.reward_mean:.3f}"),
+        ]
 
 
 @dataclass(frozen=True)
@@ -19,8 +89,7 @@ class RunSummary:
     """
 
     steps: int
-    accuracy_first: float | None
-    accuracy_last: float | None
+    evaluated: tuple[EvaluatedSet, ...]
     generated_tokens: int
     generation_tokens_per_second: float
     training_tokens_per_second: float
@@ -41,10 +110,10 @@ class RunSummary:
     def facts(self, start: str = "at the start") -> list[tuple[str, str]]:
         """Name and text of each total; `start`: what the first evaluation is called."""
         rewards = " / ".join(f"{reward:.3f}" for reward in self.rewards)
+        evaluated = [fact for one in self.evaluated for fact in one.facts(start)]
         return [
-            (f"held-out accuracy {start}", percent(self.accuracy_first)),
-            ("held-out accuracy after RL", percent(self.accuracy_last)),
-            ("mean reward at the start / at the end", rewards or "not measured"),
+            *(evaluated or [("held-out accuracy", "not measured")]),
+            ("mean training reward, first / last steps", rewards or "not measured"),
             ("failed scores", self.failures),
             ("RL steps", str(self.steps)),
             ("generated tokens", f"{self.generated_tokens:,}"),
@@ -56,9 +125,19 @@ class RunSummary:
         ]
 
 
-def percent(value: float | None) -> str:
-    """A share as text."""
-    return "not measured" if value is None else f"{100 * value:.1f} %"
+def percent(value: float) -> str:
+    """Format a share."""
+    return f"{100 * value:.1f} %"
+
+
+def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
+    """Yield every set of a run's evaluations, which are in order of their steps."""
+    sets: dict[str, list[Measured]] = {}
+    for line in lines:
+        for name, prefix in evaluated_sets(line).items():
+            sets.setdefault(name, []).append(Measured.of(line, prefix))
+    for name, found in sets.items():
+        yield EvaluatedSet(name, found[0], found[-1] if len(found) > 1 else None)
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
@@ -80,8 +159,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
     training = total("time/train")
     return RunSummary(
         steps=len(train),
-        accuracy_first=first_accuracy(evaluations[0]) if evaluations else None,
-        accuracy_last=first_accuracy(evaluations[-1]) if len(evaluations) > 1 else None,
+        evaluated=tuple(_evaluated(evaluations)),
         generated_tokens=int(total("rollout/tokens")),
         generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
         training_tokens_per_second=total("train/tokens") / training if training else 0.0,

@@ -16,8 +16,10 @@ from megatron_async.places.addresses import place_at
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.runtime.import_path import load_object
+from megatron_async.scoring.identity import reward_identity
 from megatron_async.tasks.data_identity import data_identity
 from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.learning import UnreachedThresholds
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
@@ -94,6 +96,8 @@ def train(
             rank_zero=rank_zero,
             begin=lambda: directory.begin(data_identity(config, directory.data_identity())),
             health=HealthWatch(config.schedule.max_async_level, before),
+            thresholds=UnreachedThresholds(_thresholds(config), before),
+            scored_by=reward_identity(config) if first else "",
         ).run()
         if complete and config.checkpoint.export_hf:
             _export(trainer, directory, config, rank_zero)
@@ -101,6 +105,16 @@ def train(
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
         outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.run(lambda: directory.report_outcome(outcome))
+
+
+def _thresholds(config: RunConfig) -> dict[str, float]:
+    """Return the rewards of a right response that the run compares rewards with, by setting."""
+    thresholds = {}
+    if config.eval_sets():
+        thresholds["eval.solved_at"] = config.eval.solved_at
+    if config.task.difficulty.pools:
+        thresholds["task.difficulty.solved_at"] = config.task.difficulty.solved_at
+    return thresholds
 
 
 def _export(

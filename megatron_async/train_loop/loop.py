@@ -25,7 +25,7 @@ from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
-from megatron_async.telemetry.learning import FAILED_SHARES
+from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThresholds
 from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
 from megatron_async.train_loop.attempt import restarts
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
@@ -49,6 +49,7 @@ class TrainLoop:
     `link` and `metrics` are there on rank 0 only. `resume` is where this lineage began; `memory`
     gives the trainer's device memory away where engines share it; `rank_zero` is how ranks wait
     for the first one. `begin` is called once trainers and engines hold the weights, on rank 0.
+    `scored_by` describes the rewards (`scoring.identity`) and is written with each evaluation.
     """
 
     config: RunConfig
@@ -62,6 +63,8 @@ class TrainLoop:
     memory: TrainerMemory = field(default_factory=AlwaysThere)
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
+    thresholds: UnreachedThresholds = field(default_factory=lambda: UnreachedThresholds({}))
+    scored_by: str = ""
     begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -226,7 +229,11 @@ class TrainLoop:
         if self.metrics is None:
             return
         for evaluation in found:
-            self.metrics.write(evaluation.number, evaluation.metrics(), kind="eval")
+            numbers = evaluation.metrics()
+            labels = {"scored_by": self.scored_by}
+            self.metrics.write(evaluation.number, numbers, kind="eval", **labels)
+            for name, message in self.thresholds.evaluated(evaluation.reward_max):
+                self.metrics.warn(evaluation.number, name, message)
             for one in evaluation.results:
                 self.metrics.samples(evaluation.number, one.name, one.samples)
                 if one.failed_judgements >= max(1.0, FAILED_SHARES[0] * one.answers):
@@ -292,7 +299,7 @@ class TrainLoop:
             "train/tokens_per_second": report.tokens_per_second,
         }
         metrics |= {**update.metrics, **self._update_seconds}
-        warnings = self.health.step(metrics)
+        warnings = self.health.step(metrics) + self.thresholds.trained(metrics)
         metrics |= {f"warning/{name}": 1.0 for name in self.health.holding}
         writer.write(report.step, metrics)
         for name, message in warnings:

@@ -1,6 +1,8 @@
 """The closing table agrees with the metrics file, weighted as it states."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,12 +12,13 @@ from megatron_async.config import build_config
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.summary import summarise
+from tests.telemetry.evaluation_lines import set_metrics
 
 
 def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     with MetricsWriter(directory.metrics_file, lineage=0) as writer:
-        writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
+        writer.write(0, set_metrics(0.25), kind="eval", scored_by="task")
         for step, (tokens, lag) in enumerate([(100, 1.0), (300, 2.0)]):
             writer.write(
                 step,
@@ -39,9 +42,11 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
                     "time/checkpoint": 0.0,
                 },
             )
-        writer.write(2, {"eval/accuracy": 0.75}, kind="eval")
+        writer.write(2, set_metrics(0.75), kind="eval", scored_by="task")
     summary = summarise(directory)
-    assert (summary.accuracy_first, summary.accuracy_last) == (0.25, 0.75)
+    (held_out,) = summary.evaluated
+    assert held_out.last is not None
+    assert (held_out.first.accuracy, held_out.last.accuracy) == (0.25, 0.75)
     assert summary.steps == 2
     assert summary.lag_mean == (100 * 1.0 + 300 * 2.0) / 400
     assert summary.lag_max == 6
@@ -49,7 +54,8 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.generation_tokens_per_second == 100
     assert summary.training_tokens_per_second == 100
     console = Console(width=100, record=True)
-    console.print(closing_table(summary, directory, before_sft=0.0, extra_phases=[("SFT", 9.0)]))
+    before: Any = SimpleNamespace(accuracy=0.0, temperature=0.0)
+    console.print(closing_table(summary, directory, before_sft=before, extra_phases=[("SFT", 9.0)]))
     text = console.export_text()
     for expected in (
         "0.250 / 0.500",
@@ -78,6 +84,39 @@ def test_the_rewards_of_the_table_are_means_of_the_first_and_the_last_steps(
             writer.write(step, {**lags, "rollout/resumed_share": 0.0, "rollout/reward_mean": step})
     assert summarise(directory).rewards == (2.0, 37.0)
     assert summarise(directory).failures == "not measured", "a run of an earlier version"
+
+
+def facts_of(root: Path, *evaluations: tuple[dict[str, float], str]) -> dict[str, str]:
+    """The closing table of a run with these evaluations: metrics, and what gave the rewards."""
+    directory = RunDirectory.create(build_config({"name": "r", "root": str(root)}))
+    with MetricsWriter(directory.metrics_file, lineage=0) as writer:
+        for step, (metrics, scored_by) in enumerate(evaluations):
+            writer.write(step, metrics, kind="eval", scored_by=scored_by)
+    return dict(summarise(directory).facts())
+
+
+def test_the_table_has_accuracy_and_mean_reward_of_each_set_by_name(tmp_path: Path) -> None:
+    hard = set_metrics(0.0, "eval/hard", reward_mean=0.31, temperature=1.0)
+    later = set_metrics(0.0, "eval/hard", reward_mean=0.76, temperature=1.0)
+    facts = facts_of(
+        tmp_path, ({**set_metrics(0.5), **hard}, "task"), ({**set_metrics(0.75), **later}, "task")
+    )
+    assert facts["held-out accuracy at the start (greedy)"] == "50.0 %"
+    assert facts["held-out accuracy after RL (greedy)"] == "75.0 %"
+    assert facts["hard accuracy after RL (temperature 1)"] == "0.0 %"
+    assert facts["hard mean reward at the start / after RL"] == "0.310 / 0.760"
+
+
+def test_the_table_compares_no_accuracies_of_different_definitions(tmp_path: Path) -> None:
+    first = (set_metrics(0.25, solved_at=0.5), "my.py:score (content 12345678)")
+    last = (set_metrics(0.75, reward_mean=0.7, temperature=1.0), "my.py:score (content 87654321)")
+    facts = facts_of(tmp_path, first, last)
+    assert facts["held-out accuracy at the start (greedy)"] == (
+        "not comparable: eval.solved_at was 0.5, is 1; sampling was greedy, is temperature 1; "
+        "reward was my.py:score (content 12345678), is my.py:score (content 87654321)"
+    )
+    assert facts["held-out accuracy after RL (temperature 1)"] == "75.0 %"
+    assert facts["held-out mean reward at the start / after RL"] == "not comparable / 0.700"
 
 
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from megatron_async.trajectory.types import (
 )
 from tests.browser import drawn, flaws, needs_browser
 from tests.store import test_episodes as episodes
+from tests.telemetry.evaluation_lines import set_metrics
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -45,7 +46,7 @@ def make_run(root: Path, name: str, steps: int = 6) -> Path:
     directory = RunDirectory.create(config)
     for lineage, begin in ((0, 0), (1, steps // 2)):
         with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
-            metrics.write(begin, {"eval/accuracy": 0.5, "eval/answers": 64}, kind="eval")
+            metrics.write(begin, set_metrics(0.5), kind="eval", scored_by="task")
             for step in range(begin, steps):
                 metrics.write(step, step_metrics(step))
             metrics.warn(begin, "engine_failed", f"engine0 has ended {HOSTILE}")

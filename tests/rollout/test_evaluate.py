@@ -140,7 +140,17 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     assert [sample["question"] for sample in found.samples()] == ["heldout 0"] + ["aime 0"] * 4
     assert found.samples()[0]["parts"] == {"part": 0.5}
     assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "as the model gets it"
-    assert "aime: accuracy 40.0 % (" in found.results[1].sentence()
+    assert (metrics["eval/reward_mean"], metrics["eval/reward_max"]) == (0.5, 1.0)
+    assert (metrics["eval/temperature"], metrics["eval/aime/temperature"]) == (0.0, 0.6)
+    assert "aime (temperature 0.6): accuracy 40.0 % (" in found.results[1].sentence()
+    assert "; mean reward 0.400; 20 answers, " in found.results[1].sentence()
+
+
+def test_an_unreached_threshold_is_named_in_the_result() -> None:
+    result = evaluated(prompts=4, solved_at=1.5)[0].results[0]
+    assert (result.accuracy, result.reward_mean) == (0.0, 0.5)
+    assert "the largest reward is 1, below eval.solved_at 1.5" in result.sentence()
+    assert "below" not in evaluated(prompts=4)[0].results[0].sentence()
 
 
 def test_without_held_out_problems_there_are_the_named_sets_only() -> None:

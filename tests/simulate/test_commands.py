@@ -46,8 +46,12 @@ def call(*arguments: object) -> str:
 
 def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
     output = call("simulate", "--config", config_file, "--set", "simulate.steps=8", "--wide")
-    for words in ("tokens/s", "trainer idle", "recomputed", "simulate.efficiency.links: 0.7"):
+    for words in ("tokens/s", "trainer idle", "recomputed", "All others: --assumptions"):
         assert words in output
+    assumed = output.split("these three change the results most:\n")[1]
+    assert assumed.count("- ") == 3 and "simulate.efficiency.links" not in output
+    everything = call("simulate", "--config", config_file, "simulate.steps=8", "--assumptions")
+    assert "simulate.efficiency.links: 0.7" in everything
 
 
 def test_simulate_names_what_goes_wrong(config_file: Path) -> None:
@@ -130,7 +134,7 @@ def test_a_preset_that_fails_does_not_throw_away_the_others(
 
 def test_of_plans_that_are_as_fast_the_one_with_the_smallest_lag_is_best() -> None:
     def plan(speed: float, lag: float) -> Candidate:
-        return Mock(summary=Mock(tokens_per_second=speed, lag_mean=lag))
+        return Mock(summary=Mock(tokens_per_second=speed, lag_mean=lag), complexity=(1, 1))
 
     fast, tied, slow = plan(1000.0, 3.0), plan(990.0, 0.5), plan(900.0, 0.0)
     assert ranked([fast, slow, tied]) == [tied, fast, slow]
@@ -155,8 +159,11 @@ def test_bad_settings_are_found_before_anything_runs(config_file: Path) -> None:
 
 
 def test_plan_prints_the_best_and_the_others(config_file: Path) -> None:
-    output = call("plan", "--config", config_file, "--set", "simulate.gpus=4", "--top", 2)
-    assert "best of 3" in output and "trainer GPUs" in output and "simulate.gpu" in output
+    four = ("plan", "--config", config_file, "--set", "simulate.gpus=4")
+    output = call(*four, "--presets", "copris", "--top", 2)
+    assert "best of " in output and "trainer GPUs" in output and "parallel: {ranks: " in output
+    assert "- response lengths: lognormal, median 400 tokens (set), at most 2,000" in output
+    assert "not compared: schedule.preset rapid: schedule: updates_per_batch 8" in call(*four)
 
 
 def recorded(directory: Path) -> Path:

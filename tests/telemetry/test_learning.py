@@ -15,9 +15,11 @@ from megatron_async.telemetry.health import _RULES, ENTROPY_WINDOW, HealthWatch
 from megatron_async.telemetry.learning import (
     GUIDE,
     NEWEST_SCORES,
+    UNREACHED_STEPS,
     ZERO_REWARD_STEPS,
     FailingScores,
     LearningWatch,
+    UnreachedThresholds,
 )
 
 WELL = {
@@ -222,3 +224,20 @@ def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:
         assert all(f"`{name}`" in page for name in found)
     assert SCORER_FAULTS.keys() - SCORE_FAILURES.keys() == {"stray_output"}, "the score has come"
     assert [*failing(FailingScores(), *["stray_output"] * 20, first={})] == []
+
+
+def test_unreached_threshold_is_named_once_when_no_reward_reaches_it() -> None:
+    watch = UnreachedThresholds({"eval.solved_at": 1.0, "task.difficulty.solved_at": 0.5})
+    assert watch.evaluated(0.9) == [], "before the first step a policy may well solve nothing"
+    assert [watch.trained({"reward/max": 0.7}) for _ in range(UNREACHED_STEPS - 1)][-1] == []
+    ((name, message),) = watch.trained({"reward/max": 0.998})
+    assert name == "eval_solved_at_unreached"
+    assert "no reward so far has reached eval.solved_at 1 (the largest is 0.998)" in message
+    assert watch.trained({"reward/max": 0.7}) == watch.evaluated(0.2) == []
+
+
+def test_unreached_threshold_is_named_by_an_evaluation_after_the_first_step() -> None:
+    watch = UnreachedThresholds({"eval.solved_at": 1.0}, before=[{"reward/max": 0.5}])
+    assert [name for name, _ in watch.evaluated(0.8)] == ["eval_solved_at_unreached"]
+    reached = UnreachedThresholds({"eval.solved_at": 1.0}, before=[{"reward/max": 1.0}])
+    assert reached.evaluated(0.8) == []

@@ -20,6 +20,7 @@ from megatron_async.telemetry.progress import Progress, format_status, format_st
 from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
 from tests.small_disk import SmallDisk
+from tests.telemetry.evaluation_lines import set_metrics
 
 
 def board(folder: Path) -> list[BackgroundTracker]:
@@ -29,10 +30,11 @@ def board(folder: Path) -> list[BackgroundTracker]:
 def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl", board(tmp_path), lineage=0) as writer:
         writer.write(0, {"a": np.float32(1.5)})
-        writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
+        writer.write(0, {"eval/accuracy": 0.25}, kind="eval", scored_by="exact")
         writer.histogram(0, "h", np.arange(5))
     assert read_metrics(tmp_path / "m.jsonl")[0]["a"] == 1.5
-    assert read_metrics(tmp_path / "m.jsonl", kind="eval")[0]["eval/accuracy"] == 0.25
+    (evaluation,) = read_metrics(tmp_path / "m.jsonl", kind="eval")
+    assert (evaluation["eval/accuracy"], evaluation["scored_by"]) == (0.25, "exact")
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
@@ -100,10 +102,10 @@ def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
     path, starting = tmp_path / "m.jsonl", "engines load the model, trainer ranks start\n"
     with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
         for up in (None, 0, 1, 2, 2):
-            progress.update({} if up is None else {"engines": 2, "engines_up": up})
+            progress.update({} if up is None else {**STATUS, "engines_up": up})
         assert capsys.readouterr().out == starting + "engines 2/2 generate\n"
         writer.write(3, {name: value for name, value in LARGE.items() if name != "kind"})
-        progress.update({"engines": 2, "engines_up": 1})
+        progress.update({**STATUS, "engines_up": 1})
         progress.update(None)
         assert capsys.readouterr().out.count("\n") == 1, "the step alone"
     with Progress(tmp_path / "none.jsonl", 10, "lines") as progress:
@@ -117,22 +119,21 @@ def test_the_start_is_shown_once_also_when_an_engine_is_lost_before_the_first_st
 ) -> None:
     with Progress(tmp_path / "m.jsonl", 10, "lines") as progress:
         for up in (0, 2, 1, 2):
-            progress.update({"engines": 2, "engines_up": up})
+            progress.update({**STATUS, "engines_up": up})
             progress.update({})  # too slow to answer
     assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_status_line_names_queues_and_buffers() -> None:
-    status = {
-        "engines": 2,
-        "engines_up": 1,
-        "running": 7,
-        "version": "0.3",
-        "states": {"partial": 4, "scored": 0},
-    }
-    assert format_status(status) == "engines 1/2, version 0.3, 7 in flight, 4 partial"
+    status = {**STATUS, "engines_up": 1, "states": {"running": 7, "partial": 4, "scored": 0}}
+    line = "engines 1/2, weights of step 3; responses: 7 in generation, 4 interrupted"
+    assert format_status(status) == line
+    restored = format_status({**status, "version": "2.3", "states": {}})
+    assert restored == "engines 1/2, weights of step 3 (lineage 2); responses: none"
     assert format_status({}).startswith("engines load the model")
 
+
+STATUS = {"engines": 2, "engines_up": 2, "version": "0.3", "states": {}}
 
 LARGE = {
     "kind": "train",
@@ -161,15 +162,12 @@ def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: 
     progress._console = screen
     with progress, MetricsWriter(path, lineage=0) as writer:
         writer.write(998, {k: v for k, v in LARGE.items() if k not in ("kind", "step")})
-        writer.write(
-            998, {"eval/accuracy": 0.5, "eval/answers": 9, "eval/length_mean": 3}, kind="eval"
-        )
+        writer.write(998, set_metrics(0.5, reward_mean=0.625), kind="eval", scored_by="task")
         writer.warn(3, "zero_reward", "no response has a reward above 0")
-        status = {"engines": 2, "engines_up": 2, "running": 64, "version": "0.998", "states": {}}
-        progress.update(status)
+        progress.update({**STATUS, "version": "0.998", "states": {"running": 64}})
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("999 of 1000 steps", "accuracy 50.0 %", "left", "64 in flight", "zero_reward"):
-        assert words in shown
+    words = ("999 of 1000 steps", "accuracy 50.0 %, reward 0.625 (greedy)", "left", "zero_reward")
+    assert all(text in shown for text in (*words, "64 in generation"))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert max(len(line) for line in plain.splitlines() if "│" in line) <= 80
 
@@ -266,12 +264,11 @@ def test_a_slow_drift_is_seen_across_a_resume() -> None:
 
 
 def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:
-    line = {"kind": "eval", "step": 4, "eval/accuracy": 0.5, "eval/answers": 10.0}
-    line |= {"eval/length_mean": 7.0, "eval/aime/accuracy": 0.25, "eval/aime/answers": 120.0}
-    shown = format_step({**line, "eval/aime/length_mean": 900.5}, 10)
-    assert shown.splitlines() == [
-        "held-out accuracy at step 4: 50.0 % of 10 answers, 7.0 tokens each",
-        "aime accuracy at step 4: 25.0 % of 120 answers, 900.5 tokens each",
+    aime = set_metrics(0.25, "eval/aime", reward_mean=0.5, temperature=0.6, length_mean=900.5)
+    line = {"kind": "eval", "step": 4, **set_metrics(0.5), **aime}
+    assert format_step(line, 10).splitlines() == [
+        "held-out, step 4: accuracy 50.0 %, reward 0.500 (64 answers, greedy, 7.0 tokens)",
+        "aime, step 4: accuracy 25.0 %, reward 0.500 (64 answers, temperature 0.6, 900.5 tokens)",
     ]
 
 

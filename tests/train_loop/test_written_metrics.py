@@ -52,10 +52,16 @@ def test_answers_of_an_evaluation_without_a_score_are_named(
     failed: int, of: int, warned: bool
 ) -> None:
     warnings: list[tuple[int, str, str]] = []
-    ignored = SimpleNamespace(write=lambda *_, kind: None, samples=lambda *_: None)
+    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
     ignored.warn = lambda *warning: warnings.append(warning)
     result: Any = SimpleNamespace(
-        name="hard", answers=of, failed_judgements=failed, refused=0, samples=(), metrics=dict
+        name="hard",
+        answers=of,
+        failed_judgements=failed,
+        refused=0,
+        reward_max=1.0,
+        samples=(),
+        metrics=dict,
     )
     loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
     assert [(step, name) for step, name, _ in warnings] == [(3, "unscored_answers")] * warned
@@ -64,10 +70,16 @@ def test_answers_of_an_evaluation_without_a_score_are_named(
 
 def test_refused_prompts_of_an_evaluation_are_named_and_not_the_scorer() -> None:
     warnings: list[tuple[int, str, str]] = []
-    ignored = SimpleNamespace(write=lambda *_, kind: None, samples=lambda *_: None)
+    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
     ignored.warn = lambda *warning: warnings.append(warning)
     result: Any = SimpleNamespace(
-        name="hard", answers=9, failed_judgements=0, refused=4, samples=(), metrics=dict
+        name="hard",
+        answers=9,
+        failed_judgements=0,
+        refused=4,
+        reward_max=1.0,
+        samples=(),
+        metrics=dict,
     )
     loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
     ((step, name, message),) = warnings

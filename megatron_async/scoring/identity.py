@@ -1,0 +1,37 @@
+"""Describes everything that gives a run's rewards, as one line."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import RunConfig
+
+
+def reward_identity(config: RunConfig) -> str:
+    """Describe every reward of a run in one line.
+
+    The line differs between two runs if a reward, its arguments, its weight or the content of its
+    file differs. The content of an installed module is not compared.
+    """
+    sources = []
+    if config.scores:
+        for part in config.scorers.parts:
+            name = f"task {config.task.kind}" if part.name == "task" else part.name
+            sources.append(_described(name, part.arguments, part.weight))
+    if config.plays:
+        episodes = config.episodes
+        name = episodes.name or " ".join(getattr(episodes, "command", []))
+        sources.append(_described(name, episodes.arguments))
+    return " + ".join(sources)
+
+
+def _described(name: str, arguments: Mapping[str, Any], weight: float = 1.0) -> str:
+    text = name if weight == 1.0 else f"{weight:g} x {name}"
+    if arguments:
+        text += f" {json.dumps(arguments, sort_keys=True)}"
+    file = Path(name.rpartition(":")[0])
+    if file.suffix == ".py" and file.is_file():
+        text += f" (content {hashlib.sha256(file.read_bytes()).hexdigest()[:8]})"
+    return text

@@ -1,0 +1,35 @@
+"""The description of a run's rewards differs where two accuracies are not comparable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import build_config
+from megatron_async.scoring.identity import reward_identity
+
+
+def identity(**settings: Any) -> str:
+    return reward_identity(build_config(settings))
+
+
+def test_reward_identity_names_rewards_arguments_weights_and_the_task() -> None:
+    assert identity() == "task arithmetic"
+    math = {"name": "math", "weight": 0.5, "arguments": {"tolerance": 0.1}}
+    assert identity(reward=["exact", math]) == 'exact + 0.5 x math {"tolerance": 0.1}'
+
+
+def test_reward_identity_changes_when_the_file_of_the_reward_changes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(sample): return 1.0\n")
+    before = identity(reward=f"{file}:score")
+    assert before.startswith(f"{file}:score (content ")
+    file.write_text("def score(sample): return 0.5\n")
+    assert identity(reward=f"{file}:score") != before
+
+
+def test_reward_identity_names_an_environment_and_its_arguments() -> None:
+    name = "examples.guessing_game.game:Game"
+    played = identity(environment={"name": name, "arguments": {"highest": 9}})
+    assert played == f'{name} {{"highest": 9}}'
+    assert identity(environment=name, reward="math") == f"math + {name}"
