@@ -41,6 +41,7 @@ ROOMS = (
     "simulate",
     "launcher",
     "commands",
+    "cli_options",
     "cli",
     "__main__",
     "testing",

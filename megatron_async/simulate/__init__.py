@@ -7,6 +7,7 @@
 - episodes: turns, observations and tools, drawn.
 - lengths: lengths drawn, recorded, fitted; the same for every schedule.
 - sweep, statistics, show: many points; their figures after the warm-up; tables and plots.
-- planner: `megatron-async plan`. plan_show: its output. profile_engine: a running server's cost model, measured.
+- planner: `megatron-async plan`. plan_show: its output.
+- profile_engine: a running server's cost model, measured.
 - assumptions: everything a simulation rests on, as lines for a person.
 """

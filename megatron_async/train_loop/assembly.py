@@ -71,8 +71,7 @@ def train(
         before: list[dict[str, float]] = []
         if first:
             link = _link(directory, config, place, stop, stack)
-            trained = read_metrics(directory.metrics_file)
-            before = [step for step in trained if step["step"] < resume.step]
+            before = _steps_before(directory, resume.step)
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             damaged = checkpoints.newer_than(newest)
             again = restarts(lineage)
@@ -96,8 +95,8 @@ def train(
             rank_zero=rank_zero,
             begin=lambda: directory.begin(data_identity(config, directory.data_identity())),
             health=HealthWatch(config.schedule.max_async_level, before),
-            thresholds=UnreachedThresholds(_thresholds(config), before),
             scored_by=reward_identity(config) if first else "",
+            thresholds=UnreachedThresholds(_thresholds(config), before),
         ).run()
         if complete and config.checkpoint.export_hf:
             _export(trainer, directory, config, rank_zero)
@@ -105,6 +104,10 @@ def train(
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
         outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.run(lambda: directory.report_outcome(outcome))
+
+
+def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
+    return [line for line in read_metrics(directory.metrics_file) if line["step"] < step]
 
 
 def _thresholds(config: RunConfig) -> dict[str, float]:

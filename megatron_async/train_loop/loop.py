@@ -63,8 +63,8 @@ class TrainLoop:
     memory: TrainerMemory = field(default_factory=AlwaysThere)
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
-    thresholds: UnreachedThresholds = field(default_factory=lambda: UnreachedThresholds({}))
     scored_by: str = ""
+    thresholds: UnreachedThresholds = field(default_factory=lambda: UnreachedThresholds({}))
     begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -230,8 +230,7 @@ class TrainLoop:
             return
         for evaluation in found:
             numbers = evaluation.metrics()
-            labels = {"scored_by": self.scored_by}
-            self.metrics.write(evaluation.number, numbers, kind="eval", **labels)
+            self.metrics.write(evaluation.number, numbers, kind="eval", scored_by=self.scored_by)
             for name, message in self.thresholds.evaluated(evaluation.reward_max):
                 self.metrics.warn(evaluation.number, name, message)
             for one in evaluation.results:
