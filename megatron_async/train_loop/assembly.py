@@ -74,8 +74,8 @@ def train(
             before = _steps_before(directory, resume.step)
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             damaged = checkpoints.newer_than(newest)
-            again = restarts(lineage)
-            for name, message in _warnings(config, again, cause, damaged, resume.step):
+            found = _warnings(config, restarts(lineage), cause, damaged, resume.step)
+            for name, message in found:
                 metrics.warn(max(0, resume.step - 1), name, message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
