@@ -140,7 +140,7 @@ class EvalResult:
             for name, e in self.estimates.items()
         )
         text = (
-            f"{self.name} ({sampling_name(self.temperature)}): {shares}; "
+            f"{self.name}: {shares}, {sampling_name(self.temperature)}; "
             f"mean reward {self.reward_mean:.3f}; {self.answers} answers, "
             f"{self.length_mean:.1f} tokens each"
         )

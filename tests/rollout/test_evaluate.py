@@ -142,8 +142,8 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "as the model gets it"
     assert (metrics["eval/reward_mean"], metrics["eval/reward_max"]) == (0.5, 1.0)
     assert (metrics["eval/temperature"], metrics["eval/aime/temperature"]) == (0.0, 0.6)
-    assert "aime (temperature 0.6): accuracy 40.0 % (" in found.results[1].sentence()
-    assert "; mean reward 0.400; 20 answers, " in found.results[1].sentence()
+    assert "aime: accuracy 40.0 % (" in found.results[1].sentence()
+    assert ", temperature 0.6; mean reward 0.400; 20 answers, " in found.results[1].sentence()
 
 
 def test_an_unreached_threshold_is_named_in_the_result() -> None:
