@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_async.config.evaluation import EvalConfig
@@ -36,10 +37,15 @@ def build_task(
     prompts = PromptRenderer(config, tokenizer, vocabulary_of(model_path), plays=plays)
     files = {} if evaluation is None else evaluation.files()
     how = (config.prompt_template, config.bad_rows, prompts)
-    evaluated = {
-        name: ProblemFile(config.completed(file), setting, *how)
-        for name, (setting, file) in files.items()
-    }
+    try:
+        evaluated = {
+            name: ProblemFile(config.completed(file), setting, *how)
+            for name, (setting, file) in files.items()
+        }
+    except UserError:
+        # A setting of the task that its evaluation sets share is named by the task's own file.
+        build_source(config, prompts=prompts)
+        raise
     elsewhere = {key for file in evaluated.values() for key in file.keys}
     source = build_source(config, elsewhere, prompts)
     stops = stop_tokens(model_path, tokenizer)

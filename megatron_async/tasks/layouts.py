@@ -81,7 +81,7 @@ class Columns:
 
     def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
         """The problem of a row; without `answered` it needs no answer. Raises UserError."""
-        name, prompt = self._first(row, self.prompt, where)
+        name, prompt = self._first(row, self.prompt, where, "columns.prompt")
         messages = chat_messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
         if messages and messages[-1]["role"] != "user":
             raise UserError(
@@ -103,14 +103,14 @@ class Columns:
 
     def example(self, row: Mapping[str, Any], where: str) -> tuple[Problem, str]:
         """The problem and the response of a row to learn from. Raises UserError."""
-        name, response = self._first(row, (self.response,), where)
+        name, response = self._first(row, (self.response,), where, "columns.response")
         return self.problem(row, where, answered=False), _text(response, name, where)
 
     def _answer(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         if not self.solution or any(value_at(row, name) is not _MISSING for name in self.answer):
-            name, answer = self._first(row, self.answer, where)
+            name, answer = self._first(row, self.answer, where, "columns.answer")
             return name, _text(answer, name, where)
-        name, solution = self._first(row, self.solution, where)
+        name, solution = self._first(row, self.solution, where, "columns.answer")
         answer = (self.find_answer(_text(solution, name, where)) or "").strip()
         if not answer:
             raise UserError(f"{where}: no answer in column {name!r}, got {shown(solution)}")
@@ -130,13 +130,17 @@ class Columns:
         return priority
 
     @staticmethod
-    def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+    def _first(
+        row: Mapping[str, Any], names: Sequence[str], where: str, setting: str
+    ) -> tuple[str, Any]:
+        """Return name and value of the first of these columns. Raises UserError."""
         for name in names:
             value = value_at(row, name)
             if value is not _MISSING:
                 return name, value
         wanted = " or ".join(f"`{name}`" for name in names)
-        raise UserError(f"{where}: there is no column {wanted} among {shown(sorted(row))}")
+        columns = shown(sorted(row))
+        raise UserError(f"{where}: there is no column {wanted} among {columns} ({setting})")
 
 
 # The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.

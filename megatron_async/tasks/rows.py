@@ -40,6 +40,7 @@ _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _SHARD: Final = re.compile(r"(?:^|[-_.])(\d+)[-_.]of[-_.](\d+)(?:[-_.][0-9a-f]{6,})?$")
 # A part of the only split of its folder: part-00000.parquet.
 _PART: Final = re.compile(r"(?:part|shard|chunk)[-_.]?\d.*|\d*")
+_ROW: Final = re.compile(r"(?::|, row )(\d+)(?=\D)")
 _LARGE_NUMBER = re.compile(rb"\d{19}")
 
 
@@ -83,15 +84,18 @@ def report_bad_rows(
 ) -> None:
     """List the first ten bad rows of a file that has `of`; `bad` has a message for each of these.
 
+    Rows with the same message are listed once.
+
     `mode` skip: they are left out. `readable`: some have the right columns. Raises UserError
     otherwise, and where no row is good.
     """
     found = f"{what}: {len(bad):,} of {of:,} rows cannot be used"
     left_out = mode == "skip" and len(bad) < of
-    if left_out or len(bad) > 1:
+    listed = _by_reason(bad[:MOST_BAD_ROWS_SHOWN])
+    if left_out or len(listed) > 1:
         title = found + " and are left out (task.bad_rows)" * left_out
         more = [f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more"] * (len(bad) > MOST_BAD_ROWS_SHOWN)
-        _logger.warning("\n  ".join([f"{title}:", *bad[:MOST_BAD_ROWS_SHOWN], *more]))
+        _logger.warning("\n  ".join([f"{title}:", *listed, *more]))
     if not left_out:
         of_rows = "correct or remove such rows, or set task.bad_rows: skip"
         of_file = (
@@ -100,6 +104,20 @@ def report_bad_rows(
         )
         remedy = of_rows if len(bad) < of else of_file * (not readable)
         raise UserError("; ".join(filter(None, [found, bad[0], remedy])))
+
+
+def _by_reason(messages: Sequence[str]) -> list[str]:
+    """Return the first of all messages that differ in their row only, with the other rows."""
+    groups: dict[str, list[str]] = {}
+    for message in messages:
+        row = _ROW.search(message)
+        reason = message if row is None else message[row.end() :]
+        others = groups.setdefault(reason, [])
+        others.append(row[1] if row and others else message)
+    texts = []
+    for first, *others in groups.values():
+        texts.append(f"{first} (and in {', '.join(others)})" if others else first)
+    return texts
 
 
 def _file(file: Path, setting: str) -> Rows:

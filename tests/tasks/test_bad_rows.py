@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,11 @@ def test_the_first_ten_are_listed_by_file_and_line_with_their_number(
     assert "layout" not in sentence, "that mends a file and not a row"
     title, *lines = next(m for m in caplog.messages if "cannot be used" in m).splitlines()
     assert title == f"task.path {file}: 12 of 72 rows cannot be used:"
-    for place, line in enumerate(lines[:10]):
-        assert f"{file}:{3 * place + 2}" in line
-    assert lines[10:] == ["  and 2 more"]
+    listed = "\n".join(lines[:-1])
+    for place in range(10):
+        assert re.search(rf"({file}:| (and in )?){3 * place + 2}\b", listed)
+    assert len(lines) < 10 and any("(and in " in line for line in lines)
+    assert lines[-1] == "  and 2 more"
     for reason in ("no column `answer`", "`prompt` is empty", "must be an object", "got None"):
         assert reason in caplog.text
 
@@ -160,3 +163,15 @@ def test_a_kept_index_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "of 60 rows of" in source.summary()
     (kept,) = (tmp_path / "cache" / "megatron_async").iterdir()
     assert kept.stat().st_size == 16 + 3 * 8 * 72, "with the bad rows' places"
+
+
+def test_a_wrong_column_is_named_once_with_the_setting_when_evaluation_sets_share_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, held = write(folder / "data.jsonl", 60, 0), write(folder / "held.jsonl", 9, 0)
+    config = settings(folder, data, columns={"prompt": "quetsion"})
+    config = config.with_section("eval", path=str(held))
+    with pytest.raises(UserError, match=r"^task\.path .*: 60 of 60 rows cannot be used; ") as found:
+        check_run(config)
+    assert "no column `quetsion` among ['answer', 'prompt'] (columns.prompt)" in str(found.value)
+    assert "cannot be used" not in caplog.text
