@@ -58,6 +58,10 @@ def main() -> None:
         _exit_with("ended by SIGTERM", 128 + signal.SIGTERM)
     except KeyboardInterrupt:
         _exit_with("ended by Ctrl-C", 130)
+    except SystemExit as ended:
+        if ended.code == 130:  # typer's exit after an interrupt, which prints nothing
+            typer.echo("ended by Ctrl-C", err=True)
+        raise
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

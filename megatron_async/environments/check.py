@@ -45,6 +45,12 @@ def check_environment(
     except (EnvironmentFault, ComponentFailure) as error:
         what = str(error) if str(error).startswith(shown) else f"{shown}: {error}"
         raise UserError(f"{what} (in an episode played before the start)") from error
+    if not (played.rewards or config.reward):
+        raise UserError(
+            f"{shown} gives no reward, and reward is not set: every episode would have the reward "
+            "0. Set reward, give the class a method get_reward, or set self.reward to a number in "
+            "its reset"
+        )
     new = config.sampling.max_new_tokens
     for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):
         if longest is not None and tokens + new > longest:

@@ -199,10 +199,16 @@ class Player:
         """
         if hasattr(self._object, "get_reward"):
             return number_of(await self._call("get_reward"), self._where("get_reward"))
-        kept = getattr(self._object, "reward", None)
-        if not hasattr(self._object, "step") and hasattr(kept, "__float__"):
-            return number_of(kept, self._where("reward"))
+        if not hasattr(self._object, "step") and self.rewards:
+            return number_of(self._object.reward, self._where("reward"))
         return 0.0, {}
+
+    @property
+    def rewards(self) -> bool:
+        """Whether the object has a method or a number that gives rewards."""
+        kept = getattr(self._object, "reward", None)
+        methods = any(hasattr(self._object, name) for name in ("get_reward", "step"))
+        return methods or hasattr(kept, "__float__")
 
     async def state(self) -> bytes | None:
         """A snapshot; None where the class makes none, or a larger one than is kept."""

@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
@@ -34,6 +35,9 @@ Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 _LARGEST_OUTPUT: Final = 1 << 20
 _OUTPUT_SECONDS: Final = 2.0
 _SHOWN_ERROR: Final = 300
+_OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory|\bOOM\b|cannot allocate memory|MemoryError|bad_alloc|reserv\w* .*memory", re.I
+)
 
 
 def program_of(settings: AgentConfig, threads: Executor) -> Program:
@@ -42,7 +46,7 @@ def program_of(settings: AgentConfig, threads: Executor) -> Program:
     Raises UserError.
     """
     if settings.command:
-        return _command(settings.command)
+        return _command(settings)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
         raise UserError(f"{settings.shown} is no function")
@@ -88,8 +92,8 @@ def is_blocking(settings: AgentConfig) -> bool:
     )
 
 
-def _command(command: list[str]) -> Program:
-    where = f"agent.command {command}"
+def _command(settings: AgentConfig) -> Program:
+    command, where = settings.command, f"agent.command {settings.command}"
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
@@ -117,8 +121,13 @@ def _command(command: list[str]) -> Program:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:
-            last = errors.decode(errors="replace").strip()[-_SHOWN_ERROR:]
-            raise EnvironmentFault(f"{where} {how_ended(process.returncode)}: {last}")
+            text = errors.decode(errors="replace")
+            remedy = (
+                f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB more "
+                "than its start takes: raise it"
+            )
+            ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
+            raise EnvironmentFault(ended + remedy * bool(_OUT_OF_MEMORY.search(text)))
         return _last_line(output, where)
 
     return run
@@ -156,6 +165,15 @@ async def _run_to_its_end(
         for one in work:
             one.cancel()
     return bytes(output), bytes(errors)
+
+
+def _last_lines(text: str) -> str:
+    """Return the last lines that `_SHOWN_ERROR` characters hold; the last one in any case."""
+    lines = text.strip().splitlines() or ["it printed no error"]
+    shown = [lines.pop()[:_SHOWN_ERROR]]
+    while lines and len(shown[0]) + len(lines[-1]) < _SHOWN_ERROR:
+        shown[0] = f"{lines.pop()}\n{shown[0]}"
+    return shown[0]
 
 
 def _last_line(output: bytes, where: str) -> Any:

@@ -84,15 +84,21 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """An episode's beginning: tokens and text of its opening, tokens of the first observation.
+    """A trial episode.
 
-    `differs`: a second one of the same row opened otherwise.
+    Attributes:
+        opening: tokens of the opening.
+        text: the opening as text.
+        observation: tokens of the first observation.
+        differs: whether a second episode of the same row opened otherwise.
+        rewards: whether the environment can give rewards.
     """
 
     opening: int
     text: str
     observation: int
     differs: bool
+    rewards: bool = True
 
 
 @dataclass(eq=False)
@@ -225,7 +231,7 @@ class EnvironmentWorker:
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play the first turns of a row twice. Raises EnvironmentFault, UserError."""
-        openings, observed = [], 0
+        openings, observed, rewards = [], 0, False
         for _ in range(2):
             player = self._player()
             openings.append(await player.reset(row_of(payload), _prompt(payload)))
@@ -242,10 +248,12 @@ class EnvironmentWorker:
             if reply.messages:
                 observed = len(self.conversation.next(reply.messages, ended=False))
             await player.final_reward()
+            rewards = player.rewards
             await player.close()
         opening = self.conversation.opening(openings[0])
         text = self.conversation.shown(opening)
-        return Rehearsed(len(opening), text, observed, differs=openings[0] != openings[1])
+        differs = openings[0] != openings[1]
+        return Rehearsed(len(opening), text, observed, differs=differs, rewards=rewards)
 
     async def forget(self, key: str) -> str | None:
         """Close an episode, if it is held, after the call that runs; what was wrong with that."""

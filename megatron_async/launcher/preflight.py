@@ -21,6 +21,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.config import RunConfig
 from megatron_async.config.files import TOKENIZER_FILES, tokenizer_digest
+from megatron_async.config.recipes import RECIPES
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.nodes import only_here
 from megatron_async.errors import ComponentFailure, UserError
@@ -304,8 +305,23 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     return replace(
         checked,
         summary=task.summary() + more + played.summary,
-        notices=(*checked.notices, *untried, *played.notices),
+        notices=(*checked.notices, *_other_recipe(config), *untried, *played.notices),
     )
+
+
+def _other_recipe(config: RunConfig) -> Iterator[str]:
+    """Yield a notice where only the schedule was chosen and the default recipe is for another."""
+    recipe, preset = config.algorithm.recipe, config.schedule.preset
+    chosen = "preset" in config.given.get("schedule", {})
+    named = "recipe" in config.given.get("algorithm", {})
+    presets = {name: its.get("schedule", {}).get("preset") for name, its in RECIPES.items()}
+    if chosen and not named and presets[recipe] != preset:
+        others = [name for name, its in presets.items() if its == preset]
+        yield (
+            f"schedule.preset is {preset}, and algorithm.recipe keeps its default {recipe}: "
+            f"advantage, loss and correction are those of {recipe}. Recipes for this schedule: "
+            f"{', '.join(others)}"
+        )
 
 
 def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) -> Checked:

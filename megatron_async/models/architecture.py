@@ -12,6 +12,7 @@ Invariants
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,15 +328,20 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
     if not str(model_dir):
         raise UserError("model.path is empty; set it to the directory of a Hugging Face model")
     if not Path(model_dir).is_dir():
+        name, target = "ORGANIZATION/NAME", "DIRECTORY"
+        if _HUB_NAME.fullmatch(str(model_dir)) and not Path(model_dir).parent.is_dir():
+            name, target = str(model_dir), f"models/{Path(model_dir).name}"
         raise UserError(
-            f"model.path {str(model_dir)!r} is no directory here, and a run downloads nothing: set "
-            "it to one (hf download ORGANISATION/NAME --local-dir DIRECTORY)"
+            f"model.path {str(model_dir)!r} is no directory here, and a run downloads nothing. "
+            f"Download the model with `hf download {name} --local-dir {target}` and set "
+            f"model.path={target}"
         )
     if not path.exists():
         raise UserError(f"model.path {str(model_dir)!r} has no config.json: not a model")
     return read_json_object(path, f"model.path: {path}")
 
 
+_HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[\w.-]+")
 # In the order in which SGLang looks for the context of a model.
 _CONTEXT_KEYS = (
     "max_sequence_length",

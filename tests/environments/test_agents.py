@@ -373,6 +373,12 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
     ("code", "sentence"),
     [
         ("import sys; sys.exit('no luck')", "ended with exit code 1: no luck"),
+        ("import sys; sys.exit(400 * 'x' + '\\nlast line')", r"exit code 1: last line$"),
+        ("import sys; sys.exit(400 * 'x ' + '.\\nab\\nc')", r"exit code 1: ab\s+c$"),
+        (
+            "import sys; sys.exit('RangeError: Out of memory\\nat a frame')",
+            r"at a frame; agent\.memory_mib limits its address space to 4096 MiB more than",
+        ),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
         ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
         ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' at last"),

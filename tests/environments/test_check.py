@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,7 +74,25 @@ class Untyped(Tools):
 class Dies(Long):
     def step(self, answer):
         os._exit(3)
+
+
+class AsTrl(Tools):
+    def reset(self, **row):
+        self.reward = 0.0
+        return "x"
+
+
+class Rewarding(Tools):
+    def get_reward(self):
+        return 0.5
 '''
+
+
+SHOWS_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 @pytest.fixture
@@ -96,9 +115,16 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "local_place", place)
 
 
-def checked(name: str, folder: Path, longest: int = 100, **settings: Any) -> CheckedEnvironment:
+def checked(
+    name: str,
+    folder: Path,
+    longest: int = 100,
+    run: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> CheckedEnvironment:
     config = build_config(
         {
+            **run,
             "model": {"path": str(folder / "model")},
             "task": {"kind": "seeds"},
             "environment": {"name": name, "memory_mib": 1 << 20, **settings},
@@ -130,6 +156,23 @@ def test_what_cannot_be_played_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         checked(f"{own}:{name}", own.parent, **settings)
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    ("name", "reward"), [("AsTrl", []), ("Rewarding", []), ("Tools", ["exact"])]
+)
+def test_class_of_tools_is_accepted_when_something_gives_a_reward(
+    own: Path, name: str, reward: list[str]
+) -> None:
+    tokenizer = write_character_tokenizer(own.parent / "model")
+    tokenizer.chat_template = SHOWS_TOOLS
+    tokenizer.save_pretrained(own.parent / "model")
+    run = {"reward": reward}
+    checked(f"{own}:{name}", own.parent, longest=2000, run=run, tool_parser="qwen25")
+    if name == "Tools":
+        with pytest.raises(UserError, match=r"Tools' gives no reward, and reward is not set: "):
+            checked(f"{own}:{name}", own.parent, longest=2000, tool_parser="qwen25")
 
 
 @pytest.mark.usefixtures("inside")

@@ -189,12 +189,37 @@ def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
 def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_a_hub(
     folder: Path,
 ) -> None:
-    for path in ("Qwen/Qwen2.5-7B", "models/SmolLM2", "/nowhere"):
+    hub = "Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B` and set model.path=models/Qwen2.5-7B"
+    other = "ORGANIZATION/NAME --local-dir DIRECTORY` and set model.path=DIRECTORY"
+    named = {"Qwen/Qwen2.5-7B": hub, "models/SmolLM2": other, "/nowhere": other}
+    for path, command in named.items():
         with pytest.raises(UserError, match=rf"model.path '{path}' is no directory") as refused:
             check_run(settings(folder, model={"path": path}))
-        assert "(hf download ORGANISATION/NAME --local-dir DIRECTORY)" in str(refused.value)
+        assert str(refused.value).endswith(f"Download the model with `hf download {command}")
     with pytest.raises(UserError, match=r"model.path is empty; set it to"):
         check_run(settings(folder, model={"path": ""}))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "notices"),
+    [
+        ({"schedule": {"preset": "async"}}, 1),
+        ({"schedule": {"preset": "copris"}}, 0),
+        ({"schedule": {"preset": "async"}, "algorithm": {"recipe": "copris"}}, 0),
+        ({"algorithm": {"recipe": "prime_rl"}}, 0),
+        ({}, 0),
+    ],
+)
+def test_recipe_is_named_when_only_another_schedule_was_chosen(
+    folder: Path, chosen: dict[str, Any], notices: int
+) -> None:
+    found = [
+        notice
+        for notice in check_run(settings(folder, **chosen)).notices
+        if "algorithm.recipe keeps its default copris" in notice
+    ]
+    assert len(found) == notices
+    assert all("Recipes for this schedule: prime_rl" in notice for notice in found)
 
 
 def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
