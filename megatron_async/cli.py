@@ -204,6 +204,27 @@ def reward(
 
 
 @app.command()
+def init(
+    directory: Annotated[Path, Argument(help="New directory.")],
+    reward: Annotated[bool, Option("--reward", help="A reward of yours (the default).")] = False,
+    environment: Annotated[bool, Option("--environment", help="Episodes of many turns.")] = False,
+    agent: Annotated[bool, Option("--agent", help="A program that calls the policy.")] = False,
+    tools: Annotated[bool, Option("--tools", help="Methods that the policy may call.")] = False,
+    model: Annotated[
+        Path | None, Option(help="Model to train; default: the quickstart's, else a random one.")
+    ] = None,
+) -> None:
+    """Write a small project of your own, which trains without changes: the first thing to do."""
+    from megatron_async.commands.init import init_command
+
+    asked = {"reward": reward, "environment": environment, "agent": agent, "tools": tools}
+    kinds = [kind for kind, wanted in asked.items() if wanted] or ["reward"]
+    if len(kinds) > 1:
+        raise UserError(f"--{' and --'.join(kinds)} cannot be combined. Choose one of them")
+    init_command(kinds[0], directory, model)
+
+
+@app.command()
 def quickstart(
     overrides: Overrides = None,
     config: Annotated[Path, Option(help="YAML file.")] = Path("configs/quickstart.yaml"),

@@ -1,0 +1,125 @@
+"""`megatron-async init`: write a small project that trains on two CPU cores, to be changed.
+
+The files come from configs/projects. The rows are sums, which the quickstart's model can solve.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
+from megatron_async.files.package_files import ROOT
+
+QUICKSTART_MODEL: Final = Path("runs/quickstart/sft")
+"""The model that `megatron-async quickstart` fine-tunes, relative to where it was started."""
+_ROWS: Final = 500
+
+
+@dataclass(frozen=True)
+class Project:
+    """A kind of project: what its Python file is, and the settings that name it."""
+
+    what: str
+    settings: str
+
+
+PROJECTS: Final = {
+    "reward": Project("a reward", "reward: reward.py:score"),
+    "environment": Project(
+        "an environment of several turns",
+        "environment: {name: environment.py:TwoAttempts, max_turns: 2}",
+    ),
+    "agent": Project(
+        "an agent, a program that calls the policy", "agent: {name: agent.py:solve, max_turns: 2}"
+    ),
+    "tools": Project(
+        "a class of tools",
+        "environment: {name: tools.py:Calculator, tool_parser: qwen25, max_turns: 4}\n"
+        "reward: exact # of the last answer",
+    ),
+}
+
+
+def init_command(kind: str, directory: Path, model: Path | None) -> None:
+    """Write a project into a new directory. Raises UserError.
+
+    Args:
+        kind: key of `PROJECTS`.
+        model: model to train, which stays where it is. Without it, the project gets a copy of
+            `QUICKSTART_MODEL` or, where that does not exist, a small model with random weights.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists already. Name a new directory")
+    if model is not None and not (model / "config.json").is_file():
+        raise UserError(f"--model {model} has no config.json. Name a directory of a model")
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    with writing(directory, "project"):
+        unfinished.mkdir(parents=True)
+        try:
+            about_model = _write_model(unfinished / "model", kind, model)
+            _write_files(unfinished, kind, model, about_model)
+            unfinished.rename(directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    typer.echo(f"{directory} is written. {about_model} Next:")
+    typer.echo(f"  cd {directory}\n  megatron-async train --config config.yaml --dry-run")
+
+
+def _write_files(directory: Path, kind: str, model: Path | None, about_model: str) -> None:
+    project, source = PROJECTS[kind], ROOT / "configs" / "projects"
+    replaced = {
+        "WHAT": project.what,
+        "SOURCE": project.settings,
+        "FILE": f"{kind}.py",
+        "ABOUT_MODEL": about_model,
+    }
+    if model is not None:
+        replaced["{path: model}"] = f"{{path: {json.dumps(str(model.absolute()))}}}"
+    for name in ("config.yaml", "README.md", f"{kind}.py"):
+        text = (source / name).read_text()
+        for placeholder, value in replaced.items():
+            text = text.replace(placeholder, value)
+        (directory / name).write_text(text)
+    (directory / "data.jsonl").write_text("".join(_rows()))
+
+
+def _write_model(path: Path, kind: str, model: Path | None) -> str:
+    """Write the project's model, unless there is another one; return a sentence about it."""
+    from megatron_async.models.tiny_model import build_tiny_model
+
+    if model is not None:
+        return f"The model is {model.absolute()}."
+    if (QUICKSTART_MODEL / "config.json").is_file():
+        shutil.copytree(QUICKSTART_MODEL, path)
+        about = "The model is a copy of the one that the quickstart has fine-tuned."
+    else:
+        build_tiny_model(path, seed=1)
+        about = (
+            "The model has random weights, so that rewards stay near 0: run `megatron-async "
+            "quickstart` first for one that solves most rows."
+        )
+    if kind == "tools":  # the model has to see them
+        shutil.copy(ROOT / "configs" / "projects" / "chat_template.jinja", path)
+    return about
+
+
+def _rows() -> list[str]:
+    from megatron_async.tasks.chain_sum import ChainSums
+
+    sums = ChainSums(seed=1, min_terms=4, max_terms=9, max_digits=1)
+    entries = map(sums.__getitem__, range(_ROWS))
+    return [
+        json.dumps(
+            {
+                "prompt": entry["metadata"]["expression"].replace(" ", "") + "=",
+                "answer": entry["answer"],
+            }
+        )
+        + "\n"
+        for entry in entries
+    ]
