@@ -8,11 +8,12 @@ Invariants
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.files.disk import json_lines
 from megatron_async.run_directory import RunDirectory
@@ -68,9 +69,14 @@ class ReportSample:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything that the page shows of a run."""
+    """Everything that the page shows of a run.
+
+    Attributes:
+        settings: the choices that define the run, and its machine, by name.
+    """
 
     name: str
+    settings: Mapping[str, str]
     summary: RunSummary
     train: Lines
     evaluations: Lines
@@ -89,9 +95,11 @@ def read_run(path: Path) -> RunData:
     """Read the files of a run. Raises UserError when there is no run."""
     directory, config = RunDirectory.find(path, [])
     train = read_metrics(directory.metrics_file)
-    samples, endings = _trajectories(directory, _decoder(config.model.path))
+    tokenizers = (Path(config.model.path), directory.hf_export)
+    samples, endings = _trajectories(directory, _decoder(tokenizers))
     return RunData(
         name=directory.path.name,
+        settings=dict(_settings(config, directory.metrics_file)),
         summary=summarise(directory),
         train=train,
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
@@ -99,6 +107,18 @@ def read_run(path: Path) -> RunData:
         samples=(*samples, *_evaluated(directory.path / "evaluations")),
         endings=endings,
     )
+
+
+def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what defines the run."""
+    schedule, optimizer = config.schedule, config.optimizer
+    yield "model", config.model.checkpoint or config.model.path
+    batch = f"{schedule.groups_per_batch} groups of {schedule.group_size}"
+    yield "schedule", f"{schedule.preset}, {batch} a batch, {schedule.concurrency} in flight"
+    yield "recipe", config.algorithm.recipe
+    yield "learning rate", f"{optimizer.lr:g} ({optimizer.name}, {optimizer.schedule})"
+    starts = read_metrics(metrics_file, kind="start")
+    yield "machine", str(starts[-1]["machine"]) if starts else "not recorded"
 
 
 def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
@@ -113,15 +133,19 @@ def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
     ]
 
 
-def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
-    """Text of tokens, or their number where the tokenizer has gone."""
-    try:
-        tokenizer = load_tokenizer(model_path) if Path(model_path).is_dir() else None
-    except UserError:
-        tokenizer = None
-    if tokenizer is None:
-        return lambda ids: f"({len(ids)} tokens; the tokenizer of {model_path} is gone)"
-    return lambda ids: str(tokenizer.decode(list(ids)))
+def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
+    """Return the function from tokens to text, by the first of these models that has a tokenizer.
+
+    A relative path is found only from the directory in which the run was started. Without any
+    tokenizer the text is the number of tokens.
+    """
+    for model in models:
+        with suppress(UserError):
+            if model.is_dir():
+                tokenizer = load_tokenizer(str(model))
+                return lambda ids: str(tokenizer.decode(list(ids)))
+    missing = f"no tokenizer in {models[0]}, seen from {Path.cwd()}"
+    return lambda ids: f"({len(ids)} tokens; {missing})" if ids else ""
 
 
 def _trajectories(

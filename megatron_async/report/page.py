@@ -36,6 +36,7 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
           padding: 8px 12px; margin: 8px 0; }
 h1, th, li, pre, .sample { overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { display: none; }
+.good { margin: 0; font-size: 12px; opacity: .75; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
 # plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
@@ -75,7 +76,10 @@ def report_page(runs: Sequence[RunData]) -> str:
 
 
 def _totals(runs: Sequence[RunData]) -> str:
-    columns = [{**dict(run.summary.facts()), "warnings": str(len(run.warnings))} for run in runs]
+    columns = [
+        {**run.settings, **dict(run.summary.facts()), "warnings": str(len(run.warnings))}
+        for run in runs
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = ((name, *(column.get(name, "-") for column in columns)) for name in names)
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
@@ -86,11 +90,11 @@ def _totals(runs: Sequence[RunData]) -> str:
 def _figures(runs: Sequence[RunData]) -> str:
     """Two columns for one run; a column each, with the same axes, for several."""
     cells = []
-    for number, panel in enumerate(PANELS):
-        row = [panel(run) for run in runs]
+    for number, (draw, good) in enumerate(PANELS):
+        row = [draw(run) for run in runs]
         if any(row):
             _same_axes([figure for figure in row if figure is not None])
-            cells += [_cell(figure, f"f{number}-{i}") for i, figure in enumerate(row)]
+            cells += [_cell(figure, good, f"f{number}-{i}") for i, figure in enumerate(row)]
     return f'<div class=grid style="--columns:{max(2, len(runs))}">{"".join(cells)}</div>'
 
 
@@ -119,13 +123,13 @@ def _extent(figure: Figure) -> tuple[float, ...]:
     return (min(ends), max(ends)) if ends else ()
 
 
-def _cell(figure: Figure | None, name: str) -> str:
+def _cell(figure: Figure | None, good: str, name: str) -> str:
     if figure is None:
         return "<div class=none>this run has no such metrics</div>"
     title, figure.layout.title = figure.layout.title.text, None  # of HTML: a long one wraps
     config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
-    return f"<div><h3>{title}</h3>{drawn}</div>"
+    return f"<div><h3>{title}</h3><p class=good>Good: {good}</p>{drawn}</div>"
 
 
 def _columns(runs: Sequence[RunData], part: Callable[[RunData], str]) -> str:

@@ -8,15 +8,15 @@ Invariants
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import plotly.graph_objects as go
 
-from megatron_async.report.data import Lines, RunData
+from megatron_async.report.data import RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
-from megatron_async.telemetry.metrics import TRAINER_PHASES
+from megatron_async.telemetry.metrics import TRAINER_PHASES, evaluated_sets
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
@@ -34,6 +34,7 @@ _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 Figure: TypeAlias = Any  # plotly has no types
 Line: TypeAlias = Mapping[str, float]
 _IDLE: Final = "idle"
+_Z: Final = 1.96  # standard errors on either side of a mean in a 95 % interval
 # Of raw importance weights: their mean, their second moment, the logarithms of the extremes.
 _MOMENTS: Final = {
     "token": (
@@ -53,13 +54,23 @@ _MOMENTS: Final = {
 
 @dataclass(frozen=True)
 class Panel:
-    """`series`: (label, metric). `band`: metric around which an area is shaded (`drawn`)."""
+    """One figure of metrics over the steps.
+
+    Attributes:
+        series: labels, each with its metric.
+        good: description of a good curve.
+        band: metric around which an area is shaded (`drawn`).
+        band_name: meaning of that area.
+        scale: factor of the metrics.
+    """
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
+    good: str = ""
     draws: Literal["lines", "bars", "areas"] = "lines"
     band: str = ""
+    band_name: str = "± 1 std"
     scale: float = 1.0
     logarithmic: bool = False
 
@@ -69,7 +80,7 @@ class Panel:
         shaded = [line for line in lines if f"{self.band}/below" in line]
         if shaded:
             ends = ([line[f"{self.band}/{end}"] for line in shaded] for end in ("below", "above"))
-            _shade(figure, [line["step"] for line in shaded], *ends)
+            _shade(figure, self.band_name, [line["step"] for line in shaded], *ends)
         for index, (label, metric) in enumerate(self.series):
             points = [(line["step"], self.scale * line[metric]) for line in lines if metric in line]
             finite = [y for _, y in points if math.isfinite(y)]
@@ -98,9 +109,10 @@ def drawn(line: Line) -> dict[str, float]:
     if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
         busy = line["rollout/seconds"] + line.get("rollout/update_pause_seconds", 0.0)
         found[_IDLE] = max(0.0, line["rollout/seconds_since_last_batch"] - busy)
-    if "reward/mean" in line and "reward/std" in line:
+    if all(name in line for name in ("reward/mean", "reward/std", "rollout/trajectories")):
         ends = line.get("reward/min", -math.inf), line.get("reward/max", math.inf)
-        found |= _band("reward/mean", line["reward/mean"], line["reward/std"], *ends)
+        error = _Z * line["reward/std"] / math.sqrt(max(1.0, line["rollout/trajectories"]))
+        found |= _band("reward/mean", line["reward/mean"], error, *ends)
     for mean, chi2, *extremes in _MOMENTS.values():
         if all(name in line for name in (mean, chi2, *extremes)):
             logs = (min(max(line[end], -_MOST_LOG_WEIGHT), _MOST_LOG_WEIGHT) for end in extremes)
@@ -120,8 +132,14 @@ def importance_weights(of: str) -> Panel:
     """Spread of the raw weights per token or per response, from their moments and extremes."""
     mean = _MOMENTS[of][0]
     ends = ((end, f"{mean}/{end}") for end in ("smallest", "largest"))
-    title = f"Importance weight of a {of}"
-    return Panel(title, "weight", (("mean", mean), *ends), band=mean, logarithmic=True)
+    return Panel(
+        f"Importance weight of a {of}",
+        "weight",
+        (("mean", mean), *ends),
+        "the mean stays near 1 and the area is narrow",
+        band=mean,
+        logarithmic=True,
+    )
 
 
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
@@ -163,7 +181,9 @@ def _logarithmic(figure: Figure) -> None:
         figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
-def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
+def _shade(
+    figure: Figure, name: str, x: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> None:
     figure.add_trace(
         go.Scatter(
             x=[*x, *reversed(x)],
@@ -172,43 +192,49 @@ def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Seque
             fillcolor="rgba(0,114,178,0.18)",
             mode="lines",
             line={"width": 0},
-            name="± 1 std",
+            name=name,
             hoverinfo="skip",
         )
     )
 
 
-def bars(lines: Lines, name: str, end: str) -> list[float]:
-    """Distances from accuracy to that end of its interval in %; 0 where none was measured."""
-    shares = [line[f"{name}/accuracy"] for line in lines]
-    ends = [line.get(f"{name}/accuracy_{end}", s) for line, s in zip(lines, shares, strict=True)]
-    return [100 * abs(e - share) for e, share in zip(ends, shares, strict=True)]
-
-
-def accuracy(run: RunData) -> Figure | None:
-    """Accuracy of each evaluation set, with the 95 % interval that the evaluation measured."""
+def _evaluated(
+    run: RunData, metric: str, title: str, unit: str, scale: float = 1.0
+) -> Figure | None:
+    """Draw a metric of each evaluation set, with its 95 % interval where that was measured."""
     figure = go.Figure()
-    sets = dict.fromkeys(
-        name.removesuffix("/accuracy")
-        for line in run.evaluations
-        for name in line
-        if name.endswith("/accuracy")
-    )
-    for name, colour in zip(sets, itertools.cycle(COLOURS), strict=False):
-        lines = [line for line in run.evaluations if f"{name}/accuracy" in line]
-        shares = [line[f"{name}/accuracy"] for line in lines]
-        error = {"array": bars(lines, name, "high"), "arrayminus": bars(lines, name, "low")}
+    sets: dict[str, str] = {}
+    for line in run.evaluations:
+        sets |= evaluated_sets(line)
+    for (name, prefix), colour in zip(sets.items(), itertools.cycle(COLOURS), strict=False):
+        key = f"{prefix}/{metric}"
+        lines = [line for line in run.evaluations if key in line]
+        ends = {
+            end: [scale * abs(line.get(f"{key}_{end}", line[key]) - line[key]) for line in lines]
+            for end in ("high", "low")
+        }
+        measured = any(ends["high"] + ends["low"])
         figure.add_trace(
             go.Scatter(
                 x=[line["step"] for line in lines],
-                y=[100 * share for share in shares],
-                error_y=error,
+                y=[scale * line[key] for line in lines],
+                error_y={"array": ends["high"], "arrayminus": ends["low"]} if measured else None,
                 mode="lines+markers",
-                name=f"{name.removeprefix('eval').removeprefix('/') or 'held-out'}, 95 % interval",
+                name=f"{name}, 95 % interval" if measured else name,
                 marker_color=colour,
             )
         )
-    return styled(figure, "Accuracy of evaluations", "%", "policy version") if figure.data else None
+    return styled(figure, title, unit, "policy version") if figure.data else None
+
+
+def accuracy(run: RunData) -> Figure | None:
+    """Draw the accuracy of each evaluation set."""
+    return _evaluated(run, "accuracy", "Accuracy of evaluations", "%", scale=100)
+
+
+def evaluation_reward(run: RunData) -> Figure | None:
+    """Draw the mean reward of each evaluation set."""
+    return _evaluated(run, "reward_mean", "Reward of evaluations", "reward")
 
 
 def happenings(run: RunData) -> Figure | None:
@@ -273,55 +299,90 @@ _TRANSFER_PHASES: Final = tuple(
     )
 )
 
-PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
-    Panel(
+Draw: TypeAlias = Callable[[RunData], Figure | None]
+
+
+def _panels() -> Iterator[Panel | tuple[Draw, str]]:
+    """Yield all figures in the order of the page: panels, and functions with their good curves."""
+    yield Panel(
         "Reward of a batch",
         "reward",
         (("mean", "reward/mean"),),
+        "rises; the area is the 95 % interval of the mean, so a rise beyond it is no accident",
         band="reward/mean",
-    ).figure,
-    accuracy,
-    Panel(
+        band_name="95 % interval",
+    )
+    yield evaluation_reward, "rises as the training reward does"
+    yield accuracy, "rises, until the intervals no longer overlap"
+    yield Panel(
         "Response length",
         "tokens",
         (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
-    ).figure,
-    Panel(
+        "changes slowly; a mean near the limit means cut responses",
+    )
+    yield Panel(
         "Turns of an episode",
         "turns",
         (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
-    ).figure,
-    endings,
-    Panel(
+        "below the limit of turns",
+    )
+    yield endings, "most episodes are ended by the environment, not by a limit"
+    yield Panel(
         "Seconds of an environment's reply",
         "s",
-        (("mean", "rollout/environment_seconds"), ("longest", "rollout/environment_seconds_max")),
-    ).figure,
-    Panel(
+        (
+            ("mean", "rollout/environment_seconds"),
+            ("longest", "rollout/environment_seconds_max"),
+        ),
+        "small beside the time of a step",
+    )
+    yield Panel(
         "Throughput",
         "tokens/s",
         (
             ("generation", "rollout/tokens_per_second"),
             ("training, prompts included", "train/tokens_per_second"),
         ),
-    ).figure,
-    Panel("Where the trainer's seconds went", "s", TRAINER_PHASES, "bars").figure,
-    Panel("Where the rollout side's seconds went", "s", _ROLLOUT_PHASES, "bars").figure,
-    Panel(
+        "steady",
+    )
+    yield Panel(
+        "Where the trainer's seconds went",
+        "s",
+        TRAINER_PHASES,
+        "training is most of each bar; a long wait means that generation is too slow",
+        "bars",
+    )
+    yield Panel(
+        "Where the rollout side's seconds went",
+        "s",
+        _ROLLOUT_PHASES,
+        "generating is most of each bar",
+        "bars",
+    )
+    yield Panel(
         "Lag",
         "policy versions",
         (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
-    ).figure,
-    Panel("Trained tokens by lag", "%", _LAG_SHARES, "areas", scale=100).figure,
-    Panel(
+        "low and steady",
+    )
+    yield Panel(
+        "Trained tokens by lag",
+        "%",
+        _LAG_SHARES,
+        "most tokens have small lags",
+        "areas",
+        scale=100,
+    )
+    yield Panel(
         "Effective sample size (raw)",
         "% of the samples",
         (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
+        "per token near 100 %; below 30 % the data are too stale",
         scale=100,
-    ).figure,
-    importance_weights("token").figure,
-    importance_weights("response").figure,
-    Panel(
+    )
+    yield importance_weights("token")
+    yield importance_weights("response")
+    yield Panel(
         "Clipped, truncated, filtered",
         "%",
         (
@@ -330,30 +391,60 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
             ("groups with equal rewards", "reward/uninformative_groups"),
             ("resumed responses", "rollout/resumed_share"),
         ),
+        "few clipped and cut; groups with equal rewards teach nothing",
         scale=100,
-    ).figure,
-    Panel(
+    )
+    yield Panel(
         "Scores that failed",
         "scores",
         tuple((name.replace("_", " "), f"rollout/{name}") for name in SCORE_FAILURES.values()),
+        "none",
         "bars",
-    ).figure,
-    Panel(
+    )
+    yield Panel(
         "Engines against the trainer, same weights",
         "|difference of log-probs|",
         (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),
+        "flat; a rise means stale weights or rounding that grows",
         logarithmic=True,
-    ).figure,
-    Panel(
+    )
+    yield Panel(
         "KV cache in use",
         "%",
         (("mean", "rollout/kv_usage"), ("largest", "rollout/kv_usage_max")),
+        "high, and below 100 %",
         scale=100,
-    ).figure,
-    Panel("Weight updates by phase", "s", _UPDATE_PHASES, "bars").figure,
-    Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES).figure,
-    Panel("Loss", "loss", (("mean of the updates", "train/loss"),)).figure,
-    Panel("Gradient norm", "norm", (("before clipping", "train/grad_norm"),)).figure,
-    Panel("Entropy", "nats", (("mean over trained tokens", "actor/entropy"),)).figure,
-    happenings,
+    )
+    yield Panel(
+        "Weight updates by phase",
+        "s",
+        _UPDATE_PHASES,
+        "short beside the training of a step",
+        "bars",
+    )
+    yield Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES, "steady")
+    yield Panel(
+        "Loss",
+        "loss",
+        (("mean of the updates", "train/loss"),),
+        "bounded; its value alone does not show progress",
+    )
+    yield Panel(
+        "Gradient norm",
+        "norm",
+        (("before clipping", "train/grad_norm"),),
+        "bounded, without ever larger peaks",
+    )
+    yield Panel(
+        "Entropy",
+        "nats",
+        (("mean over trained tokens", "actor/entropy"),),
+        "falls slowly; near 0 exploration has ended, a steep rise is a collapse",
+    )
+    yield happenings, "few marks"
+
+
+PANELS: Final[tuple[tuple[Draw, str], ...]] = tuple(
+    (panel.figure, panel.good) if isinstance(panel, Panel) else panel for panel in _panels()
 )
+"""Functions that draw the figures, each with a description of a good curve."""

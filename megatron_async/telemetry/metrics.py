@@ -70,6 +70,10 @@ class MetricsWriter:
         self._append(kind, step, {**values, **labels})
         self._track("metrics", step, values)
 
+    def start(self, step: int, machine: str) -> None:
+        """Record the machine of a launch, whose first step has this number."""
+        self._append("start", step, {"machine": machine})
+
     def warn(self, step: int, name: str, message: str) -> None:
         """A named warning, for the progress display and for whoever looks later."""
         self._append("warning", step, {"name": name, "message": message})

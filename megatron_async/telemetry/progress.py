@@ -84,6 +84,8 @@ class Progress:
             if line["kind"] == "warning":
                 self._warn(line["name"], f"{line['message']} (step {line['step']})")
                 continue
+            if line["kind"] == "start":
+                continue
             self._console.print(format_step(line, self._steps), highlight=False)
             if line["kind"] == "eval":
                 self._evaluated = line

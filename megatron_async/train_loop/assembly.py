@@ -4,6 +4,7 @@ Import it after `trainer.device.import_megatron`, on which its own imports depen
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
 from megatron_async.train_loop.stop import StopRequest
+from megatron_async.trainer.capabilities import detect
 from megatron_async.trainer.offload import trainer_memory
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
@@ -190,4 +192,6 @@ def writer(
         directory.metrics_file, start_trackers(config.telemetry, run), lineage=lineage
     )
     stack.callback(metrics.close)
+    device = detect().device_name or f"{os.cpu_count()} CPU cores"
+    metrics.start(step, f"{device}; {config.parallel.ranks} trainer ranks")
     return metrics
