@@ -41,7 +41,6 @@ ROOMS = (
     "simulate",
     "launcher",
     "commands",
-    "cli_options",
     "cli",
     "__main__",
     "testing",

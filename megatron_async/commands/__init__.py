@@ -12,6 +12,7 @@
 - score: log-probs of given tokens by the trainer's model, at any layout.
 - reward: a reward tried on responses of a file, without a run.
 - quickstart: build a small model, fine-tune it, train it by RL.
+- init: a small project to begin with.
 - report: the totals of a run, and its page.
 - trajectories: list the trajectories of a run, print one, drop a group.
 - trace: the newest steps on a time axis, for Perfetto.

@@ -13,7 +13,7 @@ from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.figures import figures
 from megatron_async.simulate.assumptions import assumptions_of_all, main_assumptions
 from megatron_async.simulate.lengths import fit_lengths, read_recorded
-from megatron_async.simulate.plan_show import plan_sentence, plan_table, plan_yaml
+from megatron_async.simulate.plan_show import plan_table, plan_yaml
 from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.show import check_plot, comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
@@ -103,7 +103,6 @@ def plan_command(
     best = plan.candidates[0]
     console = Console(width=_WIDTH) if wide else Console()
     console.print(plan_table(plan, wide=wide))
-    console.print(plan_sentence(plan))
     for line in plan.unusable:
         console.print(f"not compared: {line}", highlight=False)
     if len({c.config.schedule.preset for c in plan.candidates}) == 1:

@@ -205,7 +205,7 @@ class Player:
 
     @property
     def rewards(self) -> bool:
-        """Whether the object has a method or a number that gives rewards."""
+        """Return whether the object has a method or a number that gives rewards."""
         kept = getattr(self._object, "reward", None)
         methods = any(hasattr(self._object, name) for name in ("get_reward", "step"))
         return methods or hasattr(kept, "__float__")

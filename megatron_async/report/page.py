@@ -90,11 +90,11 @@ def _totals(runs: Sequence[RunData]) -> str:
 def _figures(runs: Sequence[RunData]) -> str:
     """Two columns for one run; a column each, with the same axes, for several."""
     cells = []
-    for number, (draw, good) in enumerate(PANELS):
-        row = [draw(run) for run in runs]
+    for number, panel in enumerate(PANELS):
+        row = [panel.figure(run) for run in runs]
         if any(row):
             _same_axes([figure for figure in row if figure is not None])
-            cells += [_cell(figure, good, f"f{number}-{i}") for i, figure in enumerate(row)]
+            cells += [_cell(figure, panel.good, f"f{number}-{i}") for i, figure in enumerate(row)]
     return f'<div class=grid style="--columns:{max(2, len(runs))}">{"".join(cells)}</div>'
 
 

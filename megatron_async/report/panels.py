@@ -8,7 +8,7 @@ Invariants
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -54,7 +54,7 @@ _MOMENTS: Final = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of metrics over the steps.
+    """A figure of metrics over the steps.
 
     Attributes:
         series: labels, each with its metric.
@@ -101,6 +101,14 @@ class Panel:
         stack = {"stackgroup": "one", "line": {"width": 0.5}} if self.draws == "areas" else {}
         mode = "lines+markers" if len(x) < 3 and not stack else "lines"
         return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A figure that a function draws, and a description of a good one."""
+
+    figure: Callable[[RunData], Figure | None]
+    good: str
 
 
 def drawn(line: Line) -> dict[str, float]:
@@ -299,35 +307,31 @@ _TRANSFER_PHASES: Final = tuple(
     )
 )
 
-Draw: TypeAlias = Callable[[RunData], Figure | None]
-
-
-def _panels() -> Iterator[Panel | tuple[Draw, str]]:
-    """Yield all figures in the order of the page: panels, and functions with their good curves."""
-    yield Panel(
+PANELS: Final[tuple[Panel | Function, ...]] = (
+    Panel(
         "Reward of a batch",
         "reward",
         (("mean", "reward/mean"),),
         "rises; the area is the 95 % interval of the mean, so a rise beyond it is no accident",
         band="reward/mean",
         band_name="95 % interval",
-    )
-    yield evaluation_reward, "rises as the training reward does"
-    yield accuracy, "rises, until the intervals no longer overlap"
-    yield Panel(
+    ),
+    Function(evaluation_reward, "rises as the training reward does"),
+    Function(accuracy, "rises, until the intervals no longer overlap"),
+    Panel(
         "Response length",
         "tokens",
         (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
         "changes slowly; a mean near the limit means cut responses",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Turns of an episode",
         "turns",
         (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
         "below the limit of turns",
-    )
-    yield endings, "most episodes are ended by the environment, not by a limit"
-    yield Panel(
+    ),
+    Function(endings, "most episodes are ended by the environment, not by a limit"),
+    Panel(
         "Seconds of an environment's reply",
         "s",
         (
@@ -335,8 +339,8 @@ def _panels() -> Iterator[Panel | tuple[Draw, str]]:
             ("longest", "rollout/environment_seconds_max"),
         ),
         "small beside the time of a step",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Throughput",
         "tokens/s",
         (
@@ -344,45 +348,45 @@ def _panels() -> Iterator[Panel | tuple[Draw, str]]:
             ("training, prompts included", "train/tokens_per_second"),
         ),
         "steady",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Where the trainer's seconds went",
         "s",
         TRAINER_PHASES,
         "training is most of each bar; a long wait means that generation is too slow",
         "bars",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Where the rollout side's seconds went",
         "s",
         _ROLLOUT_PHASES,
         "generating is most of each bar",
         "bars",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Lag",
         "policy versions",
         (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
         "low and steady",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Trained tokens by lag",
         "%",
         _LAG_SHARES,
         "most tokens have small lags",
         "areas",
         scale=100,
-    )
-    yield Panel(
+    ),
+    Panel(
         "Effective sample size (raw)",
         "% of the samples",
         (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
         "per token near 100 %; below 30 % the data are too stale",
         scale=100,
-    )
-    yield importance_weights("token")
-    yield importance_weights("response")
-    yield Panel(
+    ),
+    importance_weights("token"),
+    importance_weights("response"),
+    Panel(
         "Clipped, truncated, filtered",
         "%",
         (
@@ -393,58 +397,54 @@ def _panels() -> Iterator[Panel | tuple[Draw, str]]:
         ),
         "few clipped and cut; groups with equal rewards teach nothing",
         scale=100,
-    )
-    yield Panel(
+    ),
+    Panel(
         "Scores that failed",
         "scores",
         tuple((name.replace("_", " "), f"rollout/{name}") for name in SCORE_FAILURES.values()),
         "none",
         "bars",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Engines against the trainer, same weights",
         "|difference of log-probs|",
         (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),
         "flat; a rise means stale weights or rounding that grows",
         logarithmic=True,
-    )
-    yield Panel(
+    ),
+    Panel(
         "KV cache in use",
         "%",
         (("mean", "rollout/kv_usage"), ("largest", "rollout/kv_usage_max")),
         "high, and below 100 %",
         scale=100,
-    )
-    yield Panel(
+    ),
+    Panel(
         "Weight updates by phase",
         "s",
         _UPDATE_PHASES,
         "short beside the training of a step",
         "bars",
-    )
-    yield Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES, "steady")
-    yield Panel(
+    ),
+    Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES, "steady"),
+    Panel(
         "Loss",
         "loss",
         (("mean of the updates", "train/loss"),),
         "bounded; its value alone does not show progress",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Gradient norm",
         "norm",
         (("before clipping", "train/grad_norm"),),
         "bounded, without ever larger peaks",
-    )
-    yield Panel(
+    ),
+    Panel(
         "Entropy",
         "nats",
         (("mean over trained tokens", "actor/entropy"),),
         "falls slowly; near 0 exploration has ended, a steep rise is a collapse",
-    )
-    yield happenings, "few marks"
-
-
-PANELS: Final[tuple[tuple[Draw, str], ...]] = tuple(
-    (panel.figure, panel.good) if isinstance(panel, Panel) else panel for panel in _panels()
+    ),
+    Function(happenings, "few marks"),
 )
-"""Functions that draw the figures, each with a description of a good curve."""
+"""All figures in the order of the page."""

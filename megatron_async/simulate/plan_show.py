@@ -1,4 +1,4 @@
-"""Output of `megatron-async plan`: a table, a sentence and a block of YAML."""
+"""Output of `megatron-async plan`: a table and a block of YAML."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer i
 def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
     """Return the plans as a table, best first; `wide`: every column."""
     columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
-    out = Table(title="plans, best first")
+    out = Table(title=f"best of {plan.considered} plans, the best first")
     for name in columns:
         out.add_column(name, justify="right")
     for candidate in plan.candidates:
@@ -44,21 +44,6 @@ def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
         }
         out.add_row(*(row[name] for name in columns))
     return out
-
-
-def plan_sentence(plan: RankedPlans) -> str:
-    """Return the best plan in words."""
-    best = plan.candidates[0]
-    layout, summary = best.trainer.layout, best.summary
-    assert summary is not None
-    shared = ", which share all GPUs," if best.config.simulate.placement == "colocated" else ""
-    return (
-        f"best of {plan.considered}: {layout.ranks} trainer GPUs (TP {layout.tensor}, PP "
-        f"{layout.pipeline}, DP {layout.data}) and {best.engines.count} engines of TP "
-        f"{best.engines.tensor}{shared} with schedule {best.config.schedule.preset}: "
-        f"{summary.step_seconds:.1f} s a step, {summary.tokens_per_second:,.0f} trained tokens/s, "
-        f"lag {summary.lag_mean:.2f} (largest {summary.lag_max})"
-    )
 
 
 def plan_yaml(candidate: Candidate) -> str:

@@ -24,10 +24,11 @@ as in `trainer_costs`. With overlap a step takes the longer of the two, else the
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar
 
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import merge, parse_override
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import UserError
@@ -154,7 +155,7 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
         )
     gpus = _gpus(settings, config)
     variants, unusable = _variants(settings, presets)
-    by_variant = [list(_candidates(merge(settings, variant), gpus)) for variant in variants]
+    by_variant = [list(_candidates(_with(settings, variant), gpus)) for variant in variants]
     if not any(by_variant):
         raise UserError(_nothing_fits(settings, config, gpus))
     tried = [replace(c, summary=simulate(c.config)) for c in _to_simulate(by_variant, top)]
@@ -166,10 +167,14 @@ def _unplaced(settings: dict[str, Any]) -> RunConfig:
     return build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
 
 
+def _with(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    return reduce(lambda merged, text: merge(merged, parse_override(text)), overrides, settings)
+
+
 def _variants(
     settings: dict[str, Any], presets: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the settings of every schedule with every placement, and the unusable schedules.
+) -> tuple[list[list[str]], list[str]]:
+    """Return overrides for every schedule with every placement, and the unusable schedules.
 
     Raises UserError if a schedule that was asked for by name does not fit the other settings.
     """
@@ -177,12 +182,11 @@ def _variants(
     named = settings.get("schedule", {}).get("preset") or recipe
     every = list(presets) == ["all"] or not (presets or named)
     placed = "placement" in settings.get("simulate", {})
-    variants: list[dict[str, Any]] = []
-    unusable = []
+    variants, unusable = [], []
     for preset in list(SCHEDULE_PRESETS) if every else presets or [""]:
-        schedule: dict[str, Any] = {"schedule": {"preset": preset}} if preset else {}
+        schedule = [f"schedule.preset={preset}"] if preset else []
         try:
-            overlap = _unplaced(merge(settings, schedule)).schedule.overlap
+            overlap = _unplaced(_with(settings, schedule)).schedule.overlap
         except UserError as error:
             if not every:
                 raise
@@ -190,8 +194,8 @@ def _variants(
             continue
         variants.append(schedule)
         if not placed and not overlap:
-            shared = {"simulate": {"placement": "colocated", "offload": True}}
-            variants.append(merge(schedule, shared))
+            shared = ["simulate.placement=colocated", "simulate.offload=true"]
+            variants.append([*schedule, *shared])
     return variants, unusable
 
 
@@ -223,17 +227,17 @@ def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str
     """Return the message that names the nearest settings with which something fits."""
     schedule, gpu = config.schedule.preset, config.simulate.gpu.name
     remedies = []
-    every, _ = _variants(_without_placement(settings), ["all"])
-    every += [{"simulate": {"gpus": factor * gpus}} for factor in _LARGER]
-    for variant in every:
-        changed = merge(settings, variant)
-        count = changed.get("simulate", {}).get("gpus") or gpus
-        best = min(_candidates(changed, count), key=_seconds_per_token, default=None)
+    own = {k: v for k, v in settings.get("simulate", {}).items() if k != "placement"}
+    variants, _ = _variants({**settings, "simulate": own}, ["all"])
+    tries = [(variant, gpus) for variant in variants]
+    tries += [([f"simulate.gpus={factor * gpus}"], factor * gpus) for factor in _LARGER]
+    for variant, count in tries:
+        found = _candidates(_with(settings, variant), count)
+        best = min(found, key=_seconds_per_token, default=None)
         if best is not None:
-            names = list(_assignments(variant))
-            text = f"{' '.join(names)} ({best.step_seconds:.0f} s a step)"
-            remedies.append((len(names), _seconds_per_token(best), text))
-            if "gpus" in variant.get("simulate", {}):
+            text = f"{' '.join(variant)} ({best.step_seconds:.0f} s a step)"
+            remedies.append((len(variant), _seconds_per_token(best), text))
+            if count > gpus:
                 break
     remedy = "choose a larger simulate.gpu.name"
     if remedies:
@@ -244,19 +248,6 @@ def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str
         f"{shape_of(config).parameters / 1e9:.1f} B parameters with schedule.preset {schedule}, "
         f"simulate.placement {config.simulate.placement}; {remedy}"
     )
-
-
-def _without_placement(settings: dict[str, Any]) -> dict[str, Any]:
-    simulate_ = {k: v for k, v in settings.get("simulate", {}).items() if k != "placement"}
-    return {**settings, "simulate": simulate_}
-
-
-def _assignments(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _assignments(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def ranked(tried: Sequence[Candidate]) -> list[Candidate]:

@@ -70,10 +70,9 @@ def train(
         trainer = None if colocated else build()
         link: RolloutLink | None = None
         metrics: MetricsWriter | None = None
-        before: list[dict[str, float]] = []
+        before = _steps_before(directory, resume.step) if first else []
         if first:
             link = _link(directory, config, place, stop, stack)
-            before = _steps_before(directory, resume.step)
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             damaged = checkpoints.newer_than(newest)
             found = _warnings(config, restarts(lineage), cause, damaged, resume.step)

@@ -14,7 +14,7 @@ from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.plan_show import plan_sentence, plan_yaml
+from megatron_async.simulate.plan_show import plan_yaml
 from megatron_async.simulate.planner import make_plan
 
 SEVEN: dict[str, Any] = {
@@ -41,7 +41,6 @@ def test_a_plan_uses_every_gpu_and_fits() -> None:
         assert candidate.summary == simulate(config)
     rates = [c.summary.tokens_per_second for c in plan.candidates if c.summary]
     assert max(rates) <= rates[0] / 0.98 and rates[1:] == sorted(rates[1:], reverse=True)
-    assert f"{plan.candidates[0].trainer.layout.ranks} trainer GPUs" in plan_sentence(plan)
 
 
 def test_the_estimate_is_near_the_simulation() -> None:
