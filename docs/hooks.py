@@ -19,7 +19,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 _OUT_OF_DOCS = re.compile(
-    r"\[([^\]]+)\]\(((?:\.\./)+)((?:examples|benchmarks|launch|configs|megatron_async|kernels|tests)"
+    r"\[([^\]]+)\]\(((?:\.\./)+)((?:examples|benchmarks|launch|configs|megatron_async|kernels|tests"
+    r"|LICENSE|CONTRIBUTING)"
     r"[^)#]*)(?:#[^)]*)?\)"
 )
 _NAMES = re.compile(
@@ -66,6 +67,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
+        "index.md": front_page(),
         "reference/settings.md": settings_page(),
         "reference/commands.md": commands_page(),
     }
@@ -88,6 +90,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"`{path}`" if match[1] == path else f"{match[1]} (`{path}`)"
 
     return _OUT_OF_DOCS.sub(shown, markdown)
+
+
+def front_page() -> str:
+    """README.md, with its links seen from docs/."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"\]\((?!https?:|#|docs/)", "](../", text)
+    return text.replace("](docs/", "](")
 
 
 def settings_page() -> str:

@@ -133,3 +133,23 @@ def test_files_and_folders_that_a_page_at_the_top_names_are_there(name: str) -> 
 
 def test_the_page_for_coding_assistants_fits_on_one_page() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
+
+
+def test_every_sentence_of_a_step_links_to_a_function_that_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\d+\. (.+)$", page.split("## Packages")[0], re.M)
+    assert len(steps) >= 8
+    for step in steps:
+        links = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", step)
+        assert links, step
+        for name, file in links:
+            source = (ROOT / file).read_text()
+            *owner, function = name.split(".")
+            assert re.search(rf"^ *(async )?def {function}\(", source, re.M), name
+            assert all(re.search(rf"^class {one}\b", source, re.M) for one in owner), name
+
+
+def test_the_front_page_is_short_and_shows_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 600
+    assert text.index("quickstart.sh") < text.index("launch/test.sh")

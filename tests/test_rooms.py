@@ -164,8 +164,7 @@ def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
     assert callers == {"rollout/respond.py", "rollout/probe.py"}
 
 
-def test_every_room_stands_in_the_readme():
-    """A newcomer finds each folder's purpose on the front page."""
-    table = (PACKAGE.parent / "README.md").read_text()
+def test_every_package_is_described_on_the_page_about_the_architecture() -> None:
+    table = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     folders = [room for room in ROOMS if (PACKAGE / room).is_dir()]
     assert [room for room in folders if f"`{room}`" not in table] == []
