@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async import cli
 from megatron_async.models.architecture import served_context
 from megatron_async.models.tiny_model import build_tiny_model
 
@@ -138,3 +140,18 @@ def test_the_context_of_a_model_is_what_sglang_reads(
     model: dict[str, Any], context: int | None
 ) -> None:
     assert served_context(model) == context
+
+
+def test_interrupt_is_named_when_it_comes_before_anything_has_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_async.commands.settings.settings_command", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatron-async", "settings"])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "ended by Ctrl-C\n")

@@ -18,9 +18,11 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.report.data import read_run
 from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
+    PANELS,
     _logarithmic,
     accuracy,
     endings,
+    evaluation_reward,
     happenings,
     importance_weights,
 )
@@ -415,3 +417,52 @@ def test_it_reads_well_on_a_screen_and_on_a_telephone(
         if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_head_shows_what_defines_the_run_and_the_reward_of_evaluations(run: Path) -> None:
+    with MetricsWriter(run / "metrics.jsonl", lineage=1) as metrics:
+        metrics.start(3, "2 CPU cores; 1 trainer ranks")
+    text = report_page([read_run(run)])
+    cells = dict(re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td></tr>", text))
+    assert cells["model"].endswith("/model") and cells["recipe"] == "copris"
+    assert cells["schedule"].startswith("copris, 64 groups of 8 a batch, ")
+    assert cells["learning rate"] == "1e-06 (adam, constant)"
+    assert cells["machine"] == "2 CPU cores; 1 trainer ranks"
+    assert cells["held-out mean reward at the start / after RL"] == "0.500 / 0.500"
+
+
+def test_every_figure_has_a_line_about_a_good_curve(page: str) -> None:
+    assert all(panel.good for panel in PANELS)
+    figures = len(re.findall(r"Plotly\.newPlot\(", body(page)))
+    assert page.count("<p class=good>Good: ") == figures > 8
+
+
+def test_the_band_of_the_reward_is_the_interval_of_its_mean(run: Path) -> None:
+    lines = [{**step_metrics(1), "step": 0, "rollout/trajectories": 100.0, "reward/mean": 0.5}]
+    figure = PANELS[0].figure(replace(read_run(run), train=lines))
+    band = figure.data[0]
+    assert band.name == "95 % interval"
+    assert sorted(band.y) == pytest.approx([0.5 - 1.96 * 0.03, 0.5 + 1.96 * 0.03])
+
+
+def test_evaluations_show_rewards_and_accuracies_of_each_set(run: Path) -> None:
+    sets = set_metrics(0.0, reward_mean=0.7) | set_metrics(0.5, "eval/hard", reward_mean=0.25)
+    read = replace(read_run(run), evaluations=[{"step": 0, **sets}])
+    drawn_ = {trace.name: list(trace.y) for trace in evaluation_reward(read).data}
+    assert drawn_ == {"held-out": [0.7], "hard": [0.25]}
+    assert {trace.name: list(trace.y) for trace in accuracy(read).data} == {
+        "held-out": [0.0],
+        "hard": [50.0],
+    }
+
+
+def test_tokens_are_decoded_by_the_export_when_the_model_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "moved")
+    (tmp_path / "model").rename(run / "hf")
+    (sample,) = read_run(run).samples
+    assert sample.prompt and "tokens;" not in sample.prompt
+    (run / "hf").rename(tmp_path / "elsewhere")
+    (sample,) = read_run(run).samples
+    assert re.match(r"\(2 tokens; no tokenizer in .*/model, seen from ", sample.prompt)
