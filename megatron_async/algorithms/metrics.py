@@ -16,7 +16,7 @@ import torch
 from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
 from megatron_async.algorithms.advantages import informative_groups
-from megatron_async.algorithms.reduce import largest, mean, smallest, std
+from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -155,10 +155,19 @@ def batch_staleness(
 
 
 def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict[str, float]:
-    """Return reward/{mean, std, min, max, uninformative_groups}; nothing for no sequence."""
+    """Return `reward/...` metrics of a batch; nothing for no sequence.
+
+    `standard_error` of the mean takes groups as independent, not their members: the square root of
+    the sum of squares of the groups' summed residuals, over the number of sequences (the
+    cluster-robust estimate of Liang and Zeger 1986).
+    """
     if not rewards_S.numel():
         return {}
+    groups = int(group_index_S.max()) + 1
+    residuals_S = rewards_S.double() - mean(rewards_S)
+    sums_G = residuals_S.new_zeros(groups).index_add(0, group_index_S, residuals_S)
     return {
+        "reward/standard_error": math.sqrt(total(sums_G**2)) / rewards_S.numel(),
         "reward/mean": mean(rewards_S),
         "reward/std": std(rewards_S, unbiased=False),
         "reward/min": smallest(rewards_S),

@@ -4,7 +4,9 @@ The files come from configs/projects. The rows are sums, which the quickstart's 
 """
 
 import json
+import shlex
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,19 +57,24 @@ def init_command(kind: str, directory: Path, model: Path | None) -> None:
     """
     if directory.exists():
         raise UserError(f"{directory} exists already. Name a new directory")
+    if ":" in str(directory.absolute()):
+        raise UserError(f"{directory.absolute()} has a colon, which paths of code cannot have")
     if model is not None and not (model / "config.json").is_file():
         raise UserError(f"--model {model} has no config.json. Name a directory of a model")
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
     with writing(directory, "project"):
-        unfinished.mkdir(parents=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".megatron-async-init-", dir=directory.parent))
         try:
+            unfinished.chmod(0o755)
             about_model = _write_model(unfinished / "model", kind, model)
             _write_files(unfinished, kind, model, about_model)
-            unfinished.rename(directory)
+            unfinished.rename(directory)  # raises where another process has made it meanwhile
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     typer.echo(f"{directory} is written. {about_model} Next:")
-    typer.echo(f"  cd {directory}\n  megatron-async train --config config.yaml --dry-run")
+    typer.echo(
+        f"  cd {shlex.quote(str(directory))}\n  megatron-async train --config config.yaml --dry-run"
+    )
 
 
 def _write_files(directory: Path, kind: str, model: Path | None, about_model: str) -> None:
@@ -79,7 +86,9 @@ def _write_files(directory: Path, kind: str, model: Path | None, about_model: st
         "ABOUT_MODEL": about_model,
     }
     if model is not None:
-        replaced["{path: model}"] = f"{{path: {json.dumps(str(model.absolute()))}}}"
+        path = json.dumps(str(model.absolute()), ensure_ascii=False)
+        replaced["{path: model}"] = f"{{path: {path}}}"
+        replaced[", `model` the policy"] = ""
     for name in ("config.yaml", "README.md", f"{kind}.py"):
         text = (source / name).read_text()
         for placeholder, value in replaced.items():

@@ -103,11 +103,13 @@ def plan_command(
     best = plan.candidates[0]
     console = Console(width=_WIDTH) if wide else Console()
     console.print(plan_table(plan, wide=wide))
+    if any(candidate.refused for candidate in plan.candidates):
+        console.print("* A run refuses engines that share GPUs over several nodes today.")
     for line in plan.unusable:
         console.print(f"not compared: {line}", highlight=False)
     if len({c.config.schedule.preset for c in plan.candidates}) == 1:
         console.print("To compare it with the other schedules: --presets all")
-    console.print("Settings of the best plan:\n")
+    console.print("Settings of the best plan, to merge into the file of a run:\n")
     console.print(plan_yaml(best), highlight=False, soft_wrap=True)
     _print_assumptions(console, [("best plan", best.config)], all_assumptions)
 

@@ -104,7 +104,7 @@ class EvalConfig(FileConfig):
                     f"got {one.top_k}"
                 )
         for name in self.sets:
-            if name == HELDOUT or not _NAME.fullmatch(name):
+            if name in (HELDOUT, "held-out") or not _NAME.fullmatch(name):
                 raise ValueError(
                     f"eval.sets has the name {name!r}; a name is of letters, digits, '_', '-' and "
                     f"'.', 100 at most, and not {HELDOUT!r}"

@@ -13,7 +13,9 @@ BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", 
 ASYNCHRONOUS: Final = ("http", "judge")
 """Those of them that wait for a network, hundreds at once in one process."""
 
-BATCH_METRICS: Final = frozenset({"mean", "std", "min", "max", "uninformative_groups"})
+BATCH_METRICS: Final = frozenset(
+    {"mean", "std", "standard_error", "min", "max", "uninformative_groups"}
+)
 """Names under `reward/` that are those of the sum; no part of a reward may have one."""
 
 

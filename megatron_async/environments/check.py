@@ -47,9 +47,9 @@ def check_environment(
         raise UserError(f"{what} (in an episode played before the start)") from error
     if not (played.rewards or config.reward):
         raise UserError(
-            f"{shown} gives no reward, and reward is not set: every episode would have the reward "
-            "0. Set reward, give the class a method get_reward, or set self.reward to a number in "
-            "its reset"
+            f"{shown} has no reward in a trial episode, and reward is not set: such an episode "
+            "would have the reward 0. Set reward, give the class a method get_reward, or set "
+            "self.reward to a number in its reset"
         )
     new = config.sampling.max_new_tokens
     for what, tokens in (("the opening", played.opening), ("an observation", played.observation)):

@@ -35,6 +35,7 @@ Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 _LARGEST_OUTPUT: Final = 1 << 20
 _OUTPUT_SECONDS: Final = 2.0
 _SHOWN_ERROR: Final = 300
+_STACK_FRAME: Final = re.compile(r"\s+at |Node\.js v|\s*$")
 _OUT_OF_MEMORY: Final = re.compile(
     r"out of memory|\bOOM\b|cannot allocate memory|MemoryError|bad_alloc|reserv\w* .*memory", re.I
 )
@@ -168,12 +169,15 @@ async def _run_to_its_end(
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines that `_SHOWN_ERROR` characters hold; the last one in any case."""
-    lines = text.strip().splitlines() or ["it printed no error"]
-    shown = [lines.pop()[:_SHOWN_ERROR]]
-    while lines and len(shown[0]) + len(lines[-1]) < _SHOWN_ERROR:
-        shown[0] = f"{lines.pop()}\n{shown[0]}"
-    return shown[0]
+    """Return the last lines that `_SHOWN_ERROR` characters hold; the last one in any case.
+
+    Stack frames of Node.js, which follow its message, are left out.
+    """
+    lines = [line for line in text.splitlines() if not _STACK_FRAME.match(line)]
+    last = lines.pop()[:_SHOWN_ERROR] if lines else "it printed no error"
+    while lines and len(last) + len(lines[-1]) < _SHOWN_ERROR:
+        last = f"{lines.pop()}\n{last}"
+    return last
 
 
 def _last_line(output: bytes, where: str) -> Any:

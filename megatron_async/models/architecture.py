@@ -341,7 +341,7 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
     return read_json_object(path, f"model.path: {path}")
 
 
-_HUB_NAME = re.compile(r"(?!models/)[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"(?!(?:models|runs|checkpoints|data)/)[A-Za-z0-9][\w.-]*/[\w.-]+")
 # In the order in which SGLang looks for the context of a model.
 _CONTEXT_KEYS = (
     "max_sequence_length",

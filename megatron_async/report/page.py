@@ -34,7 +34,7 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
 .grid > * { min-width: 0; break-inside: avoid; } .none { opacity: .6; padding: 12px 0; }
 .sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
           padding: 8px 12px; margin: 8px 0; }
-h1, th, li, pre, .sample { overflow-wrap: anywhere; }
+h1, th, td + td, li, pre, .sample { overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { display: none; }
 .good { margin: 0; font-size: 12px; opacity: .75; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }

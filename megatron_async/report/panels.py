@@ -104,7 +104,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Function:
+class DrawnByFunction:
     """A figure that a function draws, and a description of a good one."""
 
     figure: Callable[[RunData], Figure | None]
@@ -117,9 +117,9 @@ def drawn(line: Line) -> dict[str, float]:
     if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
         busy = line["rollout/seconds"] + line.get("rollout/update_pause_seconds", 0.0)
         found[_IDLE] = max(0.0, line["rollout/seconds_since_last_batch"] - busy)
-    if all(name in line for name in ("reward/mean", "reward/std", "rollout/trajectories")):
+    if "reward/standard_error" in line:
+        error = _Z * line["reward/standard_error"]
         ends = line.get("reward/min", -math.inf), line.get("reward/max", math.inf)
-        error = _Z * line["reward/std"] / math.sqrt(max(1.0, line["rollout/trajectories"]))
         found |= _band("reward/mean", line["reward/mean"], error, *ends)
     for mean, chi2, *extremes in _MOMENTS.values():
         if all(name in line for name in (mean, chi2, *extremes)):
@@ -307,17 +307,17 @@ _TRANSFER_PHASES: Final = tuple(
     )
 )
 
-PANELS: Final[tuple[Panel | Function, ...]] = (
+PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
     Panel(
         "Reward of a batch",
         "reward",
         (("mean", "reward/mean"),),
-        "rises; the area is the 95 % interval of the mean, so a rise beyond it is no accident",
+        "rises by more than the area, the 95 % interval of the mean",
         band="reward/mean",
         band_name="95 % interval",
     ),
-    Function(evaluation_reward, "rises as the training reward does"),
-    Function(accuracy, "rises, until the intervals no longer overlap"),
+    DrawnByFunction(evaluation_reward, "rises as the training reward does"),
+    DrawnByFunction(accuracy, "rises, until the intervals no longer overlap"),
     Panel(
         "Response length",
         "tokens",
@@ -330,7 +330,7 @@ PANELS: Final[tuple[Panel | Function, ...]] = (
         (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
         "below the limit of turns",
     ),
-    Function(endings, "most episodes are ended by the environment, not by a limit"),
+    DrawnByFunction(endings, "most episodes are ended by the environment, not by a limit"),
     Panel(
         "Seconds of an environment's reply",
         "s",
@@ -445,6 +445,6 @@ PANELS: Final[tuple[Panel | Function, ...]] = (
         (("mean over trained tokens", "actor/entropy"),),
         "falls slowly; near 0 exploration has ended, a steep rise is a collapse",
     ),
-    Function(happenings, "few marks"),
+    DrawnByFunction(happenings, "few marks"),
 )
 """All figures in the order of the page."""

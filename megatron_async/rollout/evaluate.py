@@ -144,7 +144,7 @@ class EvalResult:
             f"mean reward {self.reward_mean:.3f}; {self.answers} answers, "
             f"{self.length_mean:.1f} tokens each"
         )
-        if self.reward_max < self.solved_at:
+        if 0 < self.reward_max < self.solved_at:
             text += (
                 f"; the largest reward is {self.reward_max:.3g}, below eval.solved_at "
                 f"{self.solved_at:g}, so that no answer counts as right"

@@ -13,7 +13,8 @@ def reward_identity(config: RunConfig) -> str:
     """Describe every reward of a run in one line.
 
     The line differs between two runs if a reward, its arguments, its weight or the content of its
-    file differs. The content of an installed module is not compared.
+    file differs; the folder of the file does not count. The content of an installed module is not
+    compared.
     """
     sources = []
     if config.scores:
@@ -28,10 +29,19 @@ def reward_identity(config: RunConfig) -> str:
 
 
 def _described(name: str, arguments: Mapping[str, Any], weight: float = 1.0) -> str:
-    text = name if weight == 1.0 else f"{weight:g} x {name}"
+    text = " ".join(map(_without_folder, name.split()))
+    if weight != 1.0:
+        text = f"{weight:g} x {text}"
     if arguments:
         text += f" {json.dumps(arguments, sort_keys=True)}"
-    file = Path(name.rpartition(":")[0])
-    if file.suffix == ".py" and file.is_file():
-        text += f" (content {hashlib.sha256(file.read_bytes()).hexdigest()[:8]})"
     return text
+
+
+def _without_folder(word: str) -> str:
+    """Replace the folder of a file by a digest of the file; other words stay."""
+    path, colon, name = word.rpartition(":")
+    file = Path(path if colon else word)
+    if not file.is_file():
+        return word
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+    return f"{file.name}{colon}{name if colon else ''} (content {digest})"

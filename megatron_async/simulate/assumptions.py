@@ -8,6 +8,8 @@ assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares)
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_async.config import RunConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.simulate import SimulateConfig
@@ -17,7 +19,7 @@ from megatron_async.simulate import lengths, memory, planner, recomputation
 from megatron_async.simulate.build import engine_costs, trainer_costs
 from megatron_async.simulate.engine_costs import MeasuredEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.lengths import median_of
+from megatron_async.simulate.lengths import length_at_score
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,13 @@ def main_assumptions(config: RunConfig) -> list[str]:
     """
     settings, longest = config.simulate, config.sampling.max_new_tokens
     of_responses, efficiency = settings.lengths, settings.efficiency
-    if of_responses.distribution == "file":
-        responses = f"as recorded in {of_responses.path}"
-    elif of_responses.distribution in ("lognormal", "constant"):
-        median = median_of(of_responses, longest)
-        source = "a quarter of sampling.max_new_tokens" if of_responses.median is None else "set"
-        responses = f"{of_responses.distribution}, median {median:,.0f} tokens ({source})"
-    else:
-        responses = of_responses.distribution
+    middle = float(length_at_score(of_responses, longest)(np.zeros(1))[0])
+    derived = of_responses.median is None and of_responses.distribution == "lognormal"
+    source = "a quarter of sampling.max_new_tokens" if derived else "simulate.lengths"
     return [
-        f"response lengths: {responses}, at most {longest:,}: simulate.lengths.median; "
-        "`megatron-async fit-lengths` takes them from a run",
+        f"response lengths: {of_responses.distribution}, median {middle:,.0f} tokens ({source}), "
+        f"at most {longest:,}: set simulate.lengths; `megatron-async fit-lengths` takes them from "
+        "a run",
         f"training reaches {efficiency.training_flops:.0%} of the GPU's peak: "
         "simulate.efficiency.training_flops",
         f"decoding reaches {efficiency.memory_bandwidth:.0%} of the GPU's memory bandwidth: "

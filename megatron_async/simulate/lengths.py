@@ -236,18 +236,13 @@ class GroupSource:
         return lengths.tolist(), rewards.tolist()
 
 
-def median_of(config: LengthConfig, longest: int) -> float:
-    """Return the median that is set, or derived from the longest response."""
-    return config.median or MEDIAN_SHARE * longest
-
-
 def length_at_score(config: LengthConfig, longest: int) -> Callable[[Array], Array]:
     """Return the function from a standard normal's z to the uncut length of that quantile.
 
     Args:
         longest: `sampling.max_new_tokens`, from which a median or scale that is not set follows.
     """
-    median = median_of(config, longest)
+    median = config.median or MEDIAN_SHARE * longest
     if config.distribution == "constant":
         return lambda z: np.full_like(z, median)
     if config.distribution == "weibull":
@@ -267,6 +262,7 @@ def _normal_cdf(z: Array) -> Array:
 
 
 _SMALLEST_SAMPLE = 10
+_MOST_EXTRAPOLATED = 10.0  # fitted median over the longest response of a sample
 
 
 @dataclass(frozen=True)
@@ -304,6 +300,11 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
     start = float(np.exp(logs.mean())) / largest
     sigma, _, median = stats.lognorm.fit(data, float(logs.std()), floc=0, scale=start)
     shape, _, scale = stats.weibull_min.fit(data, 1.0, floc=0, scale=start)
+    if median > _MOST_EXTRAPOLATED:
+        raise UserError(
+            f"lengths cannot be fitted: {int(sample.censored.sum())} of {len(sample.lengths)} "
+            "responses were cut, too many to tell how long they would have been"
+        )
     median, scale = median * largest, scale * largest
     lognormal, weibull = stats.lognorm(sigma, scale=median), stats.weibull_min(shape, scale=scale)
     fits = [

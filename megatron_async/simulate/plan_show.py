@@ -24,16 +24,21 @@ _MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer i
 def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
     """Return the plans as a table, best first; `wide`: every column."""
     columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
-    out = Table(title=f"best of {plan.considered} plans, the best first")
+    out = Table(
+        title=f"best of {plan.considered} plans; within 2 % of the best, the simplest first"
+    )
     for name in columns:
         out.add_column(name, justify="right")
     for candidate in plan.candidates:
         layout, engines, summary = candidate.trainer.layout, candidate.engines, candidate.summary
         assert summary is not None
-        shared = candidate.config.simulate.placement == "colocated"
+        shared = " shared" if candidate.config.simulate.placement == "colocated" else ""
+        refused = "*" if candidate.refused else ""
         row = cells(summary) | {
             "schedule": candidate.config.schedule.preset,
-            "trainers": f"{layout.ranks} shared" if shared else str(layout.ranks),
+            "trainers": f"{layout.ranks} shared{'*' if candidate.refused else ''}"
+            if shared
+            else str(layout.ranks),
             "TPxPPxDP": f"{layout.tensor}x{layout.pipeline}x{layout.data}",
             "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
             "recompute": str(candidate.trainer.recompute),
@@ -72,7 +77,7 @@ def plan_yaml(candidate: Candidate) -> str:
     comment = ""
     if config.simulate.placement == "colocated":
         sections["weights"] = {"transport": "tensor"}
-        if nodes > 1:
+        if candidate.refused:
             comment = "# A run refuses engines that share GPUs over several nodes today.\n"
     lines = (
         f"{name}: {yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=1000)}"

@@ -108,6 +108,13 @@ class Candidate:
         """Pipeline stages and TP of the trainer's layout."""
         return self.trainer.complexity
 
+    @property
+    def refused(self) -> bool:
+        """Return whether a run refuses it today: engines that share the GPUs of several nodes."""
+        settings = self.config.simulate
+        shared = settings.placement == "colocated"
+        return shared and self.trainer.layout.ranks > settings.gpus_per_node
+
 
 P = TypeVar("P", TrainerPlan, Candidate)
 
@@ -148,11 +155,6 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
     """
     settings = dict(settings)
     config = _unplaced(settings)
-    if config.simulate.placement == "colocated" and config.schedule.overlap:
-        raise UserError(
-            f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
-            "disaggregated, got colocated"
-        )
     gpus = _gpus(settings, config)
     variants, unusable = _variants(settings, presets)
     by_variant = [list(_candidates(_with(settings, variant), gpus)) for variant in variants]
@@ -186,7 +188,13 @@ def _variants(
     for preset in list(SCHEDULE_PRESETS) if every else presets or [""]:
         schedule = [f"schedule.preset={preset}"] if preset else []
         try:
-            overlap = _unplaced(_with(settings, schedule)).schedule.overlap
+            config = _unplaced(_with(settings, schedule))
+            overlap = config.schedule.overlap
+            if overlap and config.simulate.placement == "colocated":
+                raise UserError(
+                    f"schedule.overlap true (preset {config.schedule.preset}) needs "
+                    "simulate.placement disaggregated, got colocated"
+                )
         except UserError as error:
             if not every:
                 raise
@@ -236,7 +244,8 @@ def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str
         best = min(found, key=_seconds_per_token, default=None)
         if best is not None:
             text = f"{' '.join(variant)} ({best.step_seconds:.0f} s a step)"
-            remedies.append((len(variant), _seconds_per_token(best), text))
+            text += ", which a run over several nodes refuses today" * best.refused
+            remedies.append((best.refused, len(variant), _seconds_per_token(best), text))
             if count > gpus:
                 break
     remedy = "choose a larger simulate.gpu.name"
@@ -251,16 +260,20 @@ def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str
 
 
 def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; of those that are as fast as the best, by simplicity, then by lag."""
+    """Sort by speed; of those that are as fast as the best, by simplicity, then by lag.
+
+    Plans that a run refuses come last.
+    """
     rated = [(c, c.summary) for c in tried if c.summary is not None]
-    best = max((s.tokens_per_second for _, s in rated), default=0.0)
+    speeds = (s.tokens_per_second for c, s in rated if not c.refused)
+    best = max(speeds, default=max((s.tokens_per_second for _, s in rated), default=0.0))
 
     def order(pair: tuple[Candidate, Summary]) -> tuple[Any, ...]:
         candidate, summary = pair
         speed = summary.tokens_per_second
         if speed < (1 - _TIE) * best:
-            return True, -speed
-        return False, candidate.complexity, summary.lag_mean, -speed
+            return candidate.refused, True, -speed
+        return candidate.refused, False, candidate.complexity, summary.lag_mean, -speed
 
     return [candidate for candidate, _ in sorted(rated, key=order)]
 
@@ -310,8 +323,6 @@ def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
     settings = config.simulate
     if settings.placement == "colocated":
         return [(gpus, gpus)]
-    if gpus < 2:
-        raise UserError(f"simulate.gpus {gpus} cannot be split; placement disaggregated needs 2")
     unit = settings.gpus_per_node if gpus > 2 * settings.gpus_per_node else 1
     return [(n, gpus - n) for n in range(unit, gpus, unit)]
 

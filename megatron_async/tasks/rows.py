@@ -111,7 +111,7 @@ def _by_reason(messages: Sequence[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for message in messages:
         row = _ROW.search(message)
-        reason = message if row is None else message[row.end() :]
+        reason = message if row is None else message[: row.start()] + message[row.end() :]
         others = groups.setdefault(reason, [])
         others.append(row[1] if row and others else message)
     texts = []

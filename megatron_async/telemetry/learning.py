@@ -242,12 +242,20 @@ class UnreachedThresholds:
     Args:
         thresholds: values by setting, for example `{"eval.solved_at": 1.0}`.
         before: metrics of the steps before a resume.
+        evaluated: largest rewards of the evaluations before a resume.
+
+    A run without any positive reward has the warning `zero_reward` instead.
     """
 
-    def __init__(self, thresholds: Mapping[str, float], before: Iterable[Metrics] = ()) -> None:
+    def __init__(
+        self,
+        thresholds: Mapping[str, float],
+        before: Iterable[Metrics] = (),
+        evaluated: Iterable[float] = (),
+    ) -> None:
         self._thresholds = dict(thresholds)
         self._steps = 0
-        self._largest = -math.inf
+        self._largest = max(evaluated, default=-math.inf)
         for metrics in before:
             self._count(metrics)
 
@@ -267,7 +275,7 @@ class UnreachedThresholds:
         return self._warnings(1)
 
     def _warnings(self, steps: int) -> list[tuple[str, str]]:
-        if self._steps < steps:
+        if self._steps < steps or not self._largest > 0:
             return []
         unreached = [name for name, value in self._thresholds.items() if self._largest < value]
         # Each is named once.

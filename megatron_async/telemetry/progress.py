@@ -242,8 +242,8 @@ _STATES = {
     "waiting": "between turns",
     "finished": "being scored",
     "scored": "waiting for their group or batch",
-    "batched": "trained",
-    "dropped": "dropped",
+    "batched": "in batches so far",
+    "dropped": "dropped so far",
 }
 """States of trajectories, in words. Pending ones have not been sent to an engine yet."""
 

@@ -6,7 +6,7 @@ Import it after `trainer.device.import_megatron`, on which its own imports depen
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -97,7 +97,7 @@ def train(
             begin=lambda: directory.begin(data_identity(config, directory.data_identity())),
             health=HealthWatch(config.schedule.max_async_level, before),
             scored_by=reward_identity(config) if first else "",
-            thresholds=UnreachedThresholds(_thresholds(config), before),
+            thresholds=_thresholds(config, directory, before),
         ).run()
         if complete and config.checkpoint.export_hf:
             _export(trainer, directory, config, rank_zero)
@@ -111,14 +111,18 @@ def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
     return [line for line in read_metrics(directory.metrics_file) if line["step"] < step]
 
 
-def _thresholds(config: RunConfig) -> dict[str, float]:
-    """Return the rewards of a right response that the run compares rewards with, by setting."""
+def _thresholds(
+    config: RunConfig, directory: RunDirectory, before: Sequence[Mapping[str, float]]
+) -> UnreachedThresholds:
+    """Return the watch over the rewards of a right response that the settings name."""
     thresholds = {}
     if config.eval_sets():
         thresholds["eval.solved_at"] = config.eval.solved_at
     if config.task.difficulty.pools:
         thresholds["task.difficulty.solved_at"] = config.task.difficulty.solved_at
-    return thresholds
+    evaluated = read_metrics(directory.metrics_file, kind="eval") if before else []
+    largest = [n for line in evaluated for name, n in line.items() if name.endswith("reward_max")]
+    return UnreachedThresholds(thresholds, before, largest)
 
 
 def _export(

@@ -65,6 +65,7 @@ def test_project_trains_the_quickstarts_model_when_that_exists(
     call("init", "other", "--model", "runs/quickstart/sft")
     config = load_config(Path("other/config.yaml"))
     assert config.model.path == str(tmp_path / "runs/quickstart/sft")
+    assert "`model` the policy" not in Path("other/README.md").read_text()
     assert not Path("other/model").exists()
 
 
@@ -77,6 +78,19 @@ def test_project_is_refused_when_the_directory_exists(
         call("init", "mine")
     with pytest.raises(UserError, match="--environment and --tools cannot be combined"):
         call("init", "--tools", "--environment", "new")
+    with pytest.raises(UserError, match="has a colon"):
+        call("init", "a:b")
     with pytest.raises(UserError, match=r"--model nowhere has no config\.json"):
         call("init", "new", "--model", "nowhere")
     assert [path.name for path in Path().iterdir()] == ["mine"], "nothing is half written"
+
+
+def test_project_has_any_name_and_any_models_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Path("models of mine # \N{ROCKET}")
+    build_tiny_model(model, seed=1)
+    assert "cd 'sub/my project #1'" in call("init", "sub/my project #1", "--model", str(model))
+    config = load_config(Path("sub/my project #1/config.yaml"))
+    assert config.model.path == str(tmp_path / model)

@@ -171,7 +171,9 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
     run = {"reward": reward}
     checked(f"{own}:{name}", own.parent, longest=2000, run=run, tool_parser="qwen25")
     if name == "Tools":
-        with pytest.raises(UserError, match=r"Tools' gives no reward, and reward is not set: "):
+        with pytest.raises(
+            UserError, match=r"Tools' has no reward in a trial episode, and reward is not set: "
+        ):
             checked(f"{own}:{name}", own.parent, longest=2000, tool_parser="qwen25")
 
 

@@ -438,7 +438,7 @@ def test_every_figure_has_a_line_about_a_good_curve(page: str) -> None:
 
 
 def test_the_band_of_the_reward_is_the_interval_of_its_mean(run: Path) -> None:
-    lines = [{**step_metrics(1), "step": 0, "rollout/trajectories": 100.0, "reward/mean": 0.5}]
+    lines = [{**step_metrics(1), "step": 0, "reward/mean": 0.5, "reward/standard_error": 0.03}]
     figure = PANELS[0].figure(replace(read_run(run), train=lines))
     band = figure.data[0]
     assert band.name == "95 % interval"

@@ -14,7 +14,7 @@ def identity(**settings: Any) -> str:
 
 
 def test_reward_identity_names_rewards_arguments_weights_and_the_task() -> None:
-    assert identity() == "task arithmetic"
+    assert identity() == "task chain_sum"
     math = {"name": "math", "weight": 0.5, "arguments": {"tolerance": 0.1}}
     assert identity(reward=["exact", math]) == 'exact + 0.5 x math {"tolerance": 0.1}'
 
@@ -23,7 +23,11 @@ def test_reward_identity_changes_when_the_file_of_the_reward_changes(tmp_path: P
     file = tmp_path / "mine.py"
     file.write_text("def score(sample): return 1.0\n")
     before = identity(reward=f"{file}:score")
-    assert before.startswith(f"{file}:score (content ")
+    assert before.startswith("mine.py:score (content ")
+    moved = tmp_path / "moved" / "mine.py"
+    moved.parent.mkdir()
+    moved.write_text(file.read_text())
+    assert identity(reward=f"{moved}:score") == before
     file.write_text("def score(sample): return 0.5\n")
     assert identity(reward=f"{file}:score") != before
 
@@ -33,3 +37,12 @@ def test_reward_identity_names_an_environment_and_its_arguments() -> None:
     played = identity(environment={"name": name, "arguments": {"highest": 9}})
     assert played == f'{name} {{"highest": 9}}'
     assert identity(environment=name, reward="math") == f"math + {name}"
+
+
+def test_reward_identity_changes_when_the_program_of_an_agent_changes(tmp_path: Path) -> None:
+    file = tmp_path / "agent.js"
+    file.write_text("1")
+    before = identity(agent={"command": ["node", str(file)]})
+    assert before.startswith("node agent.js (content ")
+    file.write_text("2")
+    assert identity(agent={"command": ["node", str(file)]}) != before

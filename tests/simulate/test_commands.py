@@ -134,7 +134,8 @@ def test_a_preset_that_fails_does_not_throw_away_the_others(
 
 def test_of_plans_that_are_as_fast_the_one_with_the_smallest_lag_is_best() -> None:
     def plan(speed: float, lag: float) -> Candidate:
-        return Mock(summary=Mock(tokens_per_second=speed, lag_mean=lag), complexity=(1, 1))
+        summary = Mock(tokens_per_second=speed, lag_mean=lag)
+        return Mock(summary=summary, complexity=(1, 1), refused=False)
 
     fast, tied, slow = plan(1000.0, 3.0), plan(990.0, 0.5), plan(900.0, 0.0)
     assert ranked([fast, slow, tied]) == [tied, fast, slow]
@@ -162,7 +163,10 @@ def test_plan_prints_the_best_and_the_others(config_file: Path) -> None:
     four = ("plan", "--config", config_file, "--set", "simulate.gpus=4")
     output = call(*four, "--presets", "copris", "--top", 2)
     assert "best of " in output and "parallel: {ranks: " in output
-    assert "- response lengths: lognormal, median 400 tokens (set), at most 2,000" in output
+    assert (
+        "- response lengths: lognormal, median 400 tokens (simulate.lengths), at most 2,000"
+        in output
+    )
     assert "not compared: schedule.preset rapid: schedule: updates_per_batch 8" in call(*four)
 
 

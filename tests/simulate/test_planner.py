@@ -89,6 +89,7 @@ def test_plan_names_the_nearest_settings_that_fit_when_nothing_fits() -> None:
     assert "these settings fit: simulate.gpus=64 (" in str(refused.value)
     fitting = "schedule.preset=copris simulate.placement=colocated simulate.offload=true"
     assert f"or {fitting} (" in str(refused.value)
+    assert str(refused.value).endswith(" s a step), which a run over several nodes refuses today")
     for assignment in fitting.split():
         settings = merge(settings, parse_override(assignment))
     assert make_plan(settings, 1).candidates
@@ -161,8 +162,24 @@ def test_lengths_follow_the_longest_response_when_no_median_is_set() -> None:
 
 def test_overlap_on_shared_gpus_is_refused() -> None:
     settings = merge(SEVEN, {"simulate": {"placement": "colocated"}})
-    with pytest.raises(UserError, match="colocated"):
+    with pytest.raises(UserError, match=r"needs simulate\.placement disaggregated, got colo"):
         make_plan(settings, 1)
+    plan = make_plan(settings, 1, ["all"])
+    assert {c.config.schedule.preset for c in plan.candidates} == {"sync", "rapid", "copris"}
+    assert len(plan.unusable) == 2
+
+
+def test_one_gpu_is_shared_when_nothing_else_is_possible() -> None:
+    one = {"model": "qwen2.5-0.5b", "gpus": 1}
+    plan = make_plan(merge(SEVEN, {"simulate": one}), 1, ["all"])
+    assert {c.config.simulate.placement for c in plan.candidates} == {"colocated"}
+    assert not any(c.refused for c in plan.candidates)
+
+
+def test_plans_that_a_run_refuses_come_last() -> None:
+    shared = make_plan(SEVEN, 6, ["copris"]).candidates
+    assert {c.refused for c in shared} == {True, False}
+    assert [c.refused for c in shared] == sorted(c.refused for c in shared)
 
 
 def test_a_plan_recomputes_as_little_as_fits_unless_it_is_set() -> None:
