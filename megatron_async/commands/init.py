@@ -72,9 +72,8 @@ def init_command(kind: str, directory: Path, model: Path | None) -> None:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     typer.echo(f"{directory} is written. {about_model} Next:")
-    typer.echo(
-        f"  cd {shlex.quote(str(directory))}\n  megatron-async train --config config.yaml --dry-run"
-    )
+    typer.echo(f"  cd {shlex.quote(str(directory))}")
+    typer.echo("  megatron-async train --config config.yaml --dry-run")
 
 
 def _write_files(directory: Path, kind: str, model: Path | None, about_model: str) -> None:

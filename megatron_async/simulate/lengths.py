@@ -303,7 +303,7 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
     if median > _MOST_EXTRAPOLATED:
         raise UserError(
             f"lengths cannot be fitted: {int(sample.censored.sum())} of {len(sample.lengths)} "
-            "responses were cut, too many to tell how long they would have been"
+            "responses were cut, which is too many"
         )
     median, scale = median * largest, scale * largest
     lognormal, weibull = stats.lognorm(sigma, scale=median), stats.weibull_min(shape, scale=scale)

@@ -24,9 +24,7 @@ _MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer i
 def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
     """Return the plans as a table, best first; `wide`: every column."""
     columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
-    out = Table(
-        title=f"best of {plan.considered} plans; within 2 % of the best, the simplest first"
-    )
+    out = Table(title=f"best of {plan.considered} plans; within 2 %, the simplest first")
     for name in columns:
         out.add_column(name, justify="right")
     for candidate in plan.candidates:
@@ -36,9 +34,7 @@ def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
         refused = "*" if candidate.refused else ""
         row = cells(summary) | {
             "schedule": candidate.config.schedule.preset,
-            "trainers": f"{layout.ranks} shared{'*' if candidate.refused else ''}"
-            if shared
-            else str(layout.ranks),
+            "trainers": f"{layout.ranks}{shared}{refused}",
             "TPxPPxDP": f"{layout.tensor}x{layout.pipeline}x{layout.data}",
             "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
             "recompute": str(candidate.trainer.recompute),
