@@ -50,6 +50,7 @@ _SECONDS = (
     ("last_request", "every unfinished response is at an engine", 1, 1),
     ("batch", "the batch is complete: the whole rollout", 1, 1),
     ("trained", "the first batch is trained", 1, 1),
+    ("busiest_share", "share of these tokens that the busier engine of two generated, %", 100, 0),
 )
 Shown = Sequence[tuple[str, str, float, int]]
 

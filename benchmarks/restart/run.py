@@ -137,7 +137,13 @@ class RestartedRun(RunUnderFire):
             "trained": trained,
         }
         row = {name: round(moment - self.began, 2) for name, moment in moments.items()}
-        return {**row, "opening": round(store["longest"], 2), "tokens": trainer["tokens"]}
+        generated = [one["tokens"] for one in self.counted("engine")]
+        return {
+            **row,
+            "opening": round(store["longest"], 2),
+            "busiest_share": max(generated) / sum(generated),
+            "tokens": trainer["tokens"],
+        }
 
 
 def losses(
