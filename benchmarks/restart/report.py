@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Sequence
 
 from benchmarks.command import command_line
@@ -13,12 +14,14 @@ from benchmarks.restart.run import lengths
 from benchmarks.rows import Row, spread
 
 _BACK_SECONDS = 30.0
+_WIDTH = 120
 _ABOUT = """
 Each measured run is `megatron-async train` on simulated engines, with all responses of one batch
 (192 groups of 16) in flight. All its processes get SIGKILL when the engines have generated a random
 number of tokens, and it is resumed until that batch is trained. A run from scratch generates the
 same responses without a kill. What engines had generated at the kill is in memory-mapped counters
 (`benchmarks/restart/counters.py`); what the store had is what requests after the resume begin with.
+The simulated engines take no time to read a prompt, nor the tokens that a resumed response has.
 """
 _KILLED = (
     ("generated", "tokens generated at the kill, millions", 1e-6, 2),
@@ -49,6 +52,7 @@ _SECONDS = (
     ("first_token", "the first generated token", 1, 1),
     ("last_request", "every unfinished response is at an engine", 1, 1),
     ("batch", "the batch is complete: the whole rollout", 1, 1),
+    ("generating", "... from the first token to there", 1, 1),
     ("trained", "the first batch is trained", 1, 1),
     ("busiest_share", "share of these tokens that the busier engine of two generated, %", 100, 0),
 )
@@ -66,12 +70,17 @@ def shown(rows: Sequence[Row], quantities: Shown, heading: str) -> str:
     return table(head, lines)
 
 
+def generating(row: Row) -> float:
+    """Return the seconds from the first token of a life to its complete batch."""
+    return float(row["batch"] - row["first_token"])
+
+
 def goals(rows: Sequence[Row], chunk_tokens: int) -> str:
     """Return the three goals beside what was measured."""
     still = max(row["engine_pauses"] + row["blocked"] for row in rows)
     lost = max(row["lost_largest"] for row in rows)
     back = max(row["first_token"] for row in rows)
-    trained = max(row["trained"] for row in rows)
+    last = max(rows, key=lambda row: row["trained"])
     lines = [
         ("no pause of generation for the store", still == 0, f"{still:.0f} pauses and waits"),
         (
@@ -86,19 +95,27 @@ def goals(rows: Sequence[Row], chunk_tokens: int) -> str:
         ),
         (
             f"the first batch trained within {_BACK_SECONDS:g} s",
-            trained <= _BACK_SECONDS,
-            f"at most {trained:.1f} s",
+            last["trained"] <= _BACK_SECONDS,
+            f"at most {last['trained']:.1f} s, of which {generating(last):.1f} s are the "
+            "generation of what the batch lacked",
         ),
     ]
     words = {True: "yes", False: "**no**"}
     return table(["goal, in every run", "met", "measured"], [(g, words[m], v) for g, m, v in lines])
 
 
+def _fill(paragraph: str) -> str:
+    if paragraph[0] in "#|":
+        return paragraph
+    return textwrap.fill(paragraph, _WIDTH, break_on_hyphens=False, break_long_words=False)
+
+
 def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
     """Return the result file."""
+    rows = [{**row, "generating": generating(row)} for row in rows]
     killed = [row for row in rows if row["kind"] == "kill"]
     scratch = [row for row in rows if row["kind"] == "scratch"]
-    made = ", ".join(sorted({f"{row['date']} at {row['commit']}" for row in rows}))
+    made = ", ".join(sorted({f"{row['date']} at commit {row['commit']}" for row in rows}))
     answers = options.groups * options.group_size
     tokens = sum(lengths(answers, options.longest, options.seed))
     parts = [
@@ -132,4 +149,4 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
             "elsewhere, on other hardware and not measured here: 57.8 s of pause for each capture "
             "of partial rollouts, and 518 s against 775 s for the second rollout."
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(_fill, parts)) + "\n"
