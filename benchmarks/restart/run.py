@@ -1,0 +1,222 @@
+"""One measured run: started, killed as a whole, resumed until its first batch is trained."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.crash.run import RunUnderFire, configuration
+from benchmarks.restart.counters import VARIABLE, Counters, CountingLedger, read_counters
+from benchmarks.rows import Row
+from megatron_async.files.disk import json_lines
+
+LEDGER = f"{Path(__file__).with_name('counters.py').resolve()}:{CountingLedger.__name__}"
+_LIMIT_SECONDS = 1200.0
+_POLL_SECONDS = 0.05
+_LENGTHS = (3600, 0.35)  # median, and deviation of the logarithm
+
+
+def lengths(count: int, longest: int, seed: int) -> list[int]:
+    """Return response lengths with a long tail, as every run of one seed gets them."""
+    median, deviation = _LENGTHS
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), deviation, count)
+    return [int(value) for value in np.clip(drawn * longest / 5000, longest // 5, longest)]
+
+
+def settings(root: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of one run."""
+    answers = options.groups * options.group_size
+    changes: dict[str, Any] = {
+        "steps": 1,
+        "seed": options.seed,
+        "schedule": {
+            "groups_per_batch": options.groups,
+            "group_size": options.group_size,
+            "concurrency": answers,
+        },
+        "sampling": {"max_new_tokens": options.longest},
+        "trainer": {"max_restarts": 0, "wait_for_batch_seconds": _LIMIT_SECONDS},
+        "eval": {"prompts": 1, "max_new_tokens": 8},
+        "checkpoint": {"every_steps": 1000, "export_hf": False},
+        "engines": {
+            "max_total_tokens": answers * (options.longest + 64),
+            "max_running_requests": answers,
+            "context_length": options.longest + 128,
+            "stream_interval": options.stream_interval,
+            "max_restarts": 0,
+            "max_manager_restarts": 0,
+            "health_interval_seconds": 5.0,
+            "no_progress_seconds": 120.0,
+            "simulated": {"step_seconds": options.step_seconds},
+        },
+        # The product's defaults, which the crash test makes smaller.
+        "store": {"chunk_tokens": options.chunk_tokens, "chunk_seconds": 2.0},
+        "experiment": {
+            "ledger": LEDGER,
+            "forced_lengths": lengths(answers, options.longest, options.seed),
+        },
+    }
+    return configuration("sync", "simulated", root, name, changes)
+
+
+class RestartedRun(RunUnderFire):
+    """One run: started, killed as a whole and resumed. Each life has counters of its own."""
+
+    def __init__(self, root: Path, name: str, options: argparse.Namespace) -> None:
+        super().__init__(settings(root, name, options), random.Random(0), _LIMIT_SECONDS)
+        self._lives = 0
+        self._paths = f"{root / 'site'}{os.pathsep}{os.environ['PYTHONPATH']}"
+        self.began = 0.0
+
+    @property
+    def counters(self) -> Path:
+        """Return the folder of the counters of the newest life."""
+        return Path(f"{self.directory.path}-{self._lives}")
+
+    def live(self) -> None:
+        """Start the run, or resume it."""
+        self._lives += 1
+        self.environment = {VARIABLE: str(self.counters), "PYTHONPATH": self._paths}
+        self.began = time.time()
+        if self._lives == 1:
+            file = self.directory.path.with_suffix(".yaml")
+            file.write_text(yaml.safe_dump(self.config))
+            self._launch("--config", str(file))
+        else:
+            self.resume()
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to every process; return when all are dead."""
+        self._kill_tree()
+
+    def counted(self, kind: str) -> list[Counters]:
+        """Return the counters of the newest life's processes of this kind."""
+        return read_counters(self.counters, kind)
+
+    def wait_for_tokens(self, tokens: float) -> None:
+        """Wait until the engines have generated so many in this life."""
+        while sum(one["tokens"] for one in self.counted("engine")) < tokens:
+            if self.ended() is not None:
+                raise RuntimeError(f"the run ended before its kill: {self.ended()}")
+            if time.time() > self.began + _LIMIT_SECONDS:
+                raise RuntimeError(f"{tokens:.0f} tokens took more than {_LIMIT_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def written_bytes(self) -> tuple[int, int]:
+        """Return the size of the store's files, and what the manager has written to them.
+
+        The second has each token at least twice: in SQLite's log and in the database.
+        """
+        file = self.directory.store_file
+        size = sum(one.stat().st_size for one in file.parent.glob(f"{file.name}*"))
+        [manager] = self.processes("manager")
+        events = sum(one.stat().st_size for one in self.directory.events.glob("*"))
+        return size, manager.io_counters().write_chars - events
+
+    def until_trained(self) -> Row:
+        """Wait for the first trained batch; return the seconds from the start of this life."""
+        self.wait_for_progress()
+        lines = json_lines(self.directory.metrics_file.read_bytes())
+        trained = max(line["time"] for line in lines if line["kind"] == "train")
+        [manager], [trainer] = self.counted("manager"), self.counted("trainer")
+        [store] = self.counted("store")
+        moments = {
+            "store_opened": store["last"],
+            "first_request": manager["first"],
+            "first_token": min(one["first"] for one in self.counted("engine") if one["first"]),
+            "last_request": manager["last"],
+            "batch": trainer["first"],
+            "trained": trained,
+        }
+        row = {name: round(moment - self.began, 2) for name, moment in moments.items()}
+        generated = [one["tokens"] for one in self.counted("engine")]
+        return {
+            **row,
+            "opening": round(store["longest"], 2),
+            "busiest_share": max(generated) / sum(generated),
+            "tokens": trainer["tokens"],
+        }
+
+
+def losses(
+    generated: np.ndarray[Any, Any], started: np.ndarray[Any, Any], resumed: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Return the tokens that each unfinished response lost.
+
+    All are lengths with the prompt: as generated by engines at the kill, at the first request, and
+    at the first request after the resume (0: a finished response, which needs none).
+
+    Raises:
+        ValueError: The store has tokens that no engine generated.
+    """
+    unfinished = (started > 0) & (resumed > 0)
+    lost = np.maximum(generated, started)[unfinished] - resumed[unfinished]
+    if (lost < 0).any():
+        raise ValueError(f"{int((lost < 0).sum())} responses have tokens that were not generated")
+    return np.asarray(lost)
+
+
+def pauses(run: RestartedRun) -> Row:
+    """Return how long engines stood still, and how long streams waited for the store."""
+    engines, relays = run.counted("engine"), run.counted("relay")
+    [manager] = run.counted("manager")
+    steps = sum(one["events"] for one in engines)
+    streams = manager["stream_seconds"]
+    return {
+        "engine_pauses": sum(one["pauses"] for one in engines),
+        "step_ms": 1e3 * sum(one["seconds"] for one in engines) / steps,
+        "longest_step_ms": 1e3 * max(one["longest"] for one in engines),
+        "commit_ms": 1e3 * manager["seconds"] / manager["events"],
+        "longest_commit_ms": 1e3 * manager["longest"],
+        "commit_share": manager["seconds"] / streams,
+        "blocked": sum(one["events"] for one in relays),
+        "longest_blocked_ms": 1e3 * max(one["longest"] for one in relays),
+        "blocked_share": sum(one["seconds"] for one in relays) / streams,
+    }
+
+
+def killed_run(run: RestartedRun, tokens: float, interval: int) -> Row:
+    """Kill a run when its engines have generated so many tokens, and resume it."""
+    with closing(run):
+        run.live()
+        run.wait_for_tokens(tokens)
+        size, written = run.written_bytes()
+        run.kill_all()
+        killed_after, waits = time.time() - run.began, pauses(run)
+        total = sum(one["tokens"] for one in run.counted("engine"))
+        generated = np.sum([one.trajectories for one in run.counted("engine")], axis=0)
+        started = run.counted("manager")[0].trajectories
+        run.live()
+        resumed_run = run.until_trained()
+        resumed = run.counted("manager")[0].trajectories
+    unfinished = (started > 0) & (resumed > 0)
+    lost = losses(generated, started, resumed)
+    partial = np.maximum(generated - started, 0)[unfinished]
+    return {
+        "generated": total,
+        "unfinished": int(unfinished.sum()),
+        "partial": float(partial.sum()),
+        "killed_after": killed_after,
+        "lost_mean": float(lost.mean()),
+        "lost_largest": int(lost.max()),
+        "unsent_mean": float((partial % interval).mean()),
+        "file_bytes": size / total,
+        "written_bytes": written / total,
+        **waits,
+        **resumed_run,
+    }
+
+
+def scratch_run(run: RestartedRun) -> Row:
+    """Generate the same responses without a kill."""
+    with closing(run):
+        run.live()
+        return {**run.until_trained(), **pauses(run)}
