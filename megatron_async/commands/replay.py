@@ -62,6 +62,9 @@ class Timeline:
                 self._tokens += sum(sum(request[1::2]) for request in thing.requests)
             case ev.EngineUp():
                 return f"engine {thing.engine_id} up with {thing.version}"
+            case ev.EnginesUp():
+                names = ", ".join(engine.engine_id for engine in thing.engines)
+                return f"engines {names} up with {thing.engines[0].version}"
             case ev.EngineDown():
                 return f"engine {thing.engine_id} down"
             case ev.UpdateRequested():

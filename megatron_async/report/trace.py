@@ -87,8 +87,10 @@ class Trace:
         event = exchange.event
         match event:
             case ev.EngineUp():
-                self._engine(event.engine_id).idle_since = at
-                self._instant(f"{event.engine_id} up", self._engine(event.engine_id).pid, at)
+                self._engine_up(event.engine_id, at)
+            case ev.EnginesUp():
+                for engine in event.engines:
+                    self._engine_up(engine.engine_id, at)
             case ev.EngineDown():
                 self._engine_down(event.engine_id, at)
             case ev.TokensArrived():
@@ -196,6 +198,11 @@ class Trace:
             self._span("prefill", *place, computed, first or at)
         if first is not None:
             self._span("decode", *place, first, at)
+
+    def _engine_up(self, engine_id: str, at: float) -> None:
+        engine = self._engine(engine_id)
+        engine.idle_since = at
+        self._instant(f"{engine_id} up", engine.pid, at)
 
     def _engine_down(self, engine_id: str, at: float) -> None:
         for trajectory_id in [i for i, r in self._requests.items() if r.engine == engine_id]:

@@ -251,22 +251,17 @@ class RolloutDriver:
         is_new = version != self._version
         self._version = version
         newly_up = []
+        most = self._config.engines.max_running_requests
         for engine_id, slot in self._slots.items():
             slot.release()
             if engine_id in engine_ids and not slot.up:
                 slot.up = True
-                newly_up.append(slot)
+                capacity = slot.client.kv_capacity_tokens
+                newly_up.append(ev.EngineUp(engine_id, version, capacity, most))
         if is_new:
             self._feed(ev.WeightsPublished(version))
-        for slot in newly_up:
-            self._feed(
-                ev.EngineUp(
-                    slot.client.engine_id,
-                    version,
-                    slot.client.kv_capacity_tokens,
-                    self._config.engines.max_running_requests,
-                )
-            )
+        if newly_up:
+            self._feed(ev.EnginesUp(tuple(newly_up)))
         if not self.stale_engines():
             self._stale.clear()
 

@@ -94,6 +94,12 @@ class EngineUp(Message, frozen=True):
     max_running: int | None = None
 
 
+class EnginesUp(Message, frozen=True):
+    """Several engines come up at once: the work that waits is spread over all of them."""
+
+    engines: tuple[EngineUp, ...]
+
+
 class EngineDown(Message, frozen=True):
     """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
 
@@ -226,6 +232,7 @@ Event = (
     | Recovered
     | RecoveredEpisodes
     | EngineUp
+    | EnginesUp
     | EngineDown
     | TokensArrived
     | LeftQueue

@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 """8: episodes; records of 5 to 7 are read too. 7: the drop reason `scorer`. 6: `LeftQueue`. 5: a
 first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has `regenerate`. 3:
 `Refused`."""

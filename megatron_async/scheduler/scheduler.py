@@ -154,8 +154,12 @@ class Scheduler:
     # ------------------------------------------------------------ engines and weights
 
     def _engine_up(self, event: ev.EngineUp, out: Actions) -> None:
-        self._lose_engine(event.engine_id, out)
-        self._fleet.add(event)
+        self._engines_up(ev.EnginesUp((event,)), out)
+
+    def _engines_up(self, event: ev.EnginesUp, out: Actions) -> None:
+        for engine in event.engines:
+            self._lose_engine(engine.engine_id, out)
+            self._fleet.add(engine)
         self._fleet_changed(out)
 
     def _engine_down(self, event: ev.EngineDown, out: Actions) -> None:
@@ -415,6 +419,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     ev.Recovered: Scheduler._recovered,
     ev.RecoveredEpisodes: Scheduler._recovered,
     ev.EngineUp: Scheduler._engine_up,
+    ev.EnginesUp: Scheduler._engines_up,
     ev.EngineDown: Scheduler._engine_down,
     ev.EngineLoad: Scheduler._engine_load,
     ev.BatchTaken: Scheduler._batch_taken,

@@ -146,11 +146,13 @@ class World:
 
     def run(self, steps: int) -> None:
         """Simulate until version `steps` is published. Raises ComponentFailure on a dead end."""
-        for engine in self._engines.values():
-            capacity = engine.costs.kv_capacity_tokens
-            version = PolicyVersion(0, 0)
-            up = ev.EngineUp(engine.engine_id, version, capacity, engine.max_running)
-            self._events.append(up)
+        first = PolicyVersion(0, 0)
+        engines = self._engines.values()
+        up = [
+            ev.EngineUp(e.engine_id, first, e.costs.kv_capacity_tokens, e.max_running)
+            for e in engines
+        ]
+        self._events.append(ev.EnginesUp(tuple(up)))
         self._later(self._settings.load_report_seconds, self._report_load)
         events, step = self._events, self._step()
         with rare_collections():

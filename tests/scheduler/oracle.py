@@ -191,6 +191,8 @@ class Oracle:
                     t.group.unscored = True
             case ev.EngineUp():
                 self.engines[event.engine_id] = event
+            case ev.EnginesUp():
+                self.engines |= {engine.engine_id: engine for engine in event.engines}
             case ev.EngineDown():
                 del self.engines[event.engine_id]
                 for t in self.running(event.engine_id):

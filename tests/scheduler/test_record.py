@@ -45,6 +45,7 @@ EVENTS: list[ev.Event] = [
         )
     ),
     ev.EngineUp("a", PolicyVersion(2, 7), 100, None),
+    ev.EnginesUp((ev.EngineUp("b", PolicyVersion(2, 7), 100, 7),)),
     ev.EngineDown("a"),
     ev.TokensArrived(1, 2, 3),
     ev.LeftQueue(1, 0.25),

@@ -175,10 +175,18 @@ class World:
         self.send(ev.Aborted(t.trajectory_id))
 
     def engine_up(self) -> None:
-        """An engine arrives: with the current version, or (not yet synchronised) an older one."""
+        """Engines arrive: with the current version, or (not yet synchronised) an older one."""
         names = [f"e{i}" for i in range(self.weather.engines)]
-        name = next(name for name in names if name not in self.engine_versions)
-        version = self.version
+        missing = [name for name in names if name not in self.engine_versions]
+        if not missing:  # they have come up all at once
+            return
+        if len(missing) > 1 and self.random.random() < 0.5:  # all at once, as after a restart
+            self.engine_versions |= dict.fromkeys(missing, self.version)
+            most = self.weather.max_running
+            up = tuple(ev.EngineUp(name, self.version, 1000, most) for name in missing)
+            self.send(ev.EnginesUp(up))
+            return
+        name, version = missing[0], self.version
         if not self.calm and version.number and self.random.random() < 0.3:
             version = PolicyVersion(version.lineage, self.random.randrange(version.number))
         self.engine_versions[name] = version
