@@ -232,7 +232,7 @@ def init(
         Path | None, Option(help="Model to train; default: the quickstart's, else a random one.")
     ] = None,
 ) -> None:
-    """Write a small project of your own, which trains without changes: the first thing to do."""
+    """Write a small project of your own, which trains without changes."""
     from megatron_async.commands.init import init_command
 
     asked = {"reward": reward, "environment": environment, "agent": agent, "tools": tools}
@@ -448,7 +448,7 @@ def plan(
     wide: Wide = False,
     assumptions: Assumptions = False,
 ) -> None:
-    """Find the best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
+    """Find the best split of the GPUs, parallel sizes and number of requests in flight."""
     from megatron_async.commands.simulate import plan_command
 
     given = [*(overrides or []), *(setting or [])]
