@@ -86,7 +86,7 @@ def checks(machine: MachineFacts) -> list[Check]:
         Check(
             "free disk here",
             f"{machine.disk / _GB:.0f} GB",
-            _below(machine.disk, LEAST_DISK, "a checkpoint of a 7B alone takes 107 GB"),
+            _below(machine.disk, LEAST_DISK, "a checkpoint of a 7B model alone takes 91 GB"),
         ),
     ]
     if machine.cuda is None:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -110,6 +110,9 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 def type_text(annotation: Any) -> str:
     """A type as a person writes it: `int or auto`, `sync | rapid | ...`."""
     arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        limits = (_limit(limit) for field in arguments[1:] for limit in field.metadata)
+        return f"{type_text(arguments[0])} ({', '.join(limits)})"
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in arguments)
     if get_origin(annotation) in (Union, types.UnionType):
@@ -151,7 +154,8 @@ def did_you_mean(unknown: str) -> str:
     section, _, last = unknown.rpartition(".")
     same_last = [name for name in names if name.rpartition(".")[2] == last]
     beside = [name for name in names if name.rpartition(".")[0] == section]
-    near_beside = difflib.get_close_matches(unknown, beside, n=1, cutoff=0.75)
+    longer = [name for name in beside if unknown.startswith(f"{name}_")]
+    near_beside = longer or difflib.get_close_matches(unknown, beside, n=1, cutoff=0.75)
     near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)
     found = near_beside or (near if section else []) or same_last[:_SUGGESTIONS] or near
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -176,6 +176,9 @@ def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
         shape = shape_of(with_own_model(config))
     except UserError as error:
         return config.trainer.recompute, f"the default, as the model's shape is not known ({error})"
+    shared = config.engines.placement == "colocated"
+    # Settings of `simulate` on the placement describe simulations, not this run.
+    config = config.with_section("simulate", placement=config.engines.placement, offload=True)
     found = fitting_recompute(config, shape, machine.memory_bytes)
     if found is None:
         return "all", "nothing less fits, by the estimate"
@@ -183,7 +186,7 @@ def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     return found, (
         f"the least that fits: an estimated peak of {peak:.1f} GB, at most "
         f"{config.simulate.trainer_memory_share:g} of {machine.title} "
-        "(simulate.trainer_memory_share)"
+        f"(simulate.trainer_memory_share){', less 5 GB for a paused engine' if shared else ''}"
     )
 
 

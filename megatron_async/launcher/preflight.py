@@ -27,6 +27,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.import_path import is_import_path
+from megatron_async.simulate.recomputation import check_recompute
 from megatron_async.tasks.data_identity import data_changes, data_identity
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
@@ -216,13 +217,8 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
 
     architecture = read_architecture(config.model.path, config.model.family)
     check_layout(architecture, config.parallel)
-    stages, recompute = config.parallel.pipeline, config.trainer.recompute
-    layers = architecture.num_layers // stages
-    if isinstance(recompute, int) and recompute > layers:
-        raise UserError(
-            f"trainer.recompute is {recompute}; each stage of parallel.pipeline {stages} has "
-            f"{layers} layers. Set at most {layers}, or all"
-        )
+    stages = config.parallel.pipeline
+    check_recompute(config.trainer.recompute, architecture.num_layers // stages, stages)
     check_model(config.model.path, tokenizer=tokenizer)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint), architecture)

@@ -32,7 +32,7 @@ from megatron_async.simulate.memory import (
     trainer_memory,
     trainer_state_bytes,
 )
-from megatron_async.simulate.recomputation import by_work
+from megatron_async.simulate.recomputation import by_work, check_recompute
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World
@@ -112,9 +112,10 @@ def fitting_recompute(
     paused engine stays free. Returns None if no choice fits.
     """
     room = config.simulate.trainer_memory_share * memory_bytes
-    choices = by_work(shape, shape.layers // config.parallel.pipeline)
+    layers, wanted = shape.layers // config.parallel.pipeline, config.trainer.recompute
+    choices = by_work(shape, layers)
     if "recompute" in config.trainer.model_fields_set:
-        choices = [config.trainer.recompute]
+        choices = [wanted] if not isinstance(wanted, int) or wanted <= layers else []
     elif config.simulate.placement == "colocated" and not config.simulate.offload:
         choices = ["all"]
     if "colocated" in (config.engines.placement, config.simulate.placement):
@@ -126,7 +127,8 @@ def fitting_recompute(
 def trainer_costs(config: RunConfig) -> TrainerCosts:
     """Return the trainer's cost model, with the `trainer.recompute` that a start would choose."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
-    recompute: Recompute = config.trainer.recompute
+    recompute, stages = config.trainer.recompute, config.parallel.pipeline
+    check_recompute(recompute, shape.layers // stages, stages)
     if "recompute" not in config.trainer.model_fields_set:
         recompute = fitting_recompute(config, shape, gpu.memory) or "all"
     return TrainerCosts(

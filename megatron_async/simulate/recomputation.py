@@ -10,6 +10,7 @@ Work is counted in forward passes of the whole model.
 """
 
 from megatron_async.config.model import Recompute
+from megatron_async.errors import UserError
 from megatron_async.models.shape import BF16, ModelShape
 
 NORM_BYTES = 4 * BF16
@@ -61,6 +62,19 @@ def recomputed_passes(shape: ModelShape, layers: float, recompute: Recompute) ->
         active = shape.mlp_parameters * max(1, shape.experts_per_token)
         return active / shape.active_parameters
     return 1.0 if recompute == "all" else min(1.0, recompute / layers)
+
+
+def check_recompute(recompute: Recompute, layers: int, stages: int) -> None:
+    """Refuse more layers than a stage has. Raises UserError.
+
+    Args:
+        layers: layers of one of the `stages`.
+    """
+    if isinstance(recompute, int) and recompute > layers:
+        raise UserError(
+            f"trainer.recompute is {recompute}; each stage of parallel.pipeline {stages} has "
+            f"{layers} layers. Set at most {layers}, or all"
+        )
 
 
 def by_work(shape: ModelShape, layers: int) -> list[Recompute]:
