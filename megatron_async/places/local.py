@@ -180,7 +180,7 @@ class LocalPlaced:
 
         `deaths`: those before the call.
         """
-        # In this order: a process that has just died removes its socket, after it counts as dead.
+        # The socket first: the watcher marks a dead process before it removes the process's socket.
         removed = not self._path.exists()
         if removed and self._process is not None and self._process.runs:
             return ComponentFailure(

@@ -69,6 +69,7 @@ def test_values_are_those_of_a_configuration() -> None:
         ("scheduler.concurrency", "schedule.concurrency"),
         ("lr", "optimizer.lr or sft.optimizer.lr"),
         ("engine", "engines"),
+        ("trainer.recompute_activations", "trainer.recompute"),
         ("optimizer.learning_rate", ""),
     ],
 )

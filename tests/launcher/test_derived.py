@@ -57,6 +57,14 @@ def test_a_smaller_gpu_recomputes_more_layers() -> None:
     assert isinstance(more, int) and more > layers, "a paused engine keeps some memory"
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_recomputation_ignores_settings_that_describe_simulations_only(offload: bool) -> None:
+    config = run_with(parallel={"ranks": 8, "tensor": 2}, trainer={"microbatch_tokens": 20480})
+    layers = value_of("trainer.recompute", config, H100)
+    simulated = config.with_section("simulate", placement="colocated", offload=offload)
+    assert value_of("trainer.recompute", simulated, H100) == layers
+
+
 def test_a_larger_gpu_holds_more_requests() -> None:
     h200 = Machine("cuda", "H200", 141e9)
     config = run_with(engines={"count": 4, "tensor": 1})
