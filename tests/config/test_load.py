@@ -13,8 +13,9 @@ from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-# Beside the runs: the simulator's engines (tests/simulate).
-CONFIGS = [path for path in FILES if path.parent.name != "engines"]
+# Beside the runs: the simulator's engines (tests/simulate), and what `init` fills in
+# (tests/commands/test_init.py).
+CONFIGS = [path for path in FILES if path.parent.name not in ("engines", "projects")]
 
 
 def write(path: Path, text: str) -> Path:
