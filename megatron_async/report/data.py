@@ -112,7 +112,7 @@ def read_run(path: Path) -> RunData:
 def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]]:
     """Yield name and text of what defines the run."""
     schedule, optimizer = config.schedule, config.optimizer
-    yield "model", config.model.checkpoint or config.model.path
+    yield "model", "/".join(Path(config.model.checkpoint or config.model.path).parts[-2:])
     batch = f"{schedule.groups_per_batch} groups of {schedule.group_size}"
     yield "schedule", f"{schedule.preset}, {batch} a batch, {schedule.concurrency} in flight"
     yield "recipe", config.algorithm.recipe

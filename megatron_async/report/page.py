@@ -83,8 +83,13 @@ def _totals(runs: Sequence[RunData]) -> str:
     names = dict.fromkeys(name for column in columns for name in column)
     rows = ((name, *(column.get(name, "-") for column in columns)) for name in names)
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = "".join(f"<tr><td>{'</td><td>'.join(map(html.escape, row))}</td></tr>" for row in rows)
+    body = "".join(f"<tr><td>{'</td><td>'.join(map(_wrapping, row))}</td></tr>" for row in rows)
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
+
+
+def _wrapping(text: str) -> str:
+    """Return the text as HTML in which a line may end after a slash."""
+    return html.escape(text).replace("/", "/<wbr>")
 
 
 def _figures(runs: Sequence[RunData]) -> str:

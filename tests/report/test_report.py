@@ -407,7 +407,9 @@ def test_it_reads_well_on_a_screen_and_on_a_telephone(
     with MetricsWriter(RunDirectory(other).metrics_file, lineage=1) as metrics:
         metrics.warn(5, "scorer_errors", f"at /home/{'rewards_of_mine' * 9}.py:41")
     one.write_text(report_page([read_run(run)]))
-    two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "third", steps=30))]))
+    two.write_text(
+        report_page([read_run(run), read_run(make_run(tmp_path / "more", "third", steps=30))])
+    )
     long.write_text(report_page([read_run(run), read_run(other)]))
     game = tmp_path / "game.html"
     game.write_text(report_page([read_run(played)]))
