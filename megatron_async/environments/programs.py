@@ -37,7 +37,9 @@ _OUTPUT_SECONDS: Final = 2.0
 _SHOWN_ERROR: Final = 300
 _STACK_FRAME: Final = re.compile(r"\s+at |Node\.js v|\s*$")
 _OUT_OF_MEMORY: Final = re.compile(
-    r"out of memory|\bOOM\b|cannot allocate memory|MemoryError|bad_alloc|reserv\w* .*memory", re.I
+    r"out of memory|\bOOM\b|cannot allocate memory|MemoryError|bad_alloc"
+    r"|(reserve|reserving) .*memory",
+    re.I,
 )
 
 
