@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-_EVERY_LINE = {"kind", "step", "lineage", "time", "name", "message"}
+_EVERY_LINE = {"kind", "step", "lineage", "time", "name", "message", "scored_by", "machine"}
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
