@@ -109,6 +109,8 @@ def plan_command(
         console.print(f"not compared: {line}", highlight=False)
     if len({c.config.schedule.preset for c in plan.candidates}) == 1:
         console.print("To compare it with the other schedules: --presets all")
+    if plan.accepted:
+        console.print(f"The nearest that a run accepts: {plan.accepted}", highlight=False)
     console.print("Settings of the best plan, to merge into the file of a run:\n")
     console.print(plan_yaml(best), highlight=False, soft_wrap=True)
     _print_assumptions(console, [("best plan", best.config)], all_assumptions)

@@ -53,7 +53,7 @@ _KEPT = 3
 """Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
 _TIE = 0.02
 """Plans within this share of the best speed are as fast: the steps of a simulation vary by it."""
-_LARGER = (2, 4, 8, 16)
+_MOST_LARGER = 16  # times the GPUs that were asked for
 """Factors of `simulate.gpus` that are tried where nothing fits."""
 _MOST_REMEDIES = 3
 KV_FILL = 0.92
@@ -125,12 +125,14 @@ class RankedPlans:
 
     Attributes:
         considered: number of plans that were estimated.
-        unusable: messages about schedules that do not fit the other settings.
+        unusable: messages about schedules that do not fit the other settings, or the GPUs.
+        accepted: the nearest settings that a run accepts, if it refuses every plan.
     """
 
     candidates: list[Candidate]
     considered: int
     unusable: list[str] = field(default_factory=list)
+    accepted: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,25 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
     variants, unusable = _variants(settings, presets)
     by_variant = [list(_candidates(_with(settings, variant), gpus)) for variant in variants]
     if not any(by_variant):
-        raise UserError(_nothing_fits(settings, config, gpus))
-    tried = [replace(c, summary=simulate(c.config)) for c in _to_simulate(by_variant, top)]
-    return RankedPlans(ranked(tried), sum(map(len, by_variant)), unusable)
+        raise UserError(_nothing_fits(settings, variants, gpus))
+    found = zip(variants, by_variant, strict=True)
+    fitting = {"".join(variant[:1]) for variant, candidates in found if candidates}
+    unfitting = dict.fromkeys("".join(variant[:1]) for variant in variants)
+    unusable += [f"{name} needs more GPUs" for name in unfitting if name not in fitting]
+    tried = ranked([replace(c, summary=simulate(c.config)) for c in _to_simulate(by_variant, top)])
+    accepted = _larger(settings, variants, gpus) if tried[0].refused else ""
+    return RankedPlans(tried, sum(map(len, by_variant)), unusable, accepted)
+
+
+def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: int) -> str:
+    """Return the smallest number of GPUs that fits and that a run accepts, as a setting."""
+    step = min(gpus, _unplaced(settings).simulate.gpus_per_node)
+    for count in range(gpus + step, _MOST_LARGER * gpus + 1, step):
+        found = [c for variant in variants for c in _candidates(_with(settings, variant), count)]
+        best = min((c for c in found if not c.refused), key=_seconds_per_token, default=None)
+        if best is not None:
+            return f"simulate.gpus={count} ({best.step_seconds:.0f} s a step)"
+    return ""
 
 
 def _unplaced(settings: dict[str, Any]) -> RunConfig:
@@ -231,31 +249,33 @@ def _seconds_per_token(candidate: Candidate) -> float:
     return candidate.step_seconds / candidate.response_tokens
 
 
-def _nothing_fits(settings: dict[str, Any], config: RunConfig, gpus: int) -> str:
-    """Return the message that names the nearest settings with which something fits."""
-    schedule, gpu = config.schedule.preset, config.simulate.gpu.name
-    remedies = []
+def _nothing_fits(settings: dict[str, Any], asked: Sequence[Sequence[str]], gpus: int) -> str:
+    """Return the message that names the nearest settings with which something fits.
+
+    Args:
+        asked: overrides for each schedule with which nothing fits.
+    """
+    config = _unplaced(_with(settings, asked[0]))
+    schedules = {_unplaced(_with(settings, variant)).schedule.preset: None for variant in asked}
+    larger = _larger(settings, asked, gpus)
+    remedies = [(False, 1, 0.0, larger)] if larger else []
     own = {k: v for k, v in settings.get("simulate", {}).items() if k != "placement"}
     variants, _ = _variants({**settings, "simulate": own}, ["all"])
-    tries = [(variant, gpus) for variant in variants]
-    tries += [([f"simulate.gpus={factor * gpus}"], factor * gpus) for factor in _LARGER]
-    for variant, count in tries:
-        found = _candidates(_with(settings, variant), count)
+    for variant in variants:
+        found = _candidates(_with(settings, variant), gpus)
         best = min(found, key=_seconds_per_token, default=None)
         if best is not None:
             text = f"{' '.join(variant)} ({best.step_seconds:.0f} s a step)"
             text += ", which a run over several nodes refuses today" * best.refused
             remedies.append((best.refused, len(variant), _seconds_per_token(best), text))
-            if count > gpus:
-                break
     remedy = "choose a larger simulate.gpu.name"
     if remedies:
         nearest = [text for *_, text in sorted(remedies)[:_MOST_REMEDIES]]
         remedy = f"these settings fit: {'; or '.join(nearest)}"
     return (
-        f"nothing fits: simulate.gpus {gpus} of {gpu} cannot hold trainer and engines of "
-        f"{shape_of(config).parameters / 1e9:.1f} B parameters with schedule.preset {schedule}, "
-        f"simulate.placement {config.simulate.placement}; {remedy}"
+        f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} cannot hold trainer and "
+        f"engines of {shape_of(config).parameters / 1e9:.1f} B parameters with schedule.preset "
+        f"{', '.join(schedules)}, simulate.placement {config.simulate.placement}; {remedy}"
     )
 
 

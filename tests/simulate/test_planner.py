@@ -86,13 +86,25 @@ def test_plan_names_the_nearest_settings_that_fit_when_nothing_fits() -> None:
     settings = merge(SEVEN, {"simulate": {"model": "llama-3-70b", "gpus": 32}})
     with pytest.raises(UserError, match=r"nothing fits: simulate\.gpus 32 of H100") as refused:
         make_plan(settings, 1)
-    assert "these settings fit: simulate.gpus=64 (" in str(refused.value)
+    assert "these settings fit: simulate.gpus=40 (" in str(refused.value)
     fitting = "schedule.preset=copris simulate.placement=colocated simulate.offload=true"
     assert f"or {fitting} (" in str(refused.value)
     assert str(refused.value).endswith(" s a step), which a run over several nodes refuses today")
     for assignment in fitting.split():
         settings = merge(settings, parse_override(assignment))
     assert make_plan(settings, 1).candidates
+
+
+def test_plan_names_settings_that_a_run_accepts_when_it_refuses_every_plan() -> None:
+    model = {"model": "llama-3-70b", "gpus": 32, "steps": 6}
+    plan = make_plan(merge(SEVEN, {"simulate": model}), 1, ["copris", "async"])
+    assert all(candidate.refused for candidate in plan.candidates)
+    assert plan.unusable == ["schedule.preset=async needs more GPUs"]
+    assert plan.accepted.startswith("simulate.gpus=40 (")
+    more = merge(SEVEN, {"simulate": {**model, "gpus": 40}})
+    assert not make_plan(more, 1, ["copris"]).candidates[0].refused
+    with pytest.raises(UserError, match=r"schedule\.preset async, simulate\.placement disagg"):
+        make_plan(merge(SEVEN, {"simulate": model}), 1, ["async"])
 
 
 def test_plan_asks_for_a_larger_gpu_when_no_number_of_them_fits() -> None:
