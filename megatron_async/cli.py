@@ -23,8 +23,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Asynchronous reinforcement learning of language models: Megatron-core trains, SGLang "
-    "generates, and neither waits for the other.",
+    help="Asynchronous reinforcement learning of language models: Megatron-core trains while "
+    "SGLang generates.",
 )
 
 ConfigOption = Annotated[

@@ -42,7 +42,7 @@ PROJECTS: Final = {
     "tools": Project(
         "a class of tools",
         "environment: {name: tools.py:Calculator, tool_parser: qwen25, max_turns: 4}\n"
-        "reward: exact # of the last answer",
+        'reward: {name: exact, arguments: {answer_marker: "#"}} # of the last answer',
     ),
 }
 
@@ -109,10 +109,13 @@ def _write_model(path: Path, kind: str, model: Path | None) -> str:
         build_tiny_model(path, seed=1)
         about = (
             "The model has random weights, so that rewards stay near 0: run `megatron-async "
-            "quickstart` first for one that solves most rows."
+            "quickstart`, then `init --model runs/quickstart/sft`, for one that solves most rows."
         )
     if kind == "tools":  # the model has to see them
         shutil.copy(ROOT / "configs" / "projects" / "chat_template.jinja", path)
+        return f"{about} It has not learned to call tools; examples/calculator fine-tunes one."
+    if kind != "reward":
+        return f"{about} Conversations add a line break to a prompt, which it has not learned."
     return about
 
 

@@ -302,7 +302,7 @@ class RunConfig(Settings):
         if limit is not None and self.sampling.max_new_tokens >= limit:
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} does not fit into "
-                f"engines.max_total_tokens {limit}"
+                f"engines.max_total_tokens {limit}: lower the first or raise the second"
             )
         self._check_simulated_engines()
         self._check_colocated()

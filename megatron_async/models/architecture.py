@@ -332,9 +332,9 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
         if _HUB_NAME.fullmatch(str(model_dir)) and not Path(model_dir).parent.is_dir():
             name, target = str(model_dir), f"models/{Path(model_dir).name}"
         raise UserError(
-            f"model.path {str(model_dir)!r} is no directory here, and a run downloads nothing. "
-            f"Download the model with `hf download {name} --local-dir {target}` and set "
-            f"model.path={target}"
+            f"model.path {str(model_dir)!r} is no directory here ({Path.cwd()}), and a run "
+            "downloads nothing. Start where the path leads to the model, or download the model "
+            f"with `hf download {name} --local-dir {target}` and set model.path={target}"
         )
     if not path.exists():
         raise UserError(f"model.path {str(model_dir)!r} has no config.json: not a model")

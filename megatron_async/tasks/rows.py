@@ -99,8 +99,8 @@ def report_bad_rows(
     if not left_out:
         of_rows = "correct or remove such rows, or set task.bad_rows: skip"
         of_file = (
-            "rows are those of a Parquet file, or JSON objects in UTF-8, one a line; where they "
-            "are, set `layout` or `columns` beside its path"
+            "rows are those of a Parquet file, or JSON objects in UTF-8, one a line; if they are, "
+            "set `layout` or `columns` beside its path"
         )
         remedy = of_rows if len(bad) < of else of_file * (not readable)
         raise UserError("; ".join(filter(None, [found, bad[0], remedy])))

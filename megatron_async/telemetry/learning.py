@@ -129,8 +129,9 @@ RULES: Final = (
         lambda m: m["reward/max"] <= 0,
         lambda m: (
             f"no response of the last {ZERO_REWARD_STEPS} steps has a reward above 0: fine-tune "
-            "first (`megatron-async sft`), choose easier problems, or check task.answer_marker and "
-            f"the scorer ({_LOOK})"
+            "first (`megatron-async sft`), choose easier problems, or check the scorer and what "
+            "marks an answer: task.answer_marker, or `answer_marker` in the arguments of a "
+            f"built-in reward ({_LOOK})"
         ),
         ZERO_REWARD_STEPS,
     ),

@@ -147,15 +147,22 @@ def sampling_name(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
+def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]:
+    """Read the lines of one kind of every lineage, as written. Damaged lines are left out."""
+    lines = json_lines(path.read_bytes()) if path.exists() else ()
+    return [
+        line
+        for line in lines
+        if line.get("kind") == kind
+        and isinstance(line.get("step"), int)
+        and isinstance(line.get("lineage"), int)
+    ]
+
+
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
     """Lines of one kind along the surviving lineage, by step. Damaged lines are left out."""
     newest: dict[int, dict[str, float]] = {}
-    if not path.exists():
-        return []
-    for line in json_lines(path.read_bytes()):
-        whole = isinstance(line.get("step"), int) and isinstance(line.get("lineage"), int)
-        if line.get("kind") != kind or not whole:
-            continue
+    for line in read_all_metrics(path, kind=kind):
         known = newest.get(line["step"])
         if known is None or line["lineage"] >= known["lineage"]:
             newest[line["step"]] = line

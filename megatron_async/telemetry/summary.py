@@ -9,6 +9,7 @@ from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.telemetry.metrics import (
     TRAINER_PHASES,
     evaluated_sets,
+    read_all_metrics,
     read_metrics,
     sampling_name,
 )
@@ -23,6 +24,7 @@ class Measured:
 
     Attributes:
         temperature: sampling temperature; 0 for greedy responses.
+        reward_max: largest reward.
         solved_at: reward from which on a response counted as right.
         scored_by: description of the rewards (`scoring.identity`).
     """
@@ -30,6 +32,7 @@ class Measured:
     step: int
     accuracy: float
     reward_mean: float
+    reward_max: float
     temperature: float
     solved_at: float
     scored_by: str
@@ -37,9 +40,16 @@ class Measured:
     @classmethod
     def of(cls, line: Mapping[str, float], prefix: str) -> "Measured":
         """Read the set whose metrics begin with `prefix` from a line of an evaluation."""
-        names = ("accuracy", "reward_mean", "temperature", "solved_at")
+        names = ("accuracy", "reward_mean", "reward_max", "temperature", "solved_at")
         numbers = {name: line[f"{prefix}/{name}"] for name in names}
         return cls(step=int(line["step"]), scored_by=str(line["scored_by"]), **numbers)
+
+    @property
+    def shown_accuracy(self) -> str:
+        """The accuracy, with the reason if no response could count as right."""
+        if 0 < self.reward_max < self.solved_at:
+            return f"{percent(self.accuracy)}: no reward reached eval.solved_at {self.solved_at:g}"
+        return percent(self.accuracy)
 
     def changes(self, later: "Measured") -> list[str]:
         """List what makes accuracies of this evaluation and a later one incomparable."""
@@ -65,7 +75,7 @@ class EvaluatedSet:
         A first value that cannot be compared with the last one is replaced by the reason.
         """
         first, last = self.first, self.last
-        accuracy, reward = percent(first.accuracy), f"{first.reward_mean:.3f}"
+        accuracy, reward = first.shown_accuracy, f"{first.reward_mean:.3f}"
         if last is not None and (changes := first.changes(last)):
             accuracy = f"not comparable: {'; '.join(changes)}"
             reward = reward if first.scored_by == last.scored_by else "not comparable"
@@ -76,7 +86,7 @@ class EvaluatedSet:
         sampling = sampling_name(last.temperature)
         return [
             *facts,
-            (f"{self.name} accuracy after RL ({sampling})", percent(last.accuracy)),
+            (f"{self.name} accuracy after RL ({sampling})", last.shown_accuracy),
             (f"{self.name} mean reward {start} / after RL", f"{reward} / {last.reward_mean:.3f}"),
         ]
 
@@ -113,7 +123,7 @@ class RunSummary:
         evaluated = [fact for one in self.evaluated for fact in one.facts(start)]
         return [
             *(evaluated or [("held-out accuracy", "not measured")]),
-            ("mean training reward, first / last steps", rewards or "not measured"),
+            ("mean training reward (sampled), first / last steps", rewards or "not measured"),
             ("failed scores", self.failures),
             ("RL steps", str(self.steps)),
             ("generated tokens", f"{self.generated_tokens:,}"),
@@ -143,12 +153,13 @@ def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
-    """Read the surviving lineage of a run's metrics."""
+    """Read counts and times of all steps of a run, and the rest of the surviving lineage."""
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
+    written = read_all_metrics(directory.metrics_file)
 
     def total(name: str) -> float:
-        return sum(line.get(name, 0.0) for line in train)
+        return sum(line.get(name, 0.0) for line in written)
 
     def weighted(name: str, weight: str = "train/trained_tokens") -> float:
         known = [line for line in train if name in line]

@@ -108,7 +108,9 @@ def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_pa
     (log,) = logs.glob("scorer-*.log")
     assert f"reward score failed: {place}\nTraceback (most recent call last):" in log.read_text()
     assert re.search(r"failed scores │ +[1-9]\d* of \d+", output)
-    assert re.search(r"mean training reward, first / last steps │ +[01]\.\d+ / [01]\.\d+", output)
+    assert re.search(
+        r"mean training reward \(sampled\), first / last steps │ +[01]\.\d+ / [01]\.\d+", output
+    )
 
 
 @pytest.fixture

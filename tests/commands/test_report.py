@@ -119,6 +119,23 @@ def test_the_table_compares_no_accuracies_of_different_definitions(tmp_path: Pat
     assert facts["held-out mean reward at the start / after RL"] == "not comparable / 0.700"
 
 
+def test_the_table_gives_the_reason_when_no_reward_reached_the_threshold(tmp_path: Path) -> None:
+    shaped = (set_metrics(0.0, reward_mean=0.7, reward_max=0.9), "my.py:score")
+    facts = facts_of(tmp_path, shaped, shaped)
+    reason = "0.0 %: no reward reached eval.solved_at 1"
+    assert facts["held-out accuracy at the start (greedy)"] == reason
+    assert facts["held-out accuracy after RL (greedy)"] == reason
+
+
+def test_counts_are_of_all_steps_when_a_resume_has_repeated_some(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
+    for lineage, tokens in ((0, 1000.0), (1, 10.0)):
+        with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
+            metrics.write(0, {"rollout/tokens": tokens, "rollout/lag_max": 1.0})
+    summary = summarise(directory)
+    assert (summary.steps, summary.generated_tokens) == (1, 1010)
+
+
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     assert summarise(directory).steps == 0

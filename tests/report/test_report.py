@@ -197,7 +197,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
     ):
         assert title.replace("'", "\\u0027") in page or title in page, title
     assert "KV cache in use" not in body(page), "the run has no such metrics"
-    assert "<td>failed scores</td><td>1 of 60</td>" in page
+    assert "<td>failed scores</td><td>2 of 90</td>" in page
     assert "past the limit" not in body(page), "none has failed so"
 
 

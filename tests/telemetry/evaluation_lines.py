@@ -9,6 +9,7 @@ def set_metrics(accuracy: float, prefix: str = "eval", **others: float) -> dict[
         "accuracy": accuracy,
         "answers": 64.0,
         "reward_mean": accuracy,
+        "reward_max": 1.0,
         "temperature": 0.0,
         "solved_at": 1.0,
         "length_mean": 7.0,
