@@ -195,7 +195,7 @@ def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_
     for path, command in named.items():
         with pytest.raises(UserError, match=rf"model.path '{path}' is no directory") as refused:
             check_run(settings(folder, model={"path": path}))
-        assert str(refused.value).endswith(f"Download the model with `hf download {command}")
+        assert str(refused.value).endswith(f"or download the model with `hf download {command}")
     with pytest.raises(UserError, match=r"model.path is empty; set it to"):
         check_run(settings(folder, model={"path": ""}))
 
