@@ -1,6 +1,6 @@
 """Benchmarks: each prints a table of numbers measured in one run.
 
-Their runs load environments, rewards and ledgers from this package in child processes, which import
+Their runs load environments and rewards from this package in child processes, which import
 nothing from the working directory. So the repository's root is on the path of those.
 """
 

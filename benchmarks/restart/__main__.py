@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.crash.run import prepare
-from benchmarks.restart.counters import SITE
 from benchmarks.restart.report import report
 from benchmarks.restart.run import RestartedRun, killed_run, scratch_run
 from benchmarks.rows import Row, append, missing, read
 from benchmarks.versus_trl import commit
+from tests.crash.run import prepare
 
 RESULTS = Path(__file__).parents[1] / "results"
 _PROBLEMS = 1000  # a batch may hold none twice
@@ -32,14 +31,12 @@ _PROBLEMS = 1000  # a batch may hold none twice
 
 @contextmanager
 def folder_of_runs() -> Iterator[Path]:
-    """A folder with the model, the problems and what makes engines count."""
+    """A folder with the model and the problems."""
     with tempfile.TemporaryDirectory(prefix="restart-") as scratch:
         root = Path(scratch)
         prepare(root)
         problems = [{"prompt": f"{i}+7=", "answer": i + 7} for i in range(_PROBLEMS)]
         (root / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
-        (root / "site").mkdir()
-        (root / "site" / "sitecustomize.py").write_text(SITE)
         yield root
 
 

@@ -1,9 +1,8 @@
 """Counters of one run's processes in files that are mapped into memory (`benchmarks.restart`).
 
 A page that a process has written to such a file stays there when the process is killed, so that
-the counters hold what the engines had generated at the moment of a SIGKILL. Engines and their
-hosts import this module by a `sitecustomize` that the benchmark writes; the rollout manager and
-the trainer load `CountingLedger` (`experiment.ledger`).
+the counters hold what the engines had generated at the moment of a SIGKILL. `COUNTING` puts them
+into the processes of a run (`tests/crash/injection.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -92,34 +92,26 @@ def trajectory_of(request_id: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+COUNTING: Final = {
+    "megatron_async.engines.simulated.engine": f"{__name__}:count_steps",
+    "megatron_async.engines.relay": f"{__name__}:count_back_pressure",
+    "megatron_async.engines.host": f"{__name__}:count_waits_for_the_store",
+    "megatron_async.train_loop.manager_client": f"{__name__}:count_batches",
+}
+"""Changes for `injection.injected`. The processes also need `VARIABLE`."""
+
+
 # ------------------------------------------------------------ in engines and their hosts
 
 
-def count_here() -> None:
-    """Count in this process, which is an engine or the host of one."""
-    if "megatron_async.engines.simulated.server" in sys.orig_argv:
-        _count_steps(Counters.of_this_process("engine"))
-    else:
-        _count_back_pressure(Counters.of_this_process("relay"))
-
-
-SITE = f"""import sys
-
-is_engine = "megatron_async.engines.simulated.server" in sys.orig_argv
-if is_engine or any(word.endswith("-host") for word in sys.orig_argv):
-    from {__name__} import {count_here.__name__}
-
-    {count_here.__name__}()
-"""
-
-
-def _count_steps(counters: Counters) -> None:
+def count_steps(module: ModuleType) -> None:
     """Count steps of the engine: the wait is the time from the end of one to that of the next.
 
     The number of a trajectory is its length, prompt included, as of the engine's newest token.
     """
-    from megatron_async.engines.simulated.engine import SimulatedEngine
-
+    if "megatron_async.engines.simulated.server" not in sys.orig_argv:
+        return  # another process imports the module for what it says of an engine
+    SimulatedEngine, counters = module.SimulatedEngine, Counters.of_this_process("engine")
     step, pause = SimulatedEngine._step, SimulatedEngine.pause
     busy_since = 0.0
 
@@ -145,10 +137,11 @@ def _count_steps(counters: Counters) -> None:
     SimulatedEngine.pause = counted_pause  # type: ignore[method-assign, assignment]
 
 
-def _count_back_pressure(counters: Counters) -> None:
+def count_back_pressure(module: ModuleType) -> None:
     """Count the waits of streams that are not read on, since the store has not written a chunk."""
-    from megatron_async.engines.relay import StreamRelay
-
+    if not any(word.endswith("-host") for word in sys.orig_argv):
+        return  # the rollout manager, which holds the other ends of the relays
+    StreamRelay, counters = module.StreamRelay, Counters.of_this_process("relay")
     room = StreamRelay._room
 
     async def counted_room(relay: StreamRelay, stream: int) -> None:
@@ -162,20 +155,25 @@ def _count_back_pressure(counters: Counters) -> None:
 # ------------------------------------------------------------ in the manager and the trainer
 
 
-class CountingLedger:
-    """What `experiment.ledger` names: counts what engines deliver, and the batches."""
+def count_waits_for_the_store(module: ModuleType) -> None:
+    """Let clients of engines count how long the reader of a stream takes for each chunk."""
+    hosted_engines = module.HostedEngines
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
-
-    def launcher(self, launcher: EngineLauncher) -> EngineLauncher:
-        """Return the launcher with clients that count the waits for the store."""
+    def counting_engines(*arguments: Any) -> CountingLauncher:
         _time_opening()
-        return cast("EngineLauncher", CountingLauncher(launcher))
+        return CountingLauncher(hosted_engines(*arguments))
 
-    def link(self, link: RolloutLink) -> RolloutLink:
-        """Return the link with batches that are counted and cut."""
-        return cast("RolloutLink", CountingLink(link))
+    module.HostedEngines = counting_engines  # type: ignore[attr-defined]
+
+
+def count_batches(module: ModuleType) -> None:
+    """Let the trainer's batches be counted and cut."""
+    placed_link = module.PlacedLink
+
+    def counting_link(*arguments: Any) -> CountingLink:
+        return CountingLink(placed_link(*arguments))
+
+    module.PlacedLink = counting_link  # type: ignore[attr-defined]
 
 
 def _time_opening() -> None:

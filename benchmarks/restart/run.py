@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 from contextlib import closing
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.crash.run import RunUnderFire, configuration
-from benchmarks.restart.counters import VARIABLE, Counters, CountingLedger, read_counters
+from benchmarks.restart.counters import COUNTING, VARIABLE, Counters, read_counters
 from benchmarks.rows import Row
 from megatron_async.files.disk import json_lines
+from tests.crash.injection import injected
+from tests.crash.run import RunUnderFire, configuration
 
-LEDGER = f"{Path(__file__).with_name('counters.py').resolve()}:{CountingLedger.__name__}"
 _LIMIT_SECONDS = 1200.0
 _POLL_SECONDS = 0.05
 _LENGTHS = (3600, 0.35)  # median, and deviation of the logarithm
@@ -60,7 +59,6 @@ def settings(root: Path, name: str, options: argparse.Namespace) -> dict[str, An
         # The product's defaults, which the crash test makes smaller.
         "store": {"chunk_tokens": options.chunk_tokens, "chunk_seconds": 2.0},
         "experiment": {
-            "ledger": LEDGER,
             "forced_lengths": lengths(answers, options.longest, options.seed),
         },
     }
@@ -73,7 +71,6 @@ class RestartedRun(RunUnderFire):
     def __init__(self, root: Path, name: str, options: argparse.Namespace) -> None:
         super().__init__(settings(root, name, options), random.Random(0), _LIMIT_SECONDS)
         self._lives = 0
-        self._paths = f"{root / 'site'}{os.pathsep}{os.environ['PYTHONPATH']}"
         self.began = 0.0
 
     @property
@@ -84,7 +81,6 @@ class RestartedRun(RunUnderFire):
     def live(self) -> None:
         """Start the run, or resume it."""
         self._lives += 1
-        self.environment = {VARIABLE: str(self.counters), "PYTHONPATH": self._paths}
         self.began = time.time()
         if self._lives == 1:
             file = self.directory.path.with_suffix(".yaml")
@@ -92,6 +88,10 @@ class RestartedRun(RunUnderFire):
             self._launch("--config", str(file))
         else:
             self.resume()
+
+    def _changes(self) -> dict[str, str]:
+        variables = injected(Path(self.config["root"]) / "site", COUNTING)
+        return {**variables, VARIABLE: str(self.counters)}
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process; return when all are dead."""

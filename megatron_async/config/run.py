@@ -161,9 +161,6 @@ class ExperimentConfig(Settings):
 
     forced_lengths: list[int] = Field(default_factory=list)
     """Response length of trajectory i is entry i modulo their number; empty = off."""
-    ledger: str | None = None
-    """Import path of a class that a crash test puts in front of the engines and of the trainer's
-    link (benchmarks/crash/ledger.py:Ledger); none = off."""
 
 
 class RunConfig(Settings):

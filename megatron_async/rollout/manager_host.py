@@ -61,16 +61,10 @@ class ManagerHost:
         task = await asyncio.to_thread(_task_of, config)
 
         from megatron_async.environments.workers import EnvironmentWorkers
-        from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
-        from megatron_async.runtime.import_path import load_object
         from megatron_async.scoring.interface import NoScorers, Scorers
         from megatron_async.scoring.workers import scorer_pool
 
-        launcher: EngineLauncher = engines
-        if config.experiment.ledger is not None:
-            ledger = load_object(config.experiment.ledger, "experiment.ledger")
-            launcher = ledger(directory.path).launcher(launcher)
         scorers: Scorers = NoScorers()
         if config.scores:
             settings = config.scorers.logging_to(directory.logs)
@@ -81,7 +75,7 @@ class ManagerHost:
             task=task,
             scorers=scorers,
             environments=environments,
-            launcher=launcher,
+            launcher=engines,
             store_file=directory.store_file,
             events_directory=directory.events if config.telemetry.record_events else None,
         )

@@ -16,7 +16,6 @@ from megatron_async.models.save import save_hf
 from megatron_async.places.addresses import place_at
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
-from megatron_async.runtime.import_path import load_object
 from megatron_async.scoring.identity import reward_identity
 from megatron_async.tasks.data_identity import data_identity
 from megatron_async.telemetry.health import HealthWatch
@@ -169,11 +168,7 @@ def _link(
 ) -> RolloutLink:
     place = place_at(place_address, directory.logs)
     stack.callback(place.close)
-    link = PlacedLink(config, place, stop.asked)
-    if config.experiment.ledger is None:
-        return link
-    ledger = load_object(config.experiment.ledger, "experiment.ledger")
-    return ledger(directory.path).link(link)  # type: ignore[no-any-return]
+    return PlacedLink(config, place, stop.asked)
 
 
 def writer(

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import megatron_async
-from benchmarks.crash.run import configuration, prepare
 from megatron_async import open_run
 from megatron_async.commands import library
 from megatron_async.commands.library import import_path_of, train
@@ -23,6 +22,7 @@ from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.rewards import Sample
+from tests.crash.run import configuration, prepare
 from tests.report.test_report import make_run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,8 +90,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(400)
 def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_path: Path) -> None:
     prepare(tmp_path)
-    changes = {"steps": 2, "experiment": {"ledger": None}}
-    config = configuration("sync", "simulated", tmp_path, "scripted", changes)
+    config = configuration("sync", "simulated", tmp_path, "scripted", {"steps": 2})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.__main__ import plan_of_kills
-from benchmarks.crash.checks import (
+from megatron_async.engines.simulated.engine import SimulatedEngineModel
+from megatron_async.trajectory.types import PolicyVersion
+from tests.crash.__main__ import plan_of_kills
+from tests.crash.checks import (
     CHECKS,
     Rules,
     audit,
@@ -30,8 +32,8 @@ from benchmarks.crash.checks import (
     tokens_lost,
     weights_of,
 )
-from benchmarks.crash.episodes import Call, Episode, repeats, went_on
-from benchmarks.crash.evidence import (
+from tests.crash.episodes import Call, Episode, repeats, went_on
+from tests.crash.evidence import (
     Attach,
     Batch,
     Evidence,
@@ -41,10 +43,8 @@ from benchmarks.crash.evidence import (
     Seen,
     read_arrivals,
 )
-from benchmarks.crash.faults import Injected
-from benchmarks.crash.run import PARTS
-from megatron_async.engines.simulated.engine import SimulatedEngineModel
-from megatron_async.trajectory.types import PolicyVersion
+from tests.crash.faults import Injected
+from tests.crash.run import PARTS
 
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)
 STOP, LENGTH = 2, 8

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.crash.faults import Fault
-from benchmarks.crash.world import Result, settings, suffer
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.engine_slot import EngineSlot, VersionGate
 from megatron_async.rollout.generation import RunningRequest
@@ -27,6 +25,8 @@ from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, RequestKey
+from tests.crash.faults import Fault
+from tests.crash.world import Result, settings, suffer
 from tests.store.disk import needs_compiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
@@ -166,7 +166,7 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
 @pytest.mark.timeout(300)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     """As many as fit into three minutes; a failure prints the command that repeats its sequence."""
-    command = [sys.executable, "-m", "benchmarks.crash.fault_programme", "--faults", "500"]
+    command = [sys.executable, "-m", "tests.crash.fault_programme", "--faults", "500"]
     command += ["--seed", "7", "--seconds", "150", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=dict(os.environ), check=False

@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.crash.fault_programme import PRESETS, Plan, is_due_to_a_slow_machine
-from benchmarks.crash.faults import (
+from megatron_async.config import build_config
+from megatron_async.files.disk import append_json_lines
+from tests.crash.fault_programme import PRESETS, Plan, is_due_to_a_slow_machine
+from tests.crash.faults import (
     KINDS,
     TOLERATED,
     Injected,
@@ -21,11 +23,9 @@ from benchmarks.crash.faults import (
     may_end,
     sequence,
 )
-from benchmarks.crash.processes import LONGER, Programme
-from benchmarks.crash.run import RunUnderFire
-from benchmarks.crash.world import Result, episode_settings, rules_of, settings
-from megatron_async.config import build_config
-from megatron_async.files.disk import append_json_lines
+from tests.crash.processes import LONGER, Programme
+from tests.crash.run import RunUnderFire
+from tests.crash.world import Result, episode_settings, rules_of, settings
 from tests.store.disk import needs_compiler
 
 

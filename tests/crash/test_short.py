@@ -1,4 +1,4 @@
-"""The crash test of `benchmarks/crash`, short and with a fixed seed: real processes, real kills.
+"""The crash test of `tests/crash`, short and with a fixed seed: real processes, real kills.
 
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
 whole tree at the end of both; the first run then goes back to an older checkpoint. Episodes under
@@ -17,10 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.__main__ import Account, one_run
-from benchmarks.crash.checks import audit
-from benchmarks.crash.evidence import gather
-from benchmarks.crash.run import (
+from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.commands.report import write_report
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.environments.calls import Call
+from megatron_async.environments.chat import ChatCall
+from megatron_async.environments.gateway import Gateway
+from tests.crash.__main__ import Account, one_run
+from tests.crash.checks import audit
+from tests.crash.evidence import gather
+from tests.crash.run import (
     RunUnderFire,
     Target,
     configuration,
@@ -29,12 +35,6 @@ from benchmarks.crash.run import (
     prepare,
     rules_of,
 )
-from megatron_async.checkpoint.manifest import list_checkpoints
-from megatron_async.commands.report import write_report
-from megatron_async.config.rollout import SamplingConfig
-from megatron_async.environments.calls import Call
-from megatron_async.environments.chat import ChatCall
-from megatron_async.environments.gateway import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 

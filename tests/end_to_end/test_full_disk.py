@@ -11,11 +11,11 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.crash.checks import DONE
-from benchmarks.crash.evidence import look
-from benchmarks.crash.run import configuration, prepare
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.reader import StoreReader
+from tests.crash.checks import DONE
+from tests.crash.evidence import look
+from tests.crash.run import configuration, prepare
 from tests.end_to_end.test_survives_kills import Run, assert_trained_once, steps_done
 from tests.small_disk import SmallDisk, small_disk
 
@@ -26,7 +26,6 @@ CHANGES = {
     "trainer": {"max_restarts": 0},
     "engines": {"count": 1, "max_manager_restarts": 0},
     "store": {"compact_after_checkpoints": 1000},
-    "experiment": {"ledger": None},
 }
 
 

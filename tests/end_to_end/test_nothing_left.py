@@ -17,9 +17,9 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.crash.run import configuration, prepare
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
+from tests.crash.run import configuration, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TRAIN = ("-m", "megatron_async.cli", "train", "--config", "run.yaml")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.crash.run import configuration, prepare
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.run_directory import RunDirectory, RunOutcome
+from tests.crash.run import configuration, prepare
 from tests.end_to_end.test_survives_kills import Run, steps_done
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -18,7 +18,6 @@ CHANGES = {
     "steps": 2,
     "trainer": {"max_restarts": 0},
     "engines": {"count": 1, "max_manager_restarts": 0},
-    "experiment": {"ledger": None},
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from benchmarks.crash.run import configuration, prepare
 from megatron_async.config import build_config
 from megatron_async.engines.host import HostedEngines
 from megatron_async.places.local import local_place
+from tests.crash.run import configuration, prepare
 
 
 def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) -> None:

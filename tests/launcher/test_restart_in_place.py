@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.crash.run import RunFailed, RunUnderFire, configuration, prepare
 from megatron_async.files.disk import json_lines
 from megatron_async.telemetry.metrics import read_metrics
+from tests.crash.run import RunFailed, RunUnderFire, configuration, prepare
 from tests.launcher.test_processes import wait_for
 
 KILLS = 3

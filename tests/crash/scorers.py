@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from megatron_async.config import RunConfig
 from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.scoring.count import ScorerCount
@@ -17,6 +16,7 @@ from megatron_async.scoring.interface import Score
 from megatron_async.scoring.work import Work
 from megatron_async.scoring.workers import ScorerWorker
 from megatron_async.trajectory.types import Prompt
+from tests.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 
 _SCORERS = 2
 

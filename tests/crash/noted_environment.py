@@ -17,8 +17,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crash.hostile_reward import take
 from megatron_async.environments import Answer, Step
+from tests.crash.hostile_reward import take
 
 _TOOL_SECONDS = 0.02
 _TURNS = (3, 8)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
-from benchmarks.crash import episodes as episodes
-from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
-from benchmarks.crash.faults import KINDS, excused
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
+from tests.crash import episodes as episodes
+from tests.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
+from tests.crash.faults import KINDS, excused
 
 DONE = ("finished", "scored", CONSUMED, "dropped")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from benchmarks.crash.noted_environment import note
+from tests.crash.noted_environment import note
 
 _TOOL_SECONDS = 0.02
 _CALLS = (3, 8)

@@ -25,9 +25,6 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from benchmarks.crash.checks import Rules
-from benchmarks.crash.evidence import Evidence, Seen, gather, look, open_names
-from benchmarks.crash.ledger import Account, arrivals_file, calls_file, faults_file
 from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.server import engine_model
 from megatron_async.environments.conversation import Conversation
@@ -36,6 +33,17 @@ from megatron_async.models.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.telemetry.metrics import read_metrics
+from tests.crash.checks import Rules
+from tests.crash.evidence import Evidence, Seen, gather, look, open_names
+from tests.crash.injection import injected
+from tests.crash.ledger import (
+    LEDGER,
+    RUN_VARIABLE,
+    Account,
+    arrivals_file,
+    calls_file,
+    faults_file,
+)
 
 Target = Literal["trainer", "manager", "engine", "scorer", "worker", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
@@ -128,7 +136,6 @@ def configuration(
         "weights": {"timeout_seconds": 60},
         "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
         "telemetry": {"progress": "lines", "tensorboard": False},
-        "experiment": {"ledger": f"{Path(__file__).with_name('ledger.py').resolve()}:Ledger"},
     }
     if simulated:
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
@@ -242,6 +249,11 @@ class RunUnderFire:
         if self._process is not None and self._process.poll() is None:
             self._kill_tree()
 
+    def _changes(self) -> dict[str, str]:
+        """Variables of the processes by which they note what happens."""
+        variables = injected(Path(self.config["root"]) / "site", LEDGER)
+        return {**variables, RUN_VARIABLE: str(self.directory.path)}
+
     def _launch(self, *arguments: str) -> None:
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -249,7 +261,12 @@ class RunUnderFire:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    **self.environment,
+                    **self._changes(),
+                },
                 start_new_session=True,
             )
 

@@ -1,9 +1,9 @@
 """The ledger: what reached the rollout manager and the trainer, written beside the store.
 
-A crash test needs to know what there was to lose without asking what may have lost it. A run loads
-`Ledger` by import path (`experiment.ledger`). Each note is one JSON line in one `write` to a file
-opened for appending, made before what it is about goes any further: they survive the death of the
-process, and nothing is in the store that is not in them.
+A crash test needs to know what there was to lose without asking what may have lost it. `LEDGER`
+puts `NotingLauncher` and `NotingLink` into a run's processes (`injection.py`). Each note is one
+JSON line in one `write` to a file opened for appending, made before what it is about goes any
+further. So notes survive the death of the process, and nothing is in the store that is not in them.
 
 arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from
 the start of the prompt; a line without `ids` is the start of a request, with its `input`):
@@ -37,7 +37,8 @@ import re
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, cast
+from types import ModuleType
+from typing import Any, Final
 
 from megatron_async.engines.interface import (
     EngineClient,
@@ -74,20 +75,32 @@ def faults_file(run: Path) -> Path:
     return run / "ledger" / "faults.jsonl"
 
 
-class Ledger:
-    """What `experiment.ledger` names: stands in front of a run's launcher and manager."""
+LEDGER: Final = {
+    "megatron_async.engines.host": f"{__name__}:note_engines",
+    "megatron_async.train_loop.manager_client": f"{__name__}:note_batches",
+}
+"""Changes for `injection.injected`. The processes also need `RUN_VARIABLE`: the run's directory."""
+RUN_VARIABLE: Final = "CRASH_TEST_RUN"
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
 
-    def launcher(self, launcher: EngineLauncher) -> EngineLauncher:
-        """Its starts are noted, and its clients note what they deliver."""
-        arrivals, engines = Account(arrivals_file(self._run)), Account(engines_file(self._run))
-        return cast(EngineLauncher, NotingLauncher(launcher, arrivals, engines))
+def note_engines(module: ModuleType) -> None:
+    """Let the rollout manager note the starts of its engines, and what they deliver."""
+    hosted_engines = module.HostedEngines
 
-    def link(self, link: RolloutLink) -> RolloutLink:
-        """What goes through it is noted."""
-        return cast(RolloutLink, NotingLink(link, Account(trained_file(self._run))))
+    def noting_engines(*arguments: Any) -> NotingLauncher:
+        return NotingLauncher(hosted_engines(*arguments), Path(os.environ[RUN_VARIABLE]))
+
+    module.HostedEngines = noting_engines  # type: ignore[attr-defined]
+
+
+def note_batches(module: ModuleType) -> None:
+    """Let the trainer note its attaches, batches and drops."""
+    placed_link = module.PlacedLink
+
+    def noting_link(*arguments: Any) -> NotingLink:
+        return NotingLink(placed_link(*arguments), Path(os.environ[RUN_VARIABLE]))
+
+    module.PlacedLink = noting_link  # type: ignore[attr-defined]
 
 
 class Account:
@@ -104,10 +117,10 @@ class Account:
 class NotingLauncher:
     """Another launcher, with a note of every start; its clients note what they deliver."""
 
-    def __init__(self, launcher: EngineLauncher, arrivals: Account, engines: Account) -> None:
+    def __init__(self, launcher: EngineLauncher, run: Path) -> None:
         self._launcher = launcher
-        self._arrivals = arrivals
-        self._engines = engines
+        self._arrivals = Account(arrivals_file(run))
+        self._engines = Account(engines_file(run))
         self._life = uuid.uuid4().hex
 
     async def launch(self, index: int) -> EngineClient:
@@ -147,10 +160,10 @@ class NotingClient(ForwardingClient):
 class NotingLink:
     """Another link, with a note of every attach, batch and drop."""
 
-    def __init__(self, link: RolloutLink, account: Account) -> None:
+    def __init__(self, link: RolloutLink, run: Path) -> None:
         self._link = link
         self._lineage = 0
-        self._account = account
+        self._account = Account(trained_file(run))
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage

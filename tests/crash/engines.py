@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from benchmarks.crash.checks import weights_of
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
@@ -29,6 +28,7 @@ from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEn
 from megatron_async.engines.simulated.server import SimulatedServer
 from megatron_async.errors import ProcessKilled
 from megatron_async.trajectory.types import PolicyVersion
+from tests.crash.checks import weights_of
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]

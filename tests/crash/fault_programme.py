@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crash.fault_programme --faults 500 --seed 1 [--episodes] [--only N]`
+"""`python -m tests.crash.fault_programme --faults 500 --seed 1 [--episodes] [--only N]`
 
 Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
 left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.crash.checks import CHECKS
-from benchmarks.crash.disk import Edges, build_library
-from benchmarks.crash.faults import KINDS, Fault, kinds_at, sequence
-from benchmarks.crash.processes import PROCESS_KINDS, suffer_in_processes
-from benchmarks.crash.world import Result, episode_settings, settings, suffer
+from tests.crash.checks import CHECKS
+from tests.crash.disk import Edges, build_library
+from tests.crash.faults import KINDS, Fault, kinds_at, sequence
+from tests.crash.processes import PROCESS_KINDS, suffer_in_processes
+from tests.crash.world import Result, episode_settings, settings, suffer
 
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 ON_SCORER_FAILURE = ("zero", "drop")
@@ -176,14 +176,14 @@ def _with_edges(arguments: list[str], root: Path) -> None:
     environment = Edges(root / "page").environment(library, root)
     os.execve(
         sys.executable,
-        [sys.executable, "-m", "benchmarks.crash.fault_programme", *arguments, "--keep", str(root)],
+        [sys.executable, "-m", "tests.crash.fault_programme", *arguments, "--keep", str(root)],
         environment,
     )
 
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 when every promise was kept."""
-    parser = argparse.ArgumentParser(prog="benchmarks.crash.fault_programme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.crash.fault_programme", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
         _with_edges(arguments, root.absolute())
     root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
-    command = f"python -m benchmarks.crash.fault_programme --faults {parsed.faults}"
+    command = f"python -m tests.crash.fault_programme --faults {parsed.faults}"
     if parsed.engine:
         command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
     command += " --episodes" if parsed.episodes else ""

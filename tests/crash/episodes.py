@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.crash.noted_environment import OPENING
+from tests.crash.noted_environment import OPENING
 
 MADE_UP = "Yes."  # what is played before a run starts
 ENDED = ("finished", "scored", "batched")

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crash.checks import audit
-from benchmarks.crash.disk import Edges, build_library
-from benchmarks.crash.evidence import gather
-from benchmarks.crash.faults import KINDS, Fault
-from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH
-from benchmarks.crash.run import RunFailed, RunUnderFire, configuration, prepare, rules_of
-from benchmarks.crash.world import Result
+from tests.crash.checks import audit
+from tests.crash.disk import Edges, build_library
+from tests.crash.evidence import gather
+from tests.crash.faults import KINDS, Fault
+from tests.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH
+from tests.crash.run import RunFailed, RunUnderFire, configuration, prepare, rules_of
+from tests.crash.world import Result
 
 PROCESS_KINDS = (
     "engine hangs",

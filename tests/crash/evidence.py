@@ -19,15 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crash.episodes import Call, Episode, calls_of, name_of
-from benchmarks.crash.faults import Injected
-from benchmarks.crash.ledger import (
-    arrivals_file,
-    calls_file,
-    engines_file,
-    faults_file,
-    trained_file,
-)
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.lineage import Consumption
@@ -40,6 +31,15 @@ from megatron_async.store.reader import (
 )
 from megatron_async.store.schema import connect
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
+from tests.crash.episodes import Call, Episode, calls_of, name_of
+from tests.crash.faults import Injected
+from tests.crash.ledger import (
+    arrivals_file,
+    calls_file,
+    engines_file,
+    faults_file,
+    trained_file,
+)
 
 CONSUMED = "batched"
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.crash.checks import weights_of
-from benchmarks.crash.ledger import Account, trained_file
 from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
@@ -33,6 +31,8 @@ from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
+from tests.crash.checks import weights_of
+from tests.crash.ledger import Account, trained_file
 
 _KEPT_CHECKPOINTS = 2
 _CHECKPOINT_STEPS = 2

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--episodes] [--cluster ray]
+"""`python -m tests.crash --engine simulated --kills 200 --seed 1 [--episodes] [--cluster ray]
 [--out F]`
 
 Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crash.checks import CHECKS, audit, tokens_lost
-from benchmarks.crash.episodes import repeats, went_on
-from benchmarks.crash.run import (
+from tests.crash.checks import CHECKS, audit, tokens_lost
+from tests.crash.episodes import repeats, went_on
+from tests.crash.run import (
     PARTS,
     PARTS_OF_EPISODES,
     TARGETS,
@@ -140,7 +140,7 @@ def table(accounts: dict[str, Account]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 when every promise was kept."""
-    parser = argparse.ArgumentParser(prog="benchmarks.crash", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.crash", description=__doc__)
     parser.add_argument("--engine", choices=("simulated", "sglang"), default="simulated")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
 
 def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: float) -> str:
     """The table with the command, and every broken promise."""
-    command = f"python -m benchmarks.crash --engine {parsed.engine} --kills {parsed.kills}"
+    command = f"python -m tests.crash --engine {parsed.engine} --kills {parsed.kills}"
     if parsed.kills_of_a_run != _KILLS_OF_A_RUN:
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"
     if parsed.episodes:

@@ -20,20 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import psutil
 
-from benchmarks.crash.checks import Rules, audit
-from benchmarks.crash.engines import EngineThread, FaultyLauncher, Served
-from benchmarks.crash.evidence import Seen, gather, look
-from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
-from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, reward_of
-from benchmarks.crash.ledger import Account, Ledger, faults_file
-from benchmarks.crash.run import answer_decoder, lag_bound, of_episodes
-from benchmarks.crash.scorers import PlainScorer, ScorerProcesses, text_of
-from benchmarks.crash.trainer import Trainer
 from megatron_async.checkpoint.manifest import (
     list_checkpoints,
 )
@@ -44,11 +35,21 @@ from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.tiny_model import EOS_ID, VOCAB_SIZE, write_character_tokenizer
 from megatron_async.places.local import local_place
+from megatron_async.rollout.fleet import EngineLauncher
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import Prompt
+from tests.crash.checks import Rules, audit
+from tests.crash.engines import EngineThread, FaultyLauncher, Served
+from tests.crash.evidence import Seen, gather, look
+from tests.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
+from tests.crash.hostile_reward import COMMAND_VARIABLE, reward_of
+from tests.crash.ledger import Account, NotingLauncher, faults_file
+from tests.crash.run import answer_decoder, lag_bound, of_episodes
+from tests.crash.scorers import PlainScorer, ScorerProcesses, text_of
+from tests.crash.trainer import Trainer
 
 STOP_TOKEN = 2
 MODEL = SimulatedEngineModel(
@@ -282,7 +283,7 @@ class World:
             task=task,
             environments=environments,
             scorers=scorer,
-            launcher=Ledger(self.directory.path).launcher(self._launcher),
+            launcher=cast(EngineLauncher, NotingLauncher(self._launcher, self.directory.path)),
             store_file=self.directory.store_file,
             events_directory=None,
         )
