@@ -1,4 +1,4 @@
-"""An environment whose every reply takes its time (`slots.py`)."""
+"""An environment whose every reply takes its time (`simulated_episode.py`)."""
 
 from __future__ import annotations
 

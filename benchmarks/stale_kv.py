@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import command_line
-from benchmarks.papers.training import GROUP, configure, train
-from benchmarks.recipes import row_of, table
+from benchmarks.papers.training import GROUP, Training, configure, train
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, PauseMode
@@ -46,6 +45,52 @@ SAMPLING_SECONDS = 600.0
 KEEP, RECOMPUTE = "in flight, cache kept", "in flight, cache recomputed"
 WHOLE, FLOOR = "whole, g versions old", "whole, on-policy (floor)"
 PAUSES: dict[str, PauseMode] = {KEEP: "in_place", RECOMPUTE: "retract"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: accuracies in percent, reward and spread over its last quarter."""
+
+    name: str
+    before: float
+    after: float
+    reward: float
+    worst_drop: float
+    seconds: float
+    ess: float
+    lag_mean: float
+    lag_max: float
+
+
+def row_of(run: Training) -> Row:
+    """Return the row of a training."""
+    rewards = np.array(run.series("rollout/reward_mean"))
+    return Row(
+        run.name,
+        run.before,
+        run.after,
+        run.final_reward,
+        float((np.maximum.accumulate(rewards) - rewards).max()),
+        run.seconds,
+        run.mean("off_policy/ess"),
+        run.mean("rollout/lag_mean"),
+        run.largest("rollout/lag_max"),
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Return a Markdown table of trainings."""
+    out = [
+        "| run | accuracy before | after | reward, last quarter | largest fall of reward "
+        "| wall s | ESS | lag mean / max |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    out += [
+        f"| {r.name} | {r.before:.1f} % | {r.after:.1f} % | {r.reward:.3f} | {r.worst_drop:.3f} "
+        f"| {r.seconds:.0f} | {r.ess:.3f} | {r.lag_mean:.2f} / {r.lag_max:.0f} |"
+        for r in rows
+    ]
+    return "\n".join(out)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine_peers, schedules, trainer_alone, versus_trl
+from benchmarks import schedules, versus_trl
 from benchmarks.rows import append, missing, read, spread
 
 
@@ -59,32 +59,6 @@ def test_a_system_without_its_pair_has_no_ratio() -> None:
     text = versus_trl.table([versus_row("trl", 1, 6.0, [0.6, 0.9])])
     assert "| tail | trl | 1 |" in text
     assert "by seed" not in text
-
-
-def test_trainers_are_compared_round_by_round() -> None:
-    rates = {"megatron_async": (300.0, 400.0), "plain torch loop": (200.0, 100.0)}
-    rows = [
-        {"round": n, "system": s, "tokens_per_second": rate, "losses": [4.0, 2.0]}
-        for s, both in rates.items()
-        for n, rate in enumerate(both)
-    ]
-    line = trainer_alone.table(rows).splitlines()[-1]
-    assert line == (
-        "| plain torch loop | 2 | 150 (100 to 200) | 2.75 (1.50 to 4.00) | 4.0000, 2.0000 |"
-    )
-
-
-def test_the_engine_is_compared_at_equal_sizes_only() -> None:
-    def row(requests: int, engine: float) -> dict[str, Any]:
-        sizes = {"name": "m", "phase": "decode", "requests": requests, "prompt": 8, "new": 128}
-        return {**sizes, "engine": engine, "threads_1": 100.0, "threads_2": 200.0}
-
-    lines = engine_peers.table([row(32, 150), row(96, 900), row(32, 250)]).splitlines()
-    assert lines[2] == (
-        "| m | decode | 32 | 8 + 128 | 2 | 200 (150 to 250) | 100 (100 to 100) | 200 (200 to 200) "
-        "| 2.00 (1.50 to 2.50) | 1.00 (0.75 to 1.25) |"
-    )
-    assert lines[3].startswith("| m | decode | 96 | 8 + 128 | 1 | 900 ")
 
 
 def schedule_row(
@@ -189,14 +163,6 @@ def test_pairs_alternate() -> None:
     assert len(wanted) == 5 * 2 * 2
     assert [piece["preset"] for piece in wanted] == ["sync", "copris"] * 10
     assert {piece["sizes"]["warm_up"] for piece in wanted} == {12}
-
-
-def test_prompts_of_a_padded_batch_are_not_learned() -> None:
-    from benchmarks.trainer_alone_worker import padded
-
-    batch = padded([[[5, 6], [7]], [[8], [9, 10, 11]]])
-    assert batch["labels"].tolist() == [[-100, -100, 7, -100], [-100, 9, 10, 11]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
 
 def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:

@@ -12,13 +12,51 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_async.checkpoint.placement import stage_slots
 from megatron_async.cli import app
 from megatron_async.errors import UserError
+from megatron_async.models.export import buckets
+from megatron_async.models.families import read_architecture
+from megatron_async.models.save import write_model_directory
 from megatron_async.trajectory.types import PolicyVersion
 from tests.hf_models import save_hf_model, tensors_of
 
 if TYPE_CHECKING:
     from tests.engine import EngineUnderTest
+
+
+def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
+    """A random bf16 Llama of about this size; its bytes."""
+    layers = max(1, round(gigabytes / 0.25))  # a layer of this shape has 0.25 GB
+    config = {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 24,
+        "num_hidden_layers": layers + layers % 2,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    shape_only = folder.parent / "config"
+    shape_only.mkdir()
+    (shape_only / "config.json").write_text(json.dumps(config))
+    architecture = read_architecture(shape_only)
+    total = 0
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors():  # type: ignore[no-untyped-def]
+        nonlocal total
+        for slot in stage_slots(architecture, 0, 1):
+            for name, shape in zip(slot.tensor_names, slot.rule.shapes, strict=True):
+                # Below the bits of infinity: a conversion refuses what no model has.
+                bits = torch.randint(0, 0x7F80, shape, generator=generator, dtype=torch.int16)
+                total += bits.nbytes
+                yield name, bits.view(torch.bfloat16)
+
+    write_model_directory(buckets(tensors(), int(shard_gb * 1e9)), folder, shape_only)
+    return total
 
 
 def call(*arguments: object) -> str:
@@ -51,11 +89,11 @@ def test_the_command_converts_there_and_back_with_index_and_progress(tmp_path: P
 
 
 _PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # not ru_maxrss, which a child inherits from the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 source, checkpoint, back = map(Path, sys.argv[1:])
 hf_to_megatron(source, checkpoint, tensor=2, pipeline=2)
@@ -68,9 +106,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_memory_is_at_most_twice_the_largest_file_whatever_the_size(tmp_path: Path) -> None:
-    """0.9 GB in files of 0.2 GB; benchmarks/convert.py measures several GB."""
-    from benchmarks.convert import write_source
-
+    """A source of 0.9 GB in files of 0.2 GB."""
     source = tmp_path / "source"
     write_source(source, gigabytes=0.5, shard_gb=0.2)
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
