@@ -125,12 +125,13 @@ def _command(settings: AgentConfig) -> Program:
             await process.wait()
         if process.returncode:
             text = errors.decode(errors="replace")
-            remedy = (
-                f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB more "
-                "than its start takes: raise it"
-            )
             ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
-            raise EnvironmentFault(ended + remedy * bool(_OUT_OF_MEMORY.search(text)))
+            if _OUT_OF_MEMORY.search(text):
+                ended += (
+                    f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB "
+                    "more than its start takes: raise it"
+                )
+            raise EnvironmentFault(ended)
         return _last_line(output, where)
 
     return run

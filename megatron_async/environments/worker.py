@@ -178,19 +178,16 @@ class EnvironmentWorker:
     async def _stepped(
         self, player: Player, answer: Answer, reply: Reply, room: int, last: bool
     ) -> Stepped:
-        ended = "stop" if reply.done else "length" if last else None
-        token_ids = None
-        if ended is None:
+        seen = self._seen(answer)
+        if not reply.done and not last:
             token_ids = await player.read(
                 lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
             )
-            ended = "length" if len(token_ids) > room else None
-        seen = self._seen(answer)
-        if ended is None:
-            state = await player.state()
-            given = with_parts(seen, reply.parts)
-            new = (reply.messages, token_ids, state)
-            return Stepped(given, reply.reward, *new, parent=answer.turn)
+            if len(token_ids) <= room:
+                given = with_parts(seen, reply.parts)
+                new = (reply.messages, token_ids, await player.state())
+                return Stepped(given, reply.reward, *new, parent=answer.turn)
+        ended = "stop" if reply.done else "length"
         final, parts = await player.final_reward()
         return Stepped(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
 

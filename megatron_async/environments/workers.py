@@ -107,8 +107,8 @@ class EnvironmentWorkers:
         self, number: int, key: str, payload: Mapping[str, Any], room: int | None = None
     ) -> Opened:
         """See `EnvironmentWorker.begin`; `number` is the episode's, `room` for agents alone."""
-        asked = ("begin", key, payload, *((room,) if self._of_agents else ()))
-        return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
+        given = (payload, room) if self._of_agents else (payload,)
+        return await self._call(number, 1, "begin", key, *given)  # type: ignore[no-any-return]
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """See `EnvironmentWorker.rehearse`."""

@@ -126,15 +126,20 @@ def torchrun(
         if rendezvous is None:
             environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
             rendezvous = (
-                *("--rdzv-backend=c10d", "--rdzv-id=run", "--local-addr=127.0.0.1"),
-                *(f"--rdzv-endpoint={place}/agent", "--rdzv-conf=store_type=file"),
+                "--rdzv-backend=c10d",
+                "--rdzv-id=run",
+                "--local-addr=127.0.0.1",
+                f"--rdzv-endpoint={place}/agent",
+                "--rdzv-conf=store_type=file",
             )
         command = [
             *module_command("torch.distributed.run", *rendezvous),
             f"--nproc-per-node={ranks}",
             f"--max-restarts={max_restarts}",
             f"--log-dir={place}",
-            *("-m", module, *arguments),
+            "-m",
+            module,
+            *arguments,
         ]
         child = Child(command, log_file, environment)
         try:

@@ -99,8 +99,9 @@ class Episodes:
 
     def recovered(self, groups: Sequence[ev.RecoveredGroup]) -> None:
         """Open episodes of a life before go on, with the time for which they had been played."""
-        members = [known for group in groups for known in group.trajectories]
-        for known in members if self._episodes is not None else ():
+        if self._episodes is None:
+            return
+        for known in (known for group in groups for known in group.trajectories):
             if known.state in (TrajectoryState.WAITING, TrajectoryState.PARTIAL):
                 turns = self._store.load_trajectory(known.trajectory_id).turns
                 before = (turns[-2].answer or {}).get(PLAYED, 0.0) if len(turns) > 1 else 0.0
@@ -246,7 +247,8 @@ class Episodes:
     def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
         """Count a failure of an environment; return what follows from it."""
         lost = isinstance(error, ReplayDiffers)  # with a worker hundreds are, at once
-        self._failures += not lost
+        if not lost:
+            self._failures += 1
         self._warn(trajectory_id, str(error))
         if self._failures >= FAILURES:
             self._background.fail(

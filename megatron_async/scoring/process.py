@@ -95,12 +95,13 @@ class ScorerProcess:
                 raise UserError(first["user_error"])
         except (ScorerTimeout, ScorerCrash) as error:
             self.end()
-            killed = self._keeper.returncode < 0 or (self._exit_code or 0) < 0
             names = ", ".join(part.name for part in self._settings.parts)
-            hangs = StartHangs if isinstance(error, ScorerTimeout) else ComponentFailure
-            raise (ProcessKilled if killed else hangs)(
-                f"a scorer process of reward {names} did not start ({error}): {self._output}"
-            ) from error
+            why = f"a scorer process of reward {names} did not start ({error}): {self._output}"
+            if self._keeper.returncode < 0 or (self._exit_code or 0) < 0:
+                raise ProcessKilled(why) from error
+            if isinstance(error, ScorerTimeout):
+                raise StartHangs(why) from error
+            raise ComponentFailure(why) from error
         except BaseException:
             self.end()
             raise

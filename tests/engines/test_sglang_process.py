@@ -261,14 +261,14 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     )
     command = " ".join(server_command(settings, tmp_path, 1234, "cuda"))
     for part in (
-        f"--model-path {tmp_path}",
-        "--port 1234",
-        "--device cuda",
-        "--dtype bfloat16",
-        "--tp-size 2",
+        f"--model-path={tmp_path}",
+        "--port=1234",
+        "--device=cuda",
+        "--dtype=bfloat16",
+        "--tp-size=2",
         "--max-running-requests 9",
         "--context-length 512",
-        "--stream-interval 5",
+        "--stream-interval=5",
         "--weight-version=-1.0",
         "--mem-fraction-static 0.5",
     ):
@@ -276,7 +276,7 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     assert "attention-backend" not in command
     assert "--disable-overlap-schedule" not in command
     on_cpu = " ".join(server_command(settings, tmp_path, 1234, "cpu"))
-    assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+    assert "--attention-backend torch_batched" in on_cpu and "--dtype=float32" in on_cpu
 
 
 def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path) -> None:

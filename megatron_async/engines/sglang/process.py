@@ -96,22 +96,23 @@ def server_command(
     dtype = resolve_dtype(settings, device)
     command = [
         *module_command("megatron_async.engines.sglang.server"),
-        *("--model-path", str(model_path)),
-        *("--host", settings.host),
-        *("--port", str(port)),
-        *("--device", device),
-        *("--dtype", dtype),
-        *([] if dtype == "float32" else ["--enable-fp32-lm-head"]),
-        *("--tp-size", str(settings.tensor)),
+        f"--model-path={model_path}",
+        f"--host={settings.host}",
+        f"--port={port}",
+        f"--device={device}",
+        f"--dtype={dtype}",
+        f"--tp-size={settings.tensor}",
         f"--weight-version={NO_VERSION}",
-        *("--stream-interval", str(settings.stream_interval)),
+        f"--stream-interval={settings.stream_interval}",
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
         "--enable-metrics",
-        *("--log-level", "info"),
-        *("--log-level-http", "warning"),
-        *("--decode-log-interval", "500"),
+        "--log-level=info",
+        "--log-level-http=warning",
+        "--decode-log-interval=500",
     ]
+    if dtype != "float32":
+        command.append("--enable-fp32-lm-head")
     if device == "cpu":
         # An idle scheduler otherwise polls without pause and takes the trainer's cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
@@ -207,10 +208,10 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
     """The command line of one simulated server."""
     return [
         *module_command("megatron_async.engines.simulated.server"),
-        *("--model-path", str(model_path)),
-        *("--port", str(port)),
+        f"--model-path={model_path}",
+        f"--port={port}",
         f"--weight-version={NO_VERSION}",
-        *("--settings", settings.model_dump_json(exclude={"api_key"})),
+        f"--settings={settings.model_dump_json(exclude={'api_key'})}",
     ]
 
 

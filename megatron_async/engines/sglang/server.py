@@ -103,9 +103,10 @@ def install() -> None:
         return
     ahead = updater.AheadHooks()
     drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
+    if on_cpu:
+        hooks.put_in([drawn])
     hooks.put_in(
         [
-            *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
             (_LOADS, _loads_in_own_directory, "AROUND", "each start leaves a file"),
             (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
@@ -142,7 +143,9 @@ def main() -> None:
     hold_lifeline(_remove_files)
     key = take_key()
     # One word: a key may begin with a dash.
-    arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
+    arguments = sys.argv[1:]
+    if key:
+        arguments.append(f"--api-key={key}")
     with unsearched(frozen=True):
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints.http_server import app
