@@ -13,7 +13,6 @@ Invariants
 import asyncio
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +27,14 @@ from megatron_async.files.bounded_log import BoundedLog
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory
 from megatron_async.places import sockets
-from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.places.child_process import (
+    ChildProcess,
+    kill_group,
+    module_command,
+    wait_until_ended,
+)
 from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
 from megatron_async.places.placed import request_of, result_of
-from megatron_async.runtime.child_process import module_command, start_child, wait_until_ended
 from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -228,46 +231,40 @@ class _Process:
         return not self._dead and self._running.returncode is None
 
     def _spawn(self) -> None:
-        """Start the process; its lifeline is held here."""
+        """Start the process."""
         given = os.memfd_create(self._path.name)
         os.write(given, self._content)
         os.lseek(given, 0, os.SEEK_SET)
-        read_end, self._lifeline = os.pipe()
         number = self._listening.fileno()
-        self._environment[LIFELINE_VARIABLE] = str(read_end)
         self._began = time.monotonic()
         try:
             with writing(self._log):
                 self._output = BoundedLog(self._log)
             try:
-                self._running = start_child(
+                self._running = ChildProcess(
                     module_command("megatron_async.places.host", self._path.name, str(number)),
+                    lifeline=True,
                     env=self._environment,
                     stdin=given,
                     stdout=self._output.sink,
                     stderr=self._output.sink,
-                    pass_fds=(read_end, number),
+                    pass_fds=(number,),
                 )
             except BaseException:
                 self._output.discard()
                 raise
             self._output.start()
-        except BaseException as error:
-            os.close(self._lifeline)
-            if isinstance(error, OSError):
-                raise ComponentFailure(
-                    f"{self._path.name} cannot be started: {error.strerror}"
-                ) from error
-            raise
+        except OSError as error:
+            raise ComponentFailure(
+                f"{self._path.name} cannot be started: {error.strerror}"
+            ) from error
         finally:
             os.close(given)
-            os.close(read_end)
 
     def _look_after(self) -> None:
         while True:
-            code = self._reap()
+            code = self._running.reap()
             with self._changed:
-                os.close(self._lifeline)
                 self.deaths, self._why = self.deaths + 1, self._how(code)
                 self._changed.notify_all()
                 if self._ending or not self._restarts or self._ended_in_pause():
@@ -285,15 +282,6 @@ class _Process:
         soon = time.monotonic() - self._began < _SOON_SECONDS
         self._pause = min(max(2 * self._pause, first), longest) if soon else 0.0
         return self._changed.wait_for(lambda: self._ending, self._pause)
-
-    def _reap(self) -> int:
-        """Wait for its end; what it has started in its group ends with it."""
-        # Unreaped, its number is no other group's; code of the user's may wait for any child.
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
-        with suppress(ProcessLookupError):
-            os.killpg(self._running.pid, signal.SIGKILL)
-        return self._running.wait()
 
     def _close(self) -> None:
         """Let nobody's call wait any longer: it is dead for good."""
@@ -321,8 +309,7 @@ class _Process:
             if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):
                     left = psutil.Process(self._running.pid).children(recursive=True)
-                with suppress(ProcessLookupError):
-                    os.killpg(self._running.pid, signal.SIGKILL)
+                kill_group(self._running.pid)
         for process in left:
             with suppress(psutil.Error):
                 process.kill()

@@ -296,7 +296,7 @@ def test_a_process_that_the_system_refuses_is_no_matter_of_its_log(
 
     with local_place(tmp_path) as place:
         open_before = len(list(Path("/proc/self/fd").iterdir()))
-        monkeypatch.setattr(subprocess, "Popen", refuse)
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
         why = r"^subject cannot be started: Resource temporarily unavailable"
         with pytest.raises(ComponentFailure, match=why):
             place.start(Subject, name="subject")

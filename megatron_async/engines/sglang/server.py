@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 from megatron_async.runtime.garbage_collection import unsearched
 
 # The key that clients must show: every user of a machine can read command lines.
