@@ -138,7 +138,7 @@ class EnvironmentWorker:
         self._threads = Threads(self._settings.threads)
         self._episodes: dict[str, _Episode] = {}
 
-    async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
+    async def begin(self, key: str, payload: Mapping[str, Any], _room: int | None = None) -> Opened:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
         async with self._new(key) as player:
             messages = await player.reset(row_of(payload), _prompt(payload))
@@ -154,7 +154,13 @@ class EnvironmentWorker:
                 yield episode.player
 
     async def step(
-        self, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
+        self,
+        key: str,
+        answer_ids: Sequence[int],
+        turn: int,
+        room: int,
+        last: bool,
+        _logprobs: Sequence[float] = (),
     ) -> Stepped:
         """Hand an answer to the environment. Raises EpisodeUnknown, EnvironmentFault.
 

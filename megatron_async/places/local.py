@@ -15,10 +15,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic
 
 import psutil
 
@@ -33,7 +33,7 @@ from megatron_async.places.child_process import (
     module_command,
     wait_until_ended,
 )
-from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
+from megatron_async.places.place import Call, CallLate, PlacedDead, PlacedLost, R, T, recorded
 from megatron_async.places.placed import request_of, result_of
 from megatron_async.runtime.time_limits import AwakeTimeout
 
@@ -82,13 +82,13 @@ class LocalPlace:
 
     def start(
         self,
-        what: type,
+        what: Callable[..., T],
         *arguments: Any,
         name: str,
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> "LocalPlaced":
+    ) -> "LocalPlaced[T]":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # more would fight the other processes
         taken = self._take(gpus, name)
@@ -105,7 +105,7 @@ class LocalPlace:
         self._started.append(process)
         return LocalPlaced(self._directory / name, self._logs, process)
 
-    def find(self, name: str) -> "LocalPlaced":
+    def find(self, name: str, what: Callable[..., T]) -> "LocalPlaced[T]":
         return LocalPlaced(self._directory / name, self._logs)
 
     def close(self) -> None:
@@ -130,50 +130,54 @@ class LocalPlace:
                 self._free = sorted([*(self._free or []), *taken])
 
 
-class LocalPlaced:
+class LocalPlaced(Generic[T]):
     """An object in a process of this machine (`Placed`); `process`: if it was started here."""
 
     def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
         self._path, self._process = path, process
         self._log = logs / f"{path.name}.log"
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
+        return self._called(recorded(what), limit)
+
+    async def _called(self, call: Call, limit: float) -> Any:
         deaths = self._deaths()
         try:
             async with AwakeTimeout(limit):
-                reply = await sockets.call(self._path, request_of(method, arguments))
+                reply = await sockets.call(self._path, request_of(call))
         except TimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except sockets.Broken as error:
-            raise await asyncio.to_thread(self._lost, method, deaths) from error
-        return self._result(reply, method)
+            raise await asyncio.to_thread(self._lost, call.method, deaths) from error
+        return self._result(reply, call)
 
     def ask(
         self,
-        method: str,
-        *arguments: Any,
+        what: Callable[[T], Awaitable[R]],
+        *,
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
-    ) -> Any:
+    ) -> R:
+        call = recorded(what)
         deaths = self._deaths()
         try:
-            request = request_of(method, arguments)
+            request = request_of(call)
             reply = sockets.ask(self._path, request, limit, while_waiting)
         except TimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except sockets.Broken as error:
-            raise self._lost(method, deaths) from error
-        return self._result(reply, method)
+            raise self._lost(call.method, deaths) from error
+        return self._result(reply, call)
 
     def end(self) -> None:
         if self._process is not None:
             self._process.end()
 
-    def _result(self, reply: bytes, method: str) -> Any:
-        return result_of(reply, f"{self._path.name} failed in {method}", str(self._log))
+    def _result(self, reply: bytes, call: Call) -> Any:
+        return result_of(reply, f"{self._path.name} failed in {call.method}", str(self._log))
 
-    def _late(self, method: str, limit: float) -> CallLate:
-        return CallLate(f"{self._path.name} did not answer {method} within {limit:g} s")
+    def _late(self, call: Call, limit: float) -> CallLate:
+        return CallLate(f"{self._path.name} did not answer {call.method} within {limit:g} s")
 
     def _deaths(self) -> int:
         return 0 if self._process is None else self._process.deaths
