@@ -36,6 +36,7 @@ from megatron_async.models.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.trajectory.types import CHUNK_TOKENS
 
 Target = Literal["trainer", "manager", "engine", "scorer", "worker", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
@@ -119,15 +120,13 @@ def configuration(
             "device": "cpu",
             "max_total_tokens": 16384,
             "stream_interval": 8,
-            "health_interval_seconds": 0.5,
             "no_progress_seconds": 20,
             "start_timeout_seconds": 300,
             "max_restarts": 1_000_000,
-            "max_manager_restarts": 1_000_000,
         },
         "weights": {"timeout_seconds": 60},
-        "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
-        "telemetry": {"progress": "lines", "tensorboard": False},
+        "store": {"compact_after_checkpoints": 2},
+        "telemetry": {"progress": "lines", "trackers": []},
         "experiment": {"ledger": f"{Path(__file__).with_name('ledger.py').resolve()}:Ledger"},
     }
     if simulated:
@@ -170,7 +169,7 @@ def rules_of(config: dict[str, object]) -> Rules:
     if settings.engines.kind == "simulated":
         simulated = engine_model(settings.engines, Path(settings.model.path))
     return Rules(
-        settings.store.chunk_tokens,
+        CHUNK_TOKENS,
         settings.schedule.max_async_level,
         EOS_ID,
         settings.sampling.max_new_tokens,

@@ -38,7 +38,7 @@ class EvalSetConfig(FileConfig):
     """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
 
     prompts: int = Field(0, ge=0)
-    """Problems, drawn by task.eval_seed; 0 = all."""
+    """Number of problems, drawn in an order that never changes; 0 = all."""
     samples: int | None = Field(None, ge=1)
     """Answers per problem."""
     temperature: float | None = None
@@ -81,8 +81,6 @@ class EvalConfig(FileConfig):
     """Whether training waits for evaluations on the way, so that each measures one version; false:
     they run beside it, and responses under way go on with newer weights. none = true where the
     schedule drains its requests or engines are colocated. At both ends of a run training waits."""
-    slots: int = Field(16, ge=1)
-    """Requests on each engine at once of an evaluation beside training."""
     save_samples: int = Field(32, ge=0)
     """Problems of each set whose responses are kept in `evaluations/`."""
     timeout_seconds: float = Field(3600.0, gt=0)

@@ -72,10 +72,6 @@ class TeacherConfig(Settings):
     """Name of the model at an address."""
     api_key_env: str = ""
     """Environment variable with a key for the address."""
-    concurrency: int = Field(64, ge=1)
-    """Answers under way at once."""
-    retries: int = Field(3, ge=0)
-    """More tries where the address is busy."""
 
 
 class SFTConfig(Settings):
@@ -100,8 +96,6 @@ class SFTConfig(Settings):
     """Columns that are called otherwise."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Its own Adam."""
-    log_every: int = Field(10, ge=1)
-    """Steps between two progress lines."""
     teacher: TeacherConfig = TeacherConfig()
     """`--from-teacher` only."""
 
@@ -140,18 +134,12 @@ class TrackerConfig(Settings):
 class TelemetryConfig(Settings):
     """Records of a run, written while it goes on."""
 
-    trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(default_factory=list)
-    """Trackers; its name alone is enough for one."""
-    tensorboard: bool = True
-    """TensorBoard, without naming it a tracker."""
-    histograms_every: int = Field(5, ge=1)
-    """Steps between two histograms."""
+    trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(
+        default_factory=lambda: [TrackerConfig(name="tensorboard")]
+    )
+    """Trackers of the run; the name of one is enough for it. [] = none."""
     record_events: bool = True
     """Record scheduler events for `replay`."""
-    record_steps: int = Field(50, ge=1)
-    """Steps of which events are kept; older ones are removed."""
-    record_mib: int = Field(512, ge=1)
-    """Most that recorded events take on disk, MiB; the oldest go first."""
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Terminal view."""
 

@@ -10,6 +10,7 @@ Invariants
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
@@ -18,6 +19,10 @@ from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import IN_FLIGHT_PER_ENGINE, SharedEngines
 from megatron_async.trajectory.types import PolicyVersion
+
+# Requests of an evaluation beside training that one engine runs at once. So few of them take little
+# of an engine's speed from the requests that the trainer waits for.
+REQUESTS_PER_ENGINE: Final = 16
 
 
 class Evaluations:
@@ -30,7 +35,7 @@ class Evaluations:
         self._begun: PolicyVersion | None = None
         self._beside: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._engines = SharedEngines(driver.serving, config.eval.slots, self._failed)
+        self._engines = SharedEngines(driver.serving, REQUESTS_PER_ENGINE, self._failed)
 
     async def hold(self) -> None:
         """Let no request of an evaluation run from before an update until `updated`."""
@@ -50,7 +55,7 @@ class Evaluations:
             self._driver.statistics.warned(
                 "evaluation_skipped",
                 f"version {version} is not evaluated: the evaluation of {self._begun} still runs "
-                "(raise eval.every_steps or eval.slots)",
+                "(raise eval.every_steps)",
             )
             return False
         self._begun = version
@@ -82,7 +87,7 @@ class Evaluations:
         if self._beside is not None:
             self._engines.slots = IN_FLIGHT_PER_ENGINE  # nothing else is waited for
             await asyncio.wait([self._beside])
-            self._engines.slots = self._config.eval.slots
+            self._engines.slots = REQUESTS_PER_ENGINE
         engines = SharedEngines(living, failed=self._failed)
         await self._evaluate(engines, version)
         self._begun = version

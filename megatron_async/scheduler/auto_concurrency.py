@@ -171,13 +171,6 @@ def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoCon
     )
 
 
-def batched(state: AutoConcurrency, off_policy_share: float, limit: float) -> AutoConcurrency:
-    """A batch was emitted with this share of off-policy tokens; `limit` 1 accepts any."""
-    if off_policy_share <= limit or state.window.settling:
-        return state
-    return _over(state)
-
-
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
     """The trainer took a batch at this time; `batched_tokens` is what all so far have held."""
     window = state.window

@@ -23,7 +23,13 @@ import orjson
 
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import Place, Problem, is_heldout_key, stable_hash
+from megatron_async.tasks.base import (
+    HELDOUT_SEED,
+    Place,
+    Problem,
+    is_heldout_key,
+    stable_hash,
+)
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
@@ -201,7 +207,7 @@ class FileProblems:
                     training[number].append(index)
         self._epochs = [self._epochs_of(number, rows) for number, rows in enumerate(training)]
         self._heldout = list(heldout.values())
-        random.Random(stable_hash("held-out order", config.eval_seed)).shuffle(self._heldout)
+        random.Random(stable_hash("held-out order", HELDOUT_SEED)).shuffle(self._heldout)
 
     def summary(self) -> str:
         """The rows to train on and those held out."""

@@ -20,6 +20,7 @@ import pytest
 from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
@@ -62,6 +63,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def frequent_load_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask engines for their load every 20 ms: these runs are short."""
+    monkeypatch.setattr(EngineConfig, "health_interval_seconds", 0.02)
+
+
 def settings(name: str, root: Path, model: Path, changes: dict[str, Any]) -> RunConfig:
     base = {
         "name": name,
@@ -73,7 +80,6 @@ def settings(name: str, root: Path, model: Path, changes: dict[str, Any]) -> Run
         "engines": {
             "kind": "simulated",
             "max_total_tokens": 16384,
-            "health_interval_seconds": 0.02,
             "simulated": {"step_seconds": 0.002},
         },
         "weights": {"transport": "tensor", "verify": "never"},
@@ -100,7 +106,6 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
         "steps": 12,  # a second trial needs more
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
-        "telemetry": {"record_steps": 100},  # all of it in one file
     }
     config = settings("auto", tmp_path, model, changes)
     directory = RunDirectory.create(config)

@@ -27,12 +27,20 @@ from megatron_async.places.host import new_loops
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
+from megatron_async.store import buffers
 from megatron_async.store.reader import StoreReader
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
 from tests.environments.inside import InsidePlace
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store write after four tokens."""
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
+
 
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
@@ -129,14 +137,13 @@ def configured(
             "kind": "simulated",
             "count": 2,
             "max_total_tokens": 606,
-            "health_interval_seconds": 0.1,
         },
         "weights": {"transport": "tensor", "verify": "never"},
         "task": {"kind": "seeds"},
         "environment": {"name": f"{GAMES}:{game}"},
         "sampling": {"max_new_tokens": 12},
         "schedule": {**schedule, **({"updates_per_batch": 2} if preset == "rapid" else {})},
-        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 100},
+        "store": {"compact_after_checkpoints": 100},
     }
     return build_config(merge(own, changes))
 
@@ -304,7 +311,7 @@ def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path
     """As SGLang does, the simulated engine refuses a request without a token."""
 
     async def body() -> None:
-        weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+        weights = {"transport": "tensor", "verify": "every"}
         build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
         kind = {"kind": "sglang"}  # of which only its check after an update is wanted
         run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))

@@ -438,7 +438,7 @@ def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     rows = [{"prompt": "1" * length, "answer": 1} for length in (5, 60, 30, 70)]
     path = write_jsonl(tmp_path / "lengths.jsonl", rows)
-    settings = config(path, heldout_share=0, filter_overlong=True)
+    settings = config(path, heldout_share=0, long_prompts="filter")
     task = build_task(settings, str(tmp_path))
     assert task.check_lengths(150, 100) == 2
     asked = task.train_prompts(0, 8)

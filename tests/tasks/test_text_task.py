@@ -34,8 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _config(**changes: Any) -> TaskConfig:
     settings = {
         "params": {"min_digits": 1, "max_digits": 1},
-        "prompt_template": "{expression}=",
-        "remove_spaces": True,
+        "prompt_template": "{compact}=",
         "answer_marker": "#",
         **changes,
     }
