@@ -272,7 +272,7 @@ def episodes_of(config: RunConfig, held: HeldEpisodes, agents: int) -> list[Any]
 
     def one(number: int) -> Any:
         payload = {"question": "", "answer": "", "metadata": {"seed": number}}
-        return play(held, number, payload, wanted, f"e{number}", engines, config.agent, None)
+        return play(held, number, payload, wanted, f"e{number}", engines, config.episode, None)
 
     return [one(number) for number in range(agents)]
 
@@ -317,7 +317,8 @@ def main() -> None:
         config = build_config(
             {
                 "model": {"path": options.model},
-                "agent": {**agent, **limits},
+                "agent": agent,
+                "episode": limits,
                 "sampling": {"max_new_tokens": 32},
             }
         )

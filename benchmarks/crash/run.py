@@ -148,8 +148,8 @@ def of_episodes(root: Path, name: str) -> dict[str, Any]:
         "environment": {
             "name": f"{environment}:Noted",
             "arguments": {"ledger": str(calls_file(root / name))},
-            "step_seconds": 20.0,
         },
+        "episode": {"step_seconds": 20.0},
         "sampling": {"max_new_tokens": 40},
     }
 

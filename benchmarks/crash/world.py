@@ -95,7 +95,7 @@ def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_character_tokenizer(folder.parent)
     own = of_episodes(folder.parent, folder.name)
-    own["environment"] |= {"step_seconds": 2.0, "memory_mib": 1024}
+    own["episode"] = {"step_seconds": 2.0, "memory_mib": 1024}
     own["model"] = {"path": str(folder.parent)}
     own["engines"] = {"kind": "simulated", "max_total_tokens": 1 << 16}
     own["weights"] = {"transport": "tensor", "verify": "never"}

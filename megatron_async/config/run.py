@@ -9,7 +9,12 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
-from megatron_async.config.environment import AgentConfig, EnvironmentConfig
+from megatron_async.config.environment import (
+    AgentConfig,
+    EnvironmentConfig,
+    EpisodeConfig,
+    refuse_changed,
+)
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -186,6 +191,8 @@ class RunConfig(Settings):
     """What a policy plays against over many turns."""
     agent: Annotated[AgentConfig, BeforeValidator(named)] = AgentConfig()
     """A program that calls the policy by the OpenAI chat API, over many turns."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """Episodes that the environment or the agent plays."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -235,11 +242,11 @@ class RunConfig(Settings):
     @property
     def plays(self) -> bool:
         """Return whether trajectories are episodes, of an environment or an agent."""
-        return self.episodes.used
+        return self.player.used
 
     @property
-    def episodes(self) -> EnvironmentConfig | AgentConfig:
-        """Settings of what episodes are played by."""
+    def player(self) -> EnvironmentConfig | AgentConfig:
+        """The environment or agent that plays episodes; unused where there are none."""
         return self.agent if self.agent.used else self.environment
 
     @property
@@ -310,6 +317,8 @@ class RunConfig(Settings):
         opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
         if not self.plays and opened:
             raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
+        if not self.plays:
+            refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")
         if self.agent.used and self.environment.used:
             raise ValueError(
                 f"{self.agent.shown} and {self.environment.shown} are both set: an episode is "
@@ -326,7 +335,7 @@ class RunConfig(Settings):
         if self.plays and share > 0:
             raise ValueError(
                 "algorithm.overlong shapes the length of one response, and with "
-                f"{self.episodes.shown} there are many: set algorithm.overlong.buffer_share 0, got "
+                f"{self.player.shown} there are many: set algorithm.overlong.buffer_share 0, got "
                 f"{share:g}"
             )
 

@@ -74,13 +74,14 @@ class _Door:
 
 
 class EnvironmentWorkers:
-    """`environment.workers` processes of `place`, started when made; they end with it."""
+    """`episode.workers` processes of `place`, started when made; they end with it."""
 
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
-        self._settings = config.episodes
+        self._settings = config.episode
         arguments: tuple[Any, ...] = (
-            config.episodes.model_dump_json(),
+            config.player.model_dump_json(),
+            config.episode.model_dump_json(),
             config.task.model_dump_json(),
             model_path or config.model.path,
         )
@@ -93,7 +94,7 @@ class EnvironmentWorkers:
             arguments += (config.sampling.model_dump_json(), config.scores)
         self._workers = [
             place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
-            for index in range(config.episodes.workers)
+            for index in range(config.episode.workers)
         ]
         self._doors = [_Door() for _ in self._workers]
 
@@ -125,8 +126,9 @@ class EnvironmentWorkers:
         logprobs: Sequence[float] = (),
     ) -> Stepped:
         """See `EnvironmentWorker.step`; `logprobs` of the answer are for agents alone."""
-        of_agents = (logprobs,) if logprobs else ()
-        asked = ("step", key, answer_ids, turn, room, last, *of_agents)
+        asked: tuple[Any, ...] = ("step", key, answer_ids, turn, room, last)
+        if self._of_agents:
+            asked += (logprobs,)
         return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
 
     async def restore(

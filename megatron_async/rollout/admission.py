@@ -100,7 +100,7 @@ class Admission:
         """`vocabulary`: tokens of the model; None: not known."""
         self._vocabulary = vocabulary
         self._plays = config.plays
-        self._begins_anew = config.episodes.resume == "restart"
+        self._begins_anew = config.episode.resume == "restart"
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store

@@ -5,7 +5,7 @@ Invariants
   one transaction, before the scheduler hears of it.
 - A trajectory that is dropped or starts again is forgotten first; a reply that comes later meets a
   superseded call in the store, and is discarded.
-- A failure costs its own episode (`environment.on_failure`), and one that cannot be restored begins
+- A failure costs its own episode (`episode.on_failure`), and one that cannot be restored begins
   anew. `FAILURES` of others in a row without a success end the run.
 - An episode's time goes on after a death, from the last reply of its environment.
 """
@@ -57,7 +57,7 @@ class Episodes:
 
         Without `workers` there are no episodes.
         """
-        self._settings = config.episodes
+        self._settings, self._shown = config.episode, config.player.shown
         self._logprobs = config.agent.used
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -210,9 +210,7 @@ class Episodes:
 
     def _is_last(self, trajectory_id: int, turn: Turn) -> bool:
         played = time.monotonic() - self._began[trajectory_id]
-        return (
-            played > self._settings.episode_seconds or turn.number + 1 >= self._settings.max_turns
-        )
+        return played > self._settings.seconds or turn.number + 1 >= self._settings.max_turns
 
     def _warn(self, trajectory_id: int, fault: str) -> None:
         """Count what is wrong with an environment, and name it."""
@@ -231,7 +229,7 @@ class Episodes:
         if self._failures >= FAILURES:
             self._background.fail(
                 ComponentFailure(
-                    f"{self._failures} calls of {self._settings.shown} failed "
+                    f"{self._failures} calls of {self._shown} failed "
                     f"in a row and none succeeded; the last: {error}"
                 )
             )

@@ -272,7 +272,7 @@ class Evaluator:
                 wanted,
                 name,
                 engines,
-                self._config.episodes,
+                self._config.episode,
                 self._longest,
             )
 

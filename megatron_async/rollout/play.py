@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.config.environment import AgentConfig, EpisodeConfig
+from megatron_async.config.environment import EpisodeConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.workers import HeldEpisodes
 from megatron_async.errors import ComponentFailure
@@ -85,13 +85,13 @@ async def play(
             played.add(response)
             ids = np.concatenate([ids, np.asarray(response.token_ids, np.int32)])
             branches.append(ids)
-            late = time.monotonic() - began > settings.episode_seconds
+            late = time.monotonic() - began > settings.seconds
             stepped = await held.step(
                 number,
                 payload,
                 played.turns,
                 response.token_ids,
-                logprobs=response.logprobs if isinstance(settings, AgentConfig) else (),
+                logprobs=response.logprobs,
                 room=room_after(longest, len(ids), wanted.limit),
                 last=late or turn.number + 1 >= settings.max_turns,
             )

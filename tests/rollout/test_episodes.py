@@ -463,11 +463,12 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
 
 def test_the_time_of_an_episode_goes_on_after_a_death(tmp_path: Path, tokenizer: Path) -> None:
     """Else one that begins anew in every life would never be late."""
-    environment = {"arguments": {"turns": 1000, "seconds": 0.05}, "episode_seconds": 1.5}
+    environment = {"arguments": {"turns": 1000, "seconds": 0.05}}
     config = configured(
         tokenizer,
         game="KeptCount",
-        environment={**environment, "max_turns": 10_000},
+        environment=environment,
+        episode={"seconds": 1.5, "max_turns": 10_000},
         engines={"max_total_tokens": 100_000},
     )
 
@@ -526,9 +527,8 @@ def test_an_environment_that_cannot_be_restored_ends_no_run(
 
 
 def test_with_resume_restart_open_episodes_begin_anew(tmp_path: Path, tokenizer: Path) -> None:
-    config = configured(
-        tokenizer, environment={"resume": "restart", "arguments": {"turns": 6, "seconds": 0.01}}
-    )
+    environment = {"arguments": {"turns": 6, "seconds": 0.01}}
+    config = configured(tokenizer, environment=environment, episode={"resume": "restart"})
 
     async def lives() -> None:
         one = Run(tmp_path, config)
@@ -557,14 +557,12 @@ HOSTILE: dict[str, str] = {
 def test_a_hostile_environment_costs_its_own_episodes(
     tmp_path: Path, tokenizer: Path, how: str, on_failure: str
 ) -> None:
-    environment = {
-        "arguments": {"how": how},
-        "on_failure": on_failure,
+    changes: dict[str, Any] = {
+        "environment": {"arguments": {"how": how}},
+        "episode": {"on_failure": on_failure},
+        "schedule": {"concurrency": 24, "max_regenerations": 1},
     }
-    schedule = {"concurrency": 24, "max_regenerations": 1}
-    one = Run(
-        tmp_path, configured(tokenizer, game="Hostile", environment=environment, schedule=schedule)
-    )
+    one = Run(tmp_path, configured(tokenizer, game="Hostile", **changes))
 
     async def body() -> None:
         await one.begin(ResumePoint(0))
