@@ -95,8 +95,9 @@ class DataConfig(FileConfig):
     """Arguments of the task; `mixture`: a list of such arguments, each with a `weight`, from which
     every problem draws one."""
     prompt_template: str = ""
-    """Prompt; it may name `question` and every column or metadata that is a text or a number.
-    Empty: the layout's, else {question}."""
+    """Prompt; it may name `question` and every column or metadata that is a text or a number; of
+    chain_sum also `compact`, the expression without blanks. Empty: the layout's, else
+    {question}."""
     system_prompt: str = ""
     """System message of a chat prompt that brings none of its own."""
     long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
@@ -119,8 +120,8 @@ class DataConfig(FileConfig):
     only end and padding tokens at the end of a response are left out, and marks such as `<think>`
     stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
-    """Share of problems (by hash of their text) kept for eval; 0 where eval.path or eval.sets bring
-    their own. What those hold is never trained on."""
+    """Share of problems (by hash of their text) kept for eval; 0 where eval.sets brings files for
+    it. What those hold is never trained on."""
     difficulty: DifficultyConfig = DifficultyConfig()
     """Sampling by pass rate."""
     train_seed: int = 1

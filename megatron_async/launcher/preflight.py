@@ -296,7 +296,7 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
             "schedule.groups_per_batch or add problems"
         )
     checked = Checked(config)
-    if config.task.heldout_share and not config.eval.path:
+    if config.task.heldout_share:
         checked = _with_heldout(config, heldout)
     for one in checked.config.eval_sets():
         most = None if longest is None else longest - one.sampling.max_new_tokens

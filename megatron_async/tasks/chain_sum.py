@@ -75,12 +75,7 @@ class ChainSums:
         return {
             "question": _QUESTION.format(expression=expression),
             "answer": str(totals[-1]),
-            "metadata": {
-                "num_terms": terms,
-                "num_digits": digits,
-                "expression": expression,
-                "compact": expression.replace(" ", ""),
-            },
+            "metadata": {"num_terms": terms, "num_digits": digits, "expression": expression},
         }
 
     def worked_answer(self, expression: str, seed: int) -> str:

@@ -242,7 +242,7 @@ class FileProblems:
             raise UserError(
                 f"{self._files[0].what} has only {len(self._heldout)} held-out problems at "
                 f"task.heldout_share {self._config.heldout_share}, eval.prompts asks for {count}: "
-                "lower eval.prompts, raise the share, or set eval.path"
+                "lower eval.prompts, raise the share, or evaluate on eval.sets"
             )
         return [self._files[number][index] for number, index in self._heldout[: count or None]]
 

@@ -132,6 +132,8 @@ class ProceduralProblems:
         entry = self._datasets.chunk(component, chunk_seed)[offset]
         metadata = {k: v for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
         texts = {k: str(v) for k, v in metadata.items()}
+        if self._config.kind == CHAIN_SUM:
+            texts["compact"] = texts["expression"].replace(" ", "")
         payload = row_payload(entry["question"], str(entry["answer"]), metadata)
         payload |= {"component": component, "seed": chunk_seed, "index": offset}
         return Problem(entry["question"], payload, texts)
