@@ -293,11 +293,6 @@ _DERIVED_SETTINGS: Final = (
             "return base, f",
         ),
         (
-            "engines.stream_interval is not shown",
-            '    "engines.stream_interval": _stream_interval,\n',
-            "",
-        ),
-        (
             "engines.cuda_graph_batch is SGLang's own",
             "    return math.ceil(each / _GRAPH_STEP) * _GRAPH_STEP, (\n",
             "    return None, (\n",
@@ -333,7 +328,7 @@ _DERIVED_SETTINGS: Final = (
         "1.5",
         apart("config/test_large_configs.py", keyword="file_as_shipped and llama3"),
         "configs/llama3.3-70b.yaml",
-        ("the plan of the 70B needs its weights", "simulate: {model: llama-3-70b}\n", ""),
+        ("the plan of the 70B needs its weights", "models/Llama-3.3-70B-Instruct", "models/policy"),
     ),
 )
 

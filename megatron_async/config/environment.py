@@ -55,7 +55,7 @@ class EnvironmentConfig(Settings):
 
     @property
     def used(self) -> bool:
-        """Whether there is an environment."""
+        """Return whether there is an environment."""
         return bool(self.name)
 
     @property
@@ -97,7 +97,7 @@ class AgentConfig(Settings):
 
     @property
     def used(self) -> bool:
-        """Whether there is an agent."""
+        """Return whether there is an agent."""
         return bool(self.name or self.command)
 
     @property

@@ -16,6 +16,8 @@ from megatron_async.config.sampling_contract import (
 
 HELDOUT = "heldout"
 """The set of the training problems that are kept for evaluation."""
+HELDOUT_SEED = 1_000_003
+"""Seed of the held-out problems. It never changes, so that runs are evaluated on the same ones."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 

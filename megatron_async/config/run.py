@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -33,7 +33,6 @@ from megatron_async.config.rollout import (
     WeightsConfig,
 )
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.config.simulate import SimulateConfig
 from megatron_async.errors import shown
 
 _SFT_STEPS: Final = 200
@@ -216,9 +215,6 @@ class RunConfig(Settings):
     experiment: ExperimentConfig = ExperimentConfig()
     """For measurements only."""
 
-    simulate: SimulateConfig = SimulateConfig()
-    """`megatron-async simulate` and `plan` only."""
-
     _given: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
@@ -228,13 +224,13 @@ class RunConfig(Settings):
             self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
         )
 
-    def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
+    def with_given(self, given: Mapping[str, Any]) -> Self:
         """The same settings; `given` are those that were set."""
         config = self.model_copy()
         config._given = dict(given)
         return config
 
-    def with_section(self, section: str, **settings: Any) -> "RunConfig":
+    def with_section(self, section: str, **settings: Any) -> Self:
         """The same but for these settings of a section, which are not checked again."""
         changed = getattr(self, section).model_copy(update=settings)
         return self.model_copy(update={section: changed})
@@ -243,6 +239,11 @@ class RunConfig(Settings):
     def plays(self) -> bool:
         """Return whether trajectories are episodes, of an environment or an agent."""
         return self.player.used
+
+    @property
+    def opens_episodes(self) -> bool:
+        """Return whether `schedule.open_episodes` has a meaning."""
+        return self.plays
 
     @property
     def player(self) -> EnvironmentConfig | AgentConfig:
@@ -314,8 +315,7 @@ class RunConfig(Settings):
             )
 
     def _check_episodes(self) -> None:
-        opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
-        if not self.plays and opened:
+        if self.schedule.open_episodes is not None and not self.opens_episodes:
             raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
         if not self.plays:
             refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")

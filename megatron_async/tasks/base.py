@@ -12,7 +12,7 @@ Invariants
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,6 @@ Place = tuple[int, int]
 
 Message = dict[str, Any]
 """A chat message: `role`, `content` (a text) and the other fields that its row has."""
-
-
-HELDOUT_SEED: Final = 1_000_003
-"""Seed of the held-out problems. It never changes, so that runs are evaluated on the same ones."""
 
 
 @dataclass(frozen=True)

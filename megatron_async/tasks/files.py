@@ -22,14 +22,9 @@ from functools import lru_cache, partial
 import orjson
 
 from megatron_async.config.data import DataConfig, FileConfig
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import (
-    HELDOUT_SEED,
-    Place,
-    Problem,
-    is_heldout_key,
-    stable_hash,
-)
+from megatron_async.tasks.base import Place, Problem, is_heldout_key, stable_hash
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer

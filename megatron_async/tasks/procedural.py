@@ -17,11 +17,11 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
-    HELDOUT_SEED,
     Dataset,
     Place,
     Problem,

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import (
-    HELDOUT_SEED,
     Place,
     Problem,
     is_heldout,

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from megatron_async.config.data import DataConfig, FileConfig
-from megatron_async.config.evaluation import HELDOUT
+from megatron_async.config.evaluation import HELDOUT, HELDOUT_SEED
 from megatron_async.config.files import read_json_object, vocabulary_of
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import (
-    HELDOUT_SEED,
     Message,
     Problem,
     ProblemSource,

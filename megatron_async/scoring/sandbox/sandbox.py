@@ -26,7 +26,7 @@ LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _END_SECONDS: Final = 10.0  # for the launcher to end what runs, on a busy machine
 _PROBE_SECONDS: Final = 20.0
 _PIECE_BYTES: Final = 1 << 16
-# What a program may print. Graders print a verdict; a program that prints more runs away.
+# What a program may print. A grader prints a score; a program that prints more runs away.
 OUTPUT_BYTES: Final = 64 << 10
 Cause = Literal["", "seconds", "memory", "output", "processes"]
 
