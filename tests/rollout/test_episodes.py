@@ -24,6 +24,7 @@ from megatron_async.models.tiny_model import (
     write_character_tokenizer,
 )
 from megatron_async.places.host import new_loops
+from megatron_async.rollout import probe
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
@@ -321,7 +322,7 @@ def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path
         for engine in run_.engines:
             engine.set_weights(PolicyVersion(0, 0))
         samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
-        assert samples is not None and samples.loss_mask_T.sum() == 16
+        assert samples is not None and samples.loss_mask_T.sum() == 2 * probe.TOKENS
         await run_.manager.stop()
 
     run(body())
@@ -354,7 +355,7 @@ def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> No
 def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, limit: str) -> None:
     changes: dict[str, Any] = {"environment": {"arguments": {"turns": 1000}}}
     if limit == "max_turns":
-        changes["environment"]["max_turns"] = 2
+        changes["episode"] = {"max_turns": 2}
     one = Run(tmp_path, configured(tokenizer, **changes))
 
     async def body() -> None:
