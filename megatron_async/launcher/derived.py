@@ -63,11 +63,9 @@ class Machine:
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 
     @classmethod
-    def of_nodes(
-        cls, gpus_per_node: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU
-    ) -> "Machine":
-        """Nodes elsewhere, with this GPU."""
-        if not gpus_per_node:
+    def of_nodes(cls, gpus: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU) -> "Machine":
+        """Return a node elsewhere with so many of this GPU, or without any."""
+        if not gpus:
             return cls("cpu", engine_nodes=engine_nodes)
         return cls("cuda", gpu.name, gpu_of(gpu).memory, engine_nodes=engine_nodes)
 

@@ -21,8 +21,7 @@ Invariants
   much. Nothing is compared but with the best that is known, so small losses do not add up.
 - No trial goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
   than the KV cache allows; a storm of preemptions ends a window at once.
-- Preemptions above `PREEMPTION_LIMIT`, and an off-policy share above the limit of the schedule, are
-  a ceiling for N', which relaxes slowly.
+- Preemptions above `PREEMPTION_LIMIT` are a ceiling for N', which relaxes slowly.
 - Equal inputs give equal outputs: times come from the events, never from a clock. Without times
   (all zero) N' is never changed but by the guards.
 The constants are assumed.
@@ -244,7 +243,7 @@ def _reachable(state: AutoConcurrency, wanted: float) -> float:
 
 
 def _over(state: AutoConcurrency) -> AutoConcurrency:
-    """Too many preemptions, or too far off-policy: back to the best N', or below it."""
+    """Return to the best N', or below it, after too many preemptions."""
     lower = math.floor(BACK_OFF * state.limit)
     state = replace(state, ceiling=float(state.limit), refused=0, step=-FINE)
     if state.best and state.best < state.limit:
