@@ -34,9 +34,11 @@ from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask
 
 _REPORTS = 10
-# Requests at once. Sixty-four keep one engine busy, and hosted models accept as many.
+# Answers asked for at once. The limit bounds the connections to an address; an engine of the run
+# queues what it cannot generate yet.
 _CONCURRENCY = 64
-# Further attempts where the address is busy. `JsonPoster` waits longer before each of them.
+# Further attempts where the address is busy. An address that stays busy ends the command instead of
+# leaving it waiting.
 _RETRIES = 3
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import IN_FLIGHT_PER_ENGINE, SharedEngines
 from megatron_async.trajectory.types import PolicyVersion
 
-# Requests of an evaluation beside training that one engine runs at once. So few of them take little
-# of an engine's speed from the requests that the trainer waits for.
+# Requests of an evaluation beside training that one engine runs at once. The limit leaves most of
+# an engine's decode batch to the requests that the trainer waits for.
 REQUESTS_PER_ENGINE: Final = 16
 
 

@@ -20,8 +20,8 @@ from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
-# Steps between two progress lines. One for every step would fill the terminal: steps take less than
-# a second for small models.
+# Steps between two progress lines. A line for every step would fill the terminal, since steps of
+# small models are short.
 _LOG_EVERY = 10
 
 
