@@ -183,12 +183,10 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
             "difficulty": {"min_attempts": 2, "pools": pools},
         },
         "eval": {
-            "path": str(tmp_path / "eval.jsonl"),
-            "prompts": 1,
+            "sets": {"own": {"path": str(tmp_path / "eval.jsonl")}},
             "samples": 4,
             "temperature": 1.0,
             "every_steps": 1,
-            "slots": 1,
         },
         "schedule": {"preset": "copris", "concurrency": 4},
         "experiment": {"forced_lengths": [10, 20, 30, 60]},
@@ -233,14 +231,14 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
     ends = evaluations[0], evaluations[-1]
     assert [line["step"] for line in ends] == [0, config.steps]
     for line in evaluations:
-        assert line["eval/version_oldest"] >= line["step"] and line["eval/answers"] == 4
-        kept = (directory.path / "evaluations" / f"heldout-{line['step']:.0f}.jsonl").open()
+        assert line["eval/own/version_oldest"] >= line["step"] and line["eval/own/answers"] == 4
+        kept = (directory.path / "evaluations" / f"own-{line['step']:.0f}.jsonl").open()
         newest = max(int(json.loads(text)["versions"][-1].split(".")[1]) for text in kept)
-        assert newest == line["eval/version_newest"]
-    assert {line["eval/version_newest"] - line["step"] for line in ends} == {0}
+        assert newest == line["eval/own/version_newest"]
+    assert {line["eval/own/version_newest"] - line["step"] for line in ends} == {0}
     assert len(evaluations) > 2, "some ran beside training"
 
     # The same by command (that the exported weights agree: tests/commands/test_quickstart.py).
     (again,) = evaluate_checkpoints(config, [model], tmp_path, lambda *_: None)
-    kept = (directory.path / "evaluations" / f"heldout-{config.steps}.jsonl").open()
+    kept = (directory.path / "evaluations" / f"own-{config.steps}.jsonl").open()
     assert [s["response"] for s in again.samples()] == [json.loads(s)["response"] for s in kept]
