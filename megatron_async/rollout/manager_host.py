@@ -28,7 +28,7 @@ def _task_of(config: RunConfig) -> Task:
 
     task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
     longest = longest_tokens(config)
-    if config.task.filter_overlong and longest is not None:  # as the start has counted
+    if config.task.long_prompts == "filter" and longest is not None:  # as the start has counted
         task.check_lengths(longest, config.sampling.max_new_tokens)
     return task
 
