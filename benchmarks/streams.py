@@ -57,7 +57,7 @@ from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRel
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.places.local import local_place
-from megatron_async.places.place import Call, Placed, recorded
+from megatron_async.places.place import MethodCall, Placed, recorded
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.scoring.count import ScorerCount
@@ -154,7 +154,7 @@ class _Part:
 
     async def call(self, what: Any, *, limit: float) -> Any:
         call = recorded(what)
-        of_engine = Call(call.method, (self.engine_id, *call.arguments))
+        of_engine = MethodCall(call.method, (self.engine_id, *call.arguments))
         return await self.host.call(lambda _: cast(Any, of_engine), limit=limit)
 
 

@@ -49,7 +49,7 @@ class CallFailed(ComponentFailure):
 
 
 @dataclass(frozen=True)
-class Call:
+class MethodCall:
     """A call of a method by its name, as it travels to the process of the object."""
 
     method: str
@@ -61,15 +61,15 @@ class Call:
 
 
 class Recorder:
-    """Stands for an object in another process: calling a method of it returns the `Call`."""
+    """Stands for an object in another process: calling a method of it returns the `MethodCall`."""
 
-    def __getattr__(self, method: str) -> Callable[..., Call]:
-        return lambda *arguments: Call(method, arguments)
+    def __getattr__(self, method: str) -> Callable[..., MethodCall]:
+        return lambda *arguments: MethodCall(method, arguments)
 
 
-def recorded(what: Callable[[Any], Any]) -> Call:
+def recorded(what: Callable[[Any], Any]) -> MethodCall:
     """Return the call that `what` makes of the object that it gets."""
-    return cast(Call, what(Recorder()))
+    return cast(MethodCall, what(Recorder()))
 
 
 class Placed(Protocol[T_co]):
