@@ -11,7 +11,7 @@
 - modules: what Megatron lacks or has for GPUs alone: attention, norms, a router.
 - rotary: rotary embeddings, computed and applied in float32.
 - experts: the linear layers of all experts of a rank in one product.
-- attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
+- attention_kernels: attention over a packed stream.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
 - device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.
 - offload: device memory given away while engines generate, and taken back.
