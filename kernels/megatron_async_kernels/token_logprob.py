@@ -3,7 +3,7 @@
 A vocabulary-parallel head has its collectives here, over one tensor-parallel group.
 
 Invariants
-- No [T × V] tensor, forward or backward, in any backend but `reference`: backward recomputes the
+- No [T × V] tensor, forward or backward, in any backend: backward recomputes the
   logits from the saved hidden states and each row's log-sum-exp.
 - Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0 and
   their target id is never looked at.
@@ -36,7 +36,6 @@ from megatron_async_kernels.head_types import (
     HeadStats,
     accumulation_dtype,
 )
-from megatron_async_kernels.reference import reference_token_logprob
 
 # torch 2.13 renamed both; older versions know the first names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,21 +183,6 @@ def token_logprob(
         raise ValueError(f"vocab_size must be within 1..{vocab_rows}, got {vocab_size}")
     if token_mask is not None and token_rows is not None:
         raise ValueError("token_mask and token_rows exclude each other")
-    if name == "reference":
-        if group_size(tp_group) > 1 or weight_grad_out is not None:
-            raise ValueError("backend='reference' takes neither tp_group nor weight_grad_out")
-        if token_rows is not None:
-            token_mask = torch.zeros_like(targets).index_fill(0, token_rows, 1)
-        logprobs_T, entropy_T = reference_token_logprob(
-            hidden,
-            weight,
-            targets,
-            temperature=temperature,
-            token_mask_T=token_mask,
-            vocab_size=vocab_size,
-        )
-        return (logprobs_T, entropy_T) if return_entropy else logprobs_T
-
     rows_R = token_rows if token_mask is None else token_mask.reshape(total).nonzero()[:, 0]
     if rows_R is not None and rows_R.numel() == total:
         rows_R = None
