@@ -272,7 +272,7 @@ class TrainLoop:
             self._unreported += self.checkpoints.take_finalised()
             while self._unreported:
                 done = self._unreported[0]
-                self.link.checkpoint_finalised(done.step, done.kept_steps)
+                self.link.checkpoint_finalised(done.step, done.kept)
                 if self.metrics is not None:
                     path = self.checkpoints.path(done.step)
                     self.metrics.checkpoint(done.step, path)
