@@ -427,7 +427,7 @@ def simulate(
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
     from megatron_async.commands.simulate import figures_command, simulate_command
 
-    given = [*(overrides or []), *(setting or [])]
+    given = (overrides or []) + (setting or [])
     if figures:
         figures_command(_need(config, "simulate"), given)
     else:
@@ -451,7 +451,7 @@ def plan(
     """Find the best split of the GPUs, parallel sizes and number of requests in flight."""
     from megatron_async.commands.simulate import plan_command
 
-    given = [*(overrides or []), *(setting or [])]
+    given = (overrides or []) + (setting or [])
     plan_command(_need(config, "plan"), given, presets, top, wide, assumptions)
 
 

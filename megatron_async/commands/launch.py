@@ -101,7 +101,7 @@ def seconds_of(time_limit: str) -> float:
     """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
+    if not all(map(str.isdecimal, parts)) or (dash and not days.isdecimal()):
         return math.inf
     # After days come hours, alone minutes.
     first = 0 if dash or len(parts) == 3 else 1

@@ -82,16 +82,18 @@ def listing(
     chosen = [s for s in summaries if state is None or s.state is state]
     table = Table(box=None, pad_edge=False)
     played = any(s.turns for s in chosen)
-    for name in ("id", "group", *(["turns"] * played), "tokens", "reward"):
-        table.add_column(name, justify="right")
+    for name in ("id", "group", "turns", "tokens", "reward"):
+        if played or name != "turns":
+            table.add_column(name, justify="right")
     for name in ("state", "versions", "ended by"):
         table.add_column(name)
     shown = chosen if limit is None else chosen[-limit:]
     for summary in shown:
+        turns = [str(summary.turns)] if played else []
         table.add_row(
             str(summary.trajectory_id),
             str(summary.group_id),
-            *([str(summary.turns)] * played),
+            *turns,
             str(summary.tokens),
             "" if summary.reward is None else f"{summary.reward:.3g}",
             state_text(summary.state, summary.batched_step, summary.drop_reason),

@@ -96,8 +96,9 @@ def _lines(
             "reward_detail": orjson.Fragment(row.reward_detail),
             "batch": None if batch is None else {"lineage": batch.lineage, "step": batch.step},
             "drop_reason": row.drop_reason if batch is None else None,
-            **({"turns": _turn_lines(tokens.turns)} if tokens.turns else {}),
         }
+        if tokens.turns:
+            line["turns"] = _turn_lines(tokens.turns)
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
