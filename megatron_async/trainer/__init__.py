@@ -1,9 +1,9 @@
 """The Megatron-core trainer; one code path on CPU and GPU.
 
-- step: `PolicyTrainer`: what one batch does to policy and optimizer. report: what it did.
+- step: `PolicyTrainer`: what one batch does to policy and optimizer, and its report; the weights
+  of a frozen reference policy.
 - optimizer: Adam or muon, the learning rate, clipping; an update that is not finite is skipped on
   every rank.
-- reference: the weights of a frozen reference policy.
 - microbatch: sequences to microbatches, balanced by cost; pure.
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.
