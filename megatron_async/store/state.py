@@ -194,7 +194,6 @@ def _replaced(
         state.counters.prompts = max(state.counters.prompts, known.prompts)
     aside = [i for group in _set_aside(state) for i in group.trajectory_ids] if behind else []
     lost = 0 if known is None else state.counters.next_trajectory - first
-    state.counters.lost_trajectories += lost + len(aside)
     state.position = max(state.position, needed)
     sentence = f"trajectory store {place.file} {reason}; {instead}"
     if known is None:
@@ -208,7 +207,7 @@ def _replaced(
         )
     if damaged is not None:
         sentence += f"; the damaged file is kept as {damaged}"
-    state.recovery = Recovery(sentence, damaged, behind, lost, len(aside))
+    state.recovery = Recovery(sentence, damaged, behind)
     return state
 
 
