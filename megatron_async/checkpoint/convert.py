@@ -21,7 +21,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -132,7 +131,6 @@ def hf_to_megatron(
             tensors=tensors,
             trainer={CONVERTED: True},
             extra={"converted_from": str(source)},
-            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         return finalise(folder, destination, manifest)
 

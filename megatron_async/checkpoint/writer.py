@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -215,7 +214,6 @@ class SaveJob:
             self.manifest,
             files=files,
             tensors=records,
-            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.checkpoint = finalise(self.temporary, self._target, manifest)
 

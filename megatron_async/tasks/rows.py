@@ -312,12 +312,10 @@ class _JsonlRows:
 
 
 def _arrow() -> Any:
-    """pyarrow; only who has such files needs it."""
-    try:
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"Parquet and Arrow files need pyarrow: {error}") from error
+    """pyarrow; only who has such files waits for its import."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
     return pyarrow
 
 

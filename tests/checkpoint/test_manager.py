@@ -158,7 +158,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(
         checkpoints = manager(tmp_path)
         newest = checkpoints.newest()
         assert newest is not None
-        assert newest.extra == {"store_position": 17}
+        assert newest.manifest.extra == {"store_position": 17}
         checkpoints.load(trainer, newest)
         assert trainer.version == (1, 2)
         assert train(trainer, 3) == losses
