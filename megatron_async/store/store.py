@@ -36,7 +36,6 @@ from megatron_async.errors import UserError
 from megatron_async.files.disk import reason
 from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
-from megatron_async.store.buffers import ChunkBuffers
 from megatron_async.store.compaction import Compactor
 from megatron_async.store.episodes import EpisodeWriter
 from megatron_async.store.export import cut_uncommitted
@@ -118,7 +117,7 @@ class TrajectoryStore:
         self._serials = itertools.count(1)
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(place.file, state.position, lock)
-        self._buffers = ChunkBuffers(self._writer, settings.chunk_seconds)
+        self._buffers = _ChunkBuffers(self._writer, settings.chunk_seconds)
         self._loss_reported = False
         self._compactor = Compactor(place, state, self._writer, settings)
         self._replicator = Replicator(place, self._writer, state.lineage)
@@ -459,3 +458,61 @@ class TrajectoryStore:
             self._reading = schema.connect(self._place.file, read_only=True)
         found = read_tokens(self._reading, record.row)
         return found.segments, found.turns
+
+
+class _ChunkBuffers:
+    """Trajectories whose buffers hold tokens, in the order in which these came.
+
+    What is handed over with a trajectory's row is one transaction with it. Nothing waits longer
+    than `chunk_seconds` while the event loop turns; without a loop the next append looks again.
+    """
+
+    def __init__(self, writer: StoreWriter, chunk_seconds: float) -> None:
+        self._writer, self._seconds = writer, chunk_seconds
+        self._due: dict[int, tuple[float, TrajectoryRecord]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, record: TrajectoryRecord, now: float) -> None:
+        """Note the time at which an empty buffer gets tokens."""
+        self._due[record.row.trajectory_id] = now, record
+
+    def flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
+        """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
+        self.forget(record)
+        chunk = record.take_chunk()
+        if chunk is not None:
+            record.in_flight = self._writer.add_chunk(chunk, record.row if with_row else None)
+        elif with_row:
+            self._writer.put(record.row)
+
+    def flush_all(self) -> None:
+        """Hand over all that is buffered."""
+        for _, record in list(self._due.values()):
+            self.flush(record)
+
+    def flush_due(self, now: float) -> None:
+        """Hand over what has waited for long enough, and come back for what is waiting still."""
+        while self._due:
+            since, record = next(iter(self._due.values()))
+            if now - since < self._seconds:
+                break
+            self.flush(record)
+        if self._due and self._timer is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return
+            self._timer = loop.call_later(self._seconds, self._on_timer)
+
+    def forget(self, record: TrajectoryRecord) -> None:
+        """Leave it out: its buffer is empty again, or no longer wanted."""
+        self._due.pop(record.row.trajectory_id, None)
+
+    def close(self) -> None:
+        """Come back for nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.flush_due(time.monotonic())
