@@ -31,6 +31,7 @@ from megatron_async.store.reader import (
     trajectory_of,
 )
 from megatron_async.store.schema import BatchRow, TrajectoryRow
+from megatron_async.trajectory.columns import fault
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -200,7 +201,7 @@ def _turn(row: dict[str, Any]) -> Turn:
 
 
 def _segment(row: dict[str, Any]) -> Segment:
-    return Segment(
+    segment = Segment(
         np.asarray(row["token_ids"], dtype=np.int32),
         np.asarray(row["logprobs"], dtype=np.float32),
         PolicyVersion.parse(row["version"]),
@@ -208,6 +209,9 @@ def _segment(row: dict[str, Any]) -> Segment:
         row["from_environment"],
         tuple(_column(*column) for column in row.get("columns", ())),
     )
+    if (found := fault(segment.arrays)) is not None:
+        raise ValueError(found)
+    return segment
 
 
 def _column(field: list[Any], values: list[Any]) -> np.ndarray:
