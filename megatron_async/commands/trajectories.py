@@ -81,7 +81,7 @@ def listing(
     """Counts by state, then a line for each trajectory (of `state`), the newest `limit` ones."""
     chosen = [s for s in summaries if state is None or s.state is state]
     table = Table(box=None, pad_edge=False)
-    played = any(s.turns for s in chosen)
+    played = any(s.turn_count for s in chosen)
     for name in ("id", "group", "turns", "tokens", "reward"):
         if played or name != "turns":
             table.add_column(name, justify="right")
@@ -89,7 +89,7 @@ def listing(
         table.add_column(name)
     shown = chosen if limit is None else chosen[-limit:]
     for summary in shown:
-        turns = [str(summary.turns)] if played else []
+        turns = [str(summary.turn_count)] if played else []
         table.add_row(
             str(summary.trajectory_id),
             str(summary.group_id),

@@ -164,13 +164,13 @@ def _trajectories(
 
 
 def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
-    if not episode.turns:
+    if not episode.turn_count:
         return None
     if episode.drop_reason is not None:
-        return f"dropped: {episode.drop_reason}", episode.turns
+        return f"dropped: {episode.drop_reason}", episode.turn_count
     if episode.finish_reason is None:
         return None
-    return _EPISODE_ENDS[episode.finish_reason], episode.turns
+    return _EPISODE_ENDS[episode.finish_reason], episode.turn_count
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
@@ -247,7 +247,7 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
         "most policy versions": lambda s: len(s.versions),
     }
     best = {why: max(reversed(scored), key=key) for why, key in keys.items()}
-    if any(summary.turns for summary in scored):
+    if any(summary.turn_count for summary in scored):
         drawn = random.Random(len(scored)).choice(scored)
         best = {**dict(list(best.items())[:2]), "random": drawn}
     chosen = {summary.trajectory_id: summary for summary in best.values()}

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_async.errors import UserError
 from megatron_async.files.disk import writing
 from megatron_async.store.documents import Exported
 from megatron_async.store.reader import (
+    NO_PROMPT,
     StoreReader,
     TrajectorySummary,
     read_group,
@@ -220,5 +221,10 @@ def _column(field: list[Any], values: list[Any]) -> np.ndarray:
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
     versions = tuple(s.version for s in trajectory.segments if not s.from_environment)
-    length, turns = trajectory.response_length, len(trajectory.turns)
-    return TrajectorySummary.of(trajectory, length, versions, turns)
+    bare = vars(replace(trajectory, prompt=NO_PROMPT, segments=(), turns=()))
+    return TrajectorySummary(
+        **bare,
+        tokens=trajectory.response_length,
+        versions=versions,
+        turn_count=len(trajectory.turns),
+    )
