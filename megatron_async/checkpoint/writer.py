@@ -210,11 +210,7 @@ class SaveJob:
         records: dict[str, TensorRecord] = {n: t.record(n) for n, t in tensors.items()}
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
-        manifest = replace(
-            self.manifest,
-            files=files,
-            tensors=records,
-        )
+        manifest = replace(self.manifest, files=files, tensors=records)
         self.checkpoint = finalise(self.temporary, self._target, manifest)
 
     def _await_status(self, rank: int) -> RankStatus:

@@ -60,8 +60,6 @@ class Cluster:
         """Nodes that hold the engines. Raises UserError."""
         engines, per_node = config.engines, self.gpus_per_node
         if self.engine_nodes is not None:
-            if self.engine_nodes < 1:
-                raise UserError(f"--engine-nodes is {self.engine_nodes}; it must be 1 or more")
             return self.engine_nodes
         if per_node == 0:
             return 1
