@@ -68,7 +68,7 @@ async def test_lag_counts_the_samples_trained_since_a_trajectory_began(
         step += 1
         if step == resumed_at:
             position = (await trainer.manager.position(0))["store_position"]
-            await trainer.manager.checkpoint_finalised(0, step, [step])
+            await trainer.manager.checkpoint_finalised(0, step, [])
             await trainer.manager.stop()
             trainer, lineage = Trainer(tmp_path, config), 1
             await trainer.manager.start()

@@ -81,7 +81,7 @@ async def test_a_resume_reports_all_recovered_groups_before_anything_follows(
     await trainer.batch()
     await trainer.publish(0, 1)
     position = (await trainer.manager.position(0))["store_position"]
-    await trainer.manager.checkpoint_finalised(0, 1, [1])
+    await trainer.manager.checkpoint_finalised(0, 1, [])
     await trainer.batch()
     await trainer.manager.stop()
     trainer = Trainer(tmp_path, config)

@@ -10,7 +10,7 @@ import pytest
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import UpdateReport
 from megatron_async.train_loop.loop import TrainLoop
-from megatron_async.trainer.report import StepReport
+from megatron_async.trainer.step import StepReport
 from tests.trainer.cases import ragged_batch
 
 ERRORS = {"mean_error": 0.011, "max_error": 0.2, "drift": 1.5}
@@ -30,7 +30,7 @@ def loop_with(metrics: SimpleNamespace) -> Any:
 def written(update: UpdateReport) -> dict[str, float]:
     lines: list[dict[str, float]] = []
     loop = loop_with(SimpleNamespace(write=lambda _step, values: lines.append(values)))
-    report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 4, 40, 30, 2, 1.0)
+    report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 40, 30, 2, 1.0)
     loop._write(ragged_batch(), report, update, {})
     [line] = lines
     return line

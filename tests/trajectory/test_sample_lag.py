@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
@@ -49,8 +48,8 @@ def batch_of(step: int, *versions: list[str], mask_before: int | None = None) ->
 
 def trained(*sizes: int) -> SamplesTrained:
     counts = SamplesTrained()
-    for step, size in enumerate(sizes):
-        counts.add(step, size)
+    for size in sizes:
+        counts.add(size)
     return counts
 
 
@@ -86,8 +85,3 @@ def test_a_dropped_batch_has_trained_nothing() -> None:
     counts = trained(10, 20, 30)
     counts.drop(1)
     assert [counts.between(0, step) for step in range(4)] == [0, 10, 10, 40]
-
-
-def test_a_batch_out_of_turn_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch 3 is not the next one, 1"):
-        trained(10).add(3, 10)
