@@ -1,9 +1,10 @@
 """Thousands of random event orders, checked by an oracle that sees only events and actions.
 
 Failures that are mixed in: engines that die and come back (also with an old version), requests that
-an engine ends by itself, aborts that lose the race against the end, tokens that are reported after
-a weight update, scorers that fail, sources that run dry, and crashes of everything with a resume
-from one of the last checkpoints. After each run the world is calm and must make three more steps.
+an engine refuses or ends by itself, aborts that lose the race against the end, tokens that are
+reported after a weight update, scorers that fail, sources that run dry, and crashes of everything
+with a resume from one of the last checkpoints. After each run the world is calm and must make three
+more steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ weathers = st.builds(
     max_running=st.sampled_from([None, None, 1, 3]),
     engine_failures=st.sampled_from([0.0, 0.02]),
     spontaneous_aborts=st.sampled_from([0.0, 0.1]),
+    refusals=st.sampled_from([0.0, 0.0, 0.02]),
     scorer_failures=st.sampled_from([0.0, 0.0, 0.1]),
     regenerate=st.booleans(),
     slow_scores=st.sampled_from([0.0, 0.0, 0.9]),
@@ -82,6 +84,13 @@ def test_lag_bound_holds_through_crashes(k: int, on_stale: str) -> None:
     for seed in range(6):
         config = preset("async", max_async_level=k, on_stale=on_stale)
         play(World(config, Weather(crashes=0.02, engine_failures=0.01), seed), 250, 3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_goes_on_past_any_number_of_refusals(name: str, seed: int) -> None:
+    weather = Weather(refusals=0.1, scorer_failures=0.05, engine_failures=0.01, crashes=0.005)
+    play(World(preset(name), weather, seed), 250, 3)
 
 
 @pytest.mark.parametrize("name", PRESETS)

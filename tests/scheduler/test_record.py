@@ -23,67 +23,15 @@ from megatron_async.scheduler.record import (
     replay,
 )
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
-from tests.scheduler.policies import PRESETS, preset
+from tests.scheduler.policies import preset
 from tests.scheduler.world import Weather, World
 
 SPEC = ev.GroupSpec(3, (30, 31), 17, 1)
-WAITING = TrajectoryState.WAITING
+# The other events and actions are in the golden records (test_golden.py).
 EVENTS: list[ev.Event] = [
-    ev.PromptsAvailable((SPEC,)),
-    ev.PromptsAvailable(()),
-    ev.Recovered(
-        (
-            ev.RecoveredGroup(
-                SPEC,
-                (
-                    ev.RecoveredTrajectory(30, TrajectoryState.SCORED, 5, 1, 0.25, 2),
-                    ev.RecoveredTrajectory(
-                        31, TrajectoryState.DROPPED, 0, None, None, None, DropReason.STALE
-                    ),
-                ),
-            ),
-        )
-    ),
-    ev.EngineUp("a", PolicyVersion(2, 7), 100, None),
-    ev.EnginesUp((ev.EngineUp("b", PolicyVersion(2, 7), 100, 7),)),
-    ev.EngineDown("a"),
-    ev.TokensArrived(1, 2, 3),
-    ev.LeftQueue(1, 0.25),
-    ev.Finished(1),
-    ev.TurnEnded(1),
-    ev.EnvironmentReady(1, 300),
-    ev.EpisodeEnded(1),
-    ev.EnvironmentFailed(1, True),
-    ev.RecoveredEpisodes(
-        (ev.RecoveredGroup(SPEC, (ev.RecoveredTrajectory(30, WAITING, 5, 1, None, 2),)),),
-        ((30, 70),),
-    ),
-    ev.Aborted(1),
     ev.ManyAborted(((1,), (2, 5, 3), (3, 1, 2, 4, 3))),
-    ev.RewardReady(1, 0.1),
-    ev.RewardReady(1, None),
-    ev.RewardReady(1, None, True),
-    ev.EngineLoad("a", 0.3, 4),
-    ev.BatchTaken(1, 12.5),
-    ev.UpdateRequested(2),
-    ev.WeightsPublished(PolicyVersion(0, 2)),
-]
-ACTIONS: list[RecordedAction] = [
-    ev.RequestPrompts(2),
-    ev.Submit(1, "a", True),
-    ev.StartEpisode(1),
-    ev.StepEnvironment(1),
-    ev.Abort(1, "a"),
-    ev.Score(1),
-    ev.Restart(1),
-    ev.Drop(1, DropReason.OVERFLOW),
-    ev.EmitBatch(1, (2, 3), 4),
-    ev.EmitBatch(1, ()),
-    ev.PauseEngines("in_place"),
-    ev.AllowUpdate(3),
-    ev.ResumeEngines(),
-    ev.Warn("queue_overflow", "text"),
-    Raised("KeyError(17)"),
+    ev.Refused(1),
+    ev.LeftQueue(1, 0.25),
 ]
 
 
@@ -130,10 +78,9 @@ def test_events_are_read_as_they_were_written(tmp_path: Path, event: ev.Event) -
     assert read(tmp_path / "0.jsonl", written(event)).event == event
 
 
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
-def test_actions_are_read_as_they_were_written(tmp_path: Path, action: RecordedAction) -> None:
-    (back,) = read(tmp_path / "0.jsonl", written(ev.Finished(1), [action])).actions
-    assert back == action and type(back) is type(action)
+def test_an_exception_is_read_as_it_was_written(tmp_path: Path) -> None:
+    raised = Raised("KeyError(17)")
+    assert read(tmp_path / "0.jsonl", written(ev.Finished(1), [raised])).actions == (raised,)
 
 
 def test_parts_are_read_in_the_types_that_they_had(tmp_path: Path) -> None:
@@ -175,16 +122,6 @@ def test_only_a_record_with_a_clock_has_times(tmp_path: Path) -> None:
 def test_a_message_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         SPEC.priority = 2  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_recorded_run_replays_exactly(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "schedule.jsonl"
-    record(path, name)
-    header, exchanges = read_record(path)
-    assert header == Header(preset(name), 0, PolicyVersion(0, 0))
-    assert sum(len(exchange.actions) for exchange in exchanges) > 50
-    assert replay(path) is None
 
 
 def test_a_changed_scheduler_shows_the_first_action_that_differs(tmp_path: Path) -> None:
@@ -327,28 +264,17 @@ NOT_AN_EVENT = "line 4 is not an event with its actions"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (b"{nonsense", "is damaged in line 4"),
         (b'{"e":["Finished",17],"a":[]', "is damaged in line 4"),
         (b'{"e":["EngineDown","\xff"],"a":[]}', "is damaged in line 4"),
         (b"{}", NOT_AN_EVENT),
-        (b"[]", NOT_AN_EVENT),
         (b'{"e":["Finished",17]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",17],"a":[],"b":0}', NOT_AN_EVENT),
         (b'{"e":["Vanished",17],"a":[]}', NOT_AN_EVENT),
-        (b'{"e":["Score",17],"a":[]}', NOT_AN_EVENT),
         (b'{"e":["Finished",17],"a":[["Finished",17]]}', NOT_AN_EVENT),
         (b'{"e":["Finished"],"a":[]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",17,18],"a":[]}', NOT_AN_EVENT),
         (b'{"e":["RewardReady",17,1.0],"a":[]}', NOT_AN_EVENT),  # `regenerate` has a default
-        (b'{"e":["PromptsAvailable",[[3,[30,31],17]]],"a":[]}', NOT_AN_EVENT),  # `priority` too
-        (b'{"e":["Finished","17"],"a":[]}', NOT_AN_EVENT),
         (b'{"e":["Finished",1.5],"a":[]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",true],"a":[]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",null],"a":[]}', NOT_AN_EVENT),
         (b'{"e":["WeightsPublished",[0]],"a":[]}', NOT_AN_EVENT),
         (b'{"e":["Finished",17],"a":[["Drop",17,"boredom"]]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",17],"a":[["PauseEngines","at_once"]]}', NOT_AN_EVENT),
-        (b'{"e":["Finished",17],"a":[],"t":"noon"}', NOT_AN_EVENT),
     ],
 )
 def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: bytes, message: str) -> None:
