@@ -323,20 +323,12 @@ async def quits(base_url: str, api_key: str, **row: Any) -> float:
     sys.exit(3)
 
 
-def quits_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
-    sys.exit(3)
-
-
 async def runs_dry(base_url: str, api_key: str, **row: Any) -> float:
     return float(next(iter(())))
 
 
 def runs_dry_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
     return float(next(iter(())))
-
-
-def runs_dry_in_a_promise(base_url: str, api_key: str, **row: Any) -> Any:
-    return runs_dry(base_url, api_key)
 
 
 async def cancels_itself(base_url: str, api_key: str, **row: Any) -> float:
@@ -382,18 +374,6 @@ async def shortens(base_url: str, api_key: str, prompt: str, words: int = 400, *
             if error.code != "context_length_exceeded":
                 raise
             words //= 2
-
-
-async def reads_the_clock(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Its instructions are others in each call."""
-    policy = client(base_url, api_key)
-    messages: list[Any] = [user(prompt)]
-    for _ in range(4):
-        now: Any = {"role": "system", "content": f"now {time.monotonic_ns()}"}
-        reply = await policy.chat.completions.create(model="policy", messages=[now, *messages])
-        text = reply.choices[0].message.content
-        messages += [{"role": "assistant", "content": text}, user("on")]
-    return 1.0
 
 
 async def echoes(base_url: str, api_key: str, prompt: str, **row: Any) -> float:

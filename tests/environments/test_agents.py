@@ -1,4 +1,7 @@
-"""Agents that are played: real programs with the real SDK, and a policy that the test writes."""
+"""Agents that are played: real programs with the real SDK, and a policy that the test writes.
+
+Also those that ask oddly: calls, conversations and ends that no careful program has.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
@@ -32,6 +36,7 @@ from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.respond import SharedEngines
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
+from tests.environments.templates import template_of
 
 PROGRAMS = str(Path(__file__).parent / "agent_programs.py")
 PAYLOAD = {"question": "ask?", "answer": "7", "metadata": {"seed": 3}, "messages": []}
@@ -184,17 +189,6 @@ def test_streams_and_log_probs_are_the_stored_ones(model: str) -> None:
     run(body())
 
 
-def test_parallel_calls_run_one_after_the_other(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "parallel"), str)
-        assert played.ended is not None and played.ended.reward == 6.0
-        assert {turn.parent for turn in played.turns} == {None}
-        assert played.counts["forks_repeated"] == 3
-        assert len(played.turns) == 6
-
-    run(body())
-
-
 def test_retries_of_the_sdk_are_the_same_call(model: str) -> None:
     async def body() -> None:
         worker = worker_of(model, "impatient")
@@ -221,14 +215,9 @@ def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(model: st
     run(body())
 
 
-QWEN = "{tool_call}\n{{}}\n{end}".format(tool_call="<tool_call>", end="</tool_call>")
-
-
 def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.environments.templates import template_of
-
     call = json.dumps({"name": "add", "arguments": {"a": 41}})
 
     async def body() -> None:
@@ -256,8 +245,6 @@ def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
 def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
     model: str, parallel: bool, dies: bool
 ) -> None:
-    from tests.environments.templates import template_of
-
     calls = "".join(
         f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'a': a}})}\n</tool_call>"
         for a in (41, 6)
@@ -326,10 +313,8 @@ FAULTS = {
     "asks_for_two": r"raised BadRequestError: .*n is 2.* at .*agent_programs.py:\d+$",
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
-    "quits_in_a_thread": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
     "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
-    "runs_dry_in_a_promise": r"raised RuntimeError: coroutine raised StopIteration",
     "cancels_itself": "has cancelled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
 }
@@ -374,13 +359,11 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
     [
         ("import sys; sys.exit('no luck')", "ended with exit code 1: no luck"),
         ("import sys; sys.exit(400 * 'x' + '\\nlast line')", r"exit code 1: last line$"),
-        ("import sys; sys.exit(400 * 'x ' + '.\\nab\\nc')", r"exit code 1: ab\s+c$"),
         (
             "import sys; sys.exit('RangeError: Out of memory\\nat a frame')",
             r"at a frame; agent\.memory_mib limits its address space to 4096 MiB more than",
         ),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
-        ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
         ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' at last"),
         ("import os, sys; sys.exit(os.environ['OPENAI_API_KEY'] + 280 * 'x')", r": \(key\)x{280}$"),
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
@@ -480,24 +463,6 @@ def test_a_program_that_runs_again_gets_the_stored_answers(model: str, tmp_path:
     assert all(len(texts) == 1 for texts in seen.values()), "each call was answered in one way"
 
 
-def test_turns_that_the_second_program_does_not_ask_for_are_left(model: str) -> None:
-    async def body() -> None:
-        first, second = worker_of(model, "drifts"), worker_of(model, "drifts")
-        played = Played(load_tokenizer_once(first))
-        played.opened(await first.begin("a.5.0", PAYLOAD), None)
-        await go_on(first, played, str, turns=1)
-        await second.restore("b.5.1", PAYLOAD, restored(played, 20))
-        await go_on(second, played, str, key="b.5.1")
-        assert played.ended is not None
-        assert played.ended.left == (1,), "of the first program's second call"
-        assert [turn.parent for turn in played.turns] == [None, 0, 0, 0]
-        assert played.counts["turns_replayed"] == 1
-        assert played.counts["turns_left"] == 1
-        await first.forget("a.5.0")
-
-    run(body())
-
-
 def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
     async def body() -> None:
         found = await worker_of(model, "solve").rehearse(PAYLOAD)
@@ -553,5 +518,205 @@ def test_the_gateway_command_serves_a_policy_without_training(model: str) -> Non
             await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
         assert refused.value.code == "context_length_exceeded", "as in a run"
         await gateway.close()
+
+    run(body())
+
+
+# ---------------------------------------------------------------- asked oddly
+
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "{}" + "}" * levels
+
+
+def tool(**parts: Any) -> str:
+    function = {"name": "add", **parts}
+    return json.dumps({**HELLO, "tools": [{"type": "function", "function": function}]})
+
+
+def calling(arguments: str) -> str:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return json.dumps({"messages": [*HELLO["messages"], answer]})
+
+
+BODIES = {
+    "half of a surrogate pair": (r'{"messages": [{"role": "user", "content": "a \ud800 b"}]}', 200),
+    "one in arguments": (calling(r'{"a": "\udfff"}'), 200),
+    "arguments that Python cannot read": (calling("[" * 100_000), 400),
+    "arguments that it cannot write": (calling(nested(300)), 400),
+    "deep arguments": (calling(nested(60)), 200),
+    "a deep tool": (tool(parameters="-").replace('"-"', nested(300)), 400),
+    "a tool without parameters": (tool(parameters=None), 200),
+    "a name in another script": (tool(description="\N{SNOWMAN}"), 200),
+    "a description that is none": (tool(description=5), 400),
+    "a tool that is strict perhaps": (tool(strict="perhaps"), 400),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_an_odd_call_is_a_turn_or_refused_and_the_episode_goes_on(model: str, what: str) -> None:
+    sent, status = BODIES[what]
+
+    async def body() -> None:
+        arguments = {"bodies": [sent, json.dumps(HELLO)]}
+        worker = worker_of(model, "sends", tool_parser="qwen25", arguments=arguments)
+        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
+        worker._texts._known.clear()
+        played = await play(worker, lambda turn: "yes")
+        assert played.ended is not None and played.ended.ended == "stop"
+        assert played.ended.answer["parts"] == {"status_0": status, "status_1": 200}
+        assert len(played.turns) == (2 if status == 200 else 1)
+
+    run(body())
+
+
+def test_an_answer_sent_back_with_what_the_sdk_adds_is_no_fork(model: str) -> None:
+    async def body() -> None:
+        played = await play(worker_of(model, "echoes"), lambda turn: "\N{SNOWMAN} \n" * turn)
+        assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
+        assert played.counts == {"turns_left": 0}
+
+    run(body())
+
+
+def test_a_program_that_only_repeats_what_is_refused_is_ended_as_length(model: str) -> None:
+    async def body() -> None:
+        worker = worker_of(model, "asks_for_ever", max_turns=2, step_seconds=2.0)
+        played = await play(worker, str, most=2)
+        assert played.ended is not None
+        assert (played.ended.ended, played.ended.reward) == ("length", 0.0)
+        assert len(played.turns) == 2
+
+    run(body())
+
+
+def test_a_first_call_that_is_too_long_may_be_shortened(model: str) -> None:
+    async def body() -> None:
+        worker = worker_of(model, "shortens")
+        opened = await worker.begin("a.5.0", PAYLOAD, 300)
+        assert 150 < len(opened.token_ids) <= 300
+        played = Played(load_tokenizer_once(worker))
+        played.opened(opened, None)
+        await go_on(worker, played, str)
+        assert played.ended is not None
+        assert (played.ended.ended, played.ended.reward) == ("length", 100.0)
+        sentence = r"without a call of the policy that can be a turn: .* has 5 tokens; .* takes 4"
+        with pytest.raises(EnvironmentFault, match=sentence):
+            await worker_of(model, "solve").begin("a.5.0", PAYLOAD, 4)
+
+    run(body())
+
+
+def test_an_episode_that_is_forgotten_gives_its_thread_back(model: str) -> None:
+    async def body() -> None:
+        worker = worker_of(model, "solve_in_a_thread", threads=1, step_seconds=25.0)
+        for key in ("a.5.0", "b.6.0"):
+            await worker.begin(key, PAYLOAD)  # its thread waits for an answer from here on
+            await worker.forget(key)
+
+    run(body())
+
+
+def test_a_key_ends_with_its_episode(model: str) -> None:
+    async def body() -> None:
+        worker = worker_of(model, "solve")
+        played = Played(load_tokenizer_once(worker))
+        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
+        (key,) = worker._gateway._owners
+
+        async def status() -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.get(f"{worker._gateway.url}/models") as reply,
+            ):
+                return reply.status
+
+        assert await status() == 200
+        await go_on(worker, played, lambda turn: "7")
+        assert played.ended is not None and played.ended.reward == 1.0
+        assert await status() == 401
+
+    run(body())
+
+
+def test_a_reward_that_is_none_is_named_without_the_key(model: str) -> None:
+    async def body() -> None:
+        with pytest.raises(EnvironmentFault, match=r"returned '\(key\)'; it must be a number"):
+            await play(worker_of(model, "returns_its_key"), str)
+
+    run(body())
+
+
+def test_calls_pass_by_the_proxy_of_a_site(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+
+    async def body() -> None:
+        played = await play(worker_of(model, "solve"), lambda turn: "7")
+        assert played.ended is not None and played.ended.reward == 1.0
+
+    run(body())
+
+
+def test_a_program_that_asks_nothing_when_it_runs_again_is_a_fault(model: str) -> None:
+    async def body() -> None:
+        first, second = worker_of(model, "solve"), worker_of(model, "calls_nobody")
+        opened = await first.begin("a.5.0", PAYLOAD)
+        await first.forget("a.5.0")
+        await second.restore("b.5.1", PAYLOAD, [Turn(0, None, 0, opened.messages)])
+        with pytest.raises(
+            EnvironmentFault, match=r"without a call of the policy whose answer it took$"
+        ):
+            await second.step("b.5.1", [3, 4], 0, 1 << 30, False, [-0.5, -0.5])
+        await second.forget("b.5.1")
+
+    run(body())
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_call_is_answered_as_it_asked_also_after_a_kill(model: str, dies: bool) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def started() -> AgentWorker:
+        worker = worker_of(model, "asks_for_text", tool_parser="qwen25")
+        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
+        worker._texts._known.clear()
+        return worker
+
+    async def body() -> None:
+        worker = started()
+        played = Played(load_tokenizer_once(worker))
+        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
+        await go_on(worker, played, lambda turn: "hm", turns=1)
+        if dies:
+            worker = started()
+            await worker.restore("a.5.0", PAYLOAD, played.turns)
+        await go_on(worker, played, lambda turn: call)
+        assert played.ended is not None and played.ended.reward == len(call)
+
+    run(body())
+
+
+def test_an_agent_whose_calls_can_no_longer_be_read_is_a_fault(model: str) -> None:
+    """Its run was resumed without the parser."""
+
+    async def body() -> None:
+        tools = {"role": "tools", "content": json.dumps([{"function": {"name": "add"}}])}
+        answer = {"text": "yes", "truncated": False, "tool_calls": [], "tokens": [5, 3]}
+        turns = [
+            Turn(0, None, 0, (tools, *HELLO["messages"]), end=FinishReason.STOP, answer=answer),
+            Turn(1, 0, 1, HELLO["messages"], state=b"{}"),
+        ]
+        worker = worker_of(model, "solve")
+        with pytest.raises(EnvironmentFault, match=r"agent\.tool_parser is not set"):
+            await worker.restore("a.5.0", PAYLOAD, turns)
+        await worker.forget("a.5.0")
 
     run(body())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -159,44 +158,6 @@ def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
     run(body())
 
 
-@pytest.mark.slow
-def test_ten_thousand_connections_that_are_held_do_no_harm() -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        with ExitStack() as held:
-            for _ in range(10_000):
-                one = held.enter_context(socket.socket())
-                one.setblocking(False)
-                with suppress(BlockingIOError):
-                    one.connect(("127.0.0.1", port))
-                await asyncio.sleep(0)
-            await assert_serves(url, key)
-            assert len(gateway._strangers) <= gateway_module._STRANGERS
-        await gateway.close()
-
-    run(body())
-
-
-def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers(waits=True)
-        url, key = await gateway.start(), gateway.open(owner)
-        asked = asyncio.create_task(ask(url, key))
-        while not owner.calls:
-            await asyncio.sleep(0.01)
-        (call,) = owner.calls
-        assert call.clients == 1
-        asked.cancel()
-        while call.clients:
-            await asyncio.sleep(0.01)
-        assert not call.given and not call.answer.done()
-        await gateway.close()
-
-    run(body())
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
     stream: bool, caplog: pytest.LogCaptureFixture
@@ -221,18 +182,6 @@ def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
 
     run(body())
     assert not caplog.records, "a client that leaves is nothing to log"
-
-
-def test_a_client_states_that_it_asks_again() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
-        for stated in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "2"}):
-            await ask(url, key, headers={"Authorization": f"Bearer {key}", **stated})
-        assert owner.retries == [False, False, True]
-        await gateway.close()
-
-    run(body())
 
 
 def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,14 +227,3 @@ def test_retry_gets_the_streamed_answer_when_the_client_read_no_end_of_it(loop: 
         assert await again.read() == "answer 0"
 
     run(loop, body)
-
-
-def test_connection_has_ended_when_the_loop_has_not_yet_seen_the_end(loop: str) -> None:
-    async def body(episode: Episode) -> None:
-        client = await episode.client()
-        [connection] = episode.gateway._connections
-        assert not connection.has_left()
-        client.leave()
-        assert connection.has_left()
-
-    run(loop, body)

@@ -159,28 +159,6 @@ def test_tool_argument_may_be_null_when_its_default_is_none() -> None:
     assert callable(call) and call() is None
 
 
-def test_tool_call_with_another_type_leaves_the_episode_going() -> None:
-    class Tools:
-        def reset(self, **row: Any) -> None: ...
-
-        def repeat(self, text: str, times: int) -> str:
-            return text * times
-
-    async def play() -> list[str]:
-        threads = Threads(1)
-        player = Player(Tools, "own.py:Tools", threads, 5.0)
-        await player.reset({}, PROMPT)
-        given: tuple[Any, ...] = (True, "2")
-        calls = [ToolCall("repeat", {"text": "ab", "times": times}) for times in given]
-        replies = [await player._tool(call, 5.0) for call in calls]
-        threads.close()
-        return [reply["content"] for reply in replies]
-
-    refused, made = asyncio.run(play())
-    assert refused == "Error: repeat: times is True: Input should be a valid integer"
-    assert made == "abab"
-
-
 class Counted:
     """A decorator whose object binds a method by its own `__get__`."""
 
@@ -336,11 +314,6 @@ def of_pairs(self: Any, word: Pair) -> str:
 
 
 @documented
-def of_pairs_or_none(self: Any, word: Pair | None = None) -> str:
-    return str(word)
-
-
-@documented
 def of_itself(self: Any, word: Tree) -> str:
     return str(word)
 
@@ -355,9 +328,6 @@ class Unreadable:
     [
         (yields, "it is a generator; return a list"),
         (yields_later, "it is a generator; return a list"),
-        (staticmethod(yields), "it is a generator; return a list"),
-        (functools.partialmethod(yields), "it is a generator; return a list"),
-        (functools.cache(yields), "it is a generator; return a list"),
         (functools.cache(look_later), "can be awaited once only"),
         (by_position, "cannot be given by name"),
         (of_many, "cannot be given by name"),
@@ -366,7 +336,6 @@ class Unreadable:
         (of_a_class, "Unable to generate pydantic-core schema"),
         (of_itself, "recursion"),
         (of_pairs, r"Pair\.FIRST is neither text nor a number"),
-        (of_pairs_or_none, r"Pair\.FIRST is neither text nor a number"),
         (Unreadable(), r"cannot be read: ValueError\('no connection'\)"),
     ],
 )
@@ -454,19 +423,11 @@ async def next_of_nothing_later(self: Any) -> Any:
     return next(iter(()))
 
 
-async def end_of_an_iteration(self: Any) -> Any:
-    """Raise what ends an asynchronous iteration."""
-    raise StopAsyncIteration
-
-
 @pytest.mark.parametrize(
     ("member", "content"),
     [
         (next_of_nothing, "Error: StopIteration: "),
-        (functools.cache(next_of_nothing), "Error: StopIteration: "),
-        (classmethod(next_of_nothing), "Error: StopIteration: "),
         (next_of_nothing_later, "Error: RuntimeError: coroutine raised StopIteration"),
-        (end_of_an_iteration, "Error: StopAsyncIteration: "),
     ],
 )
 def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
