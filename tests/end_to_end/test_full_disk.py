@@ -16,7 +16,7 @@ from megatron_async.store.reader import StoreReader
 from tests.crash.checks import DONE
 from tests.crash.evidence import look
 from tests.crash.run import configuration, prepare
-from tests.end_to_end.test_survives_kills import Run, assert_trained_once, steps_done
+from tests.end_to_end.runs import Run, assert_trained_once, steps_done
 from tests.small_disk import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ import yaml
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from tests.crash.run import configuration, prepare
-from tests.end_to_end.test_survives_kills import Run, steps_done
+from tests.end_to_end.runs import Run, steps_done
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

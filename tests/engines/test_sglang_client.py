@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,17 +58,6 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
     ids = [*PROMPT, *tokens_of(chunks).tolist()]
     expected = reference_logprobs(engine.models["a"], ids, temperature)[len(PROMPT) - 1 :]
     assert np.abs(logprobs_of(chunks) - expected).mean() < 1e-4
-
-
-def test_many_requests_get_their_forced_lengths(engine: EngineUnderTest) -> None:
-    lengths = [3 + 7 * i for i in range(16)]
-
-    async def check(client: SGLangClient) -> list[int]:
-        requests = [make_request(f"r{i}", [*PROMPT, i], n) for i, n in enumerate(lengths)]
-        responses = await asyncio.gather(*(collect(client, request) for request in requests))
-        return [len(tokens_of(chunks)) for chunks in responses]
-
-    assert engine.run(check) == lengths
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: EngineUnderTest) -> None:
@@ -135,21 +123,6 @@ def test_an_abort_of_a_request_that_waits_for_the_end_of_a_pause_is_not_lost(
     chunks = engine.run(check)
     assert chunks[-1].end == "abort"
     assert len(tokens_of(chunks)) < 1900
-
-
-def test_all_requests_are_aborted_with_one_call(engine: EngineUnderTest) -> None:
-    async def check(client: SGLangClient) -> list[list[TokenChunk]]:
-        arrived: list[list[TokenChunk]] = [[] for _ in range(24)]
-        tasks = [
-            asyncio.create_task(collect(client, make_request(f"r{i}", PROMPT, 1500), into))
-            for i, into in enumerate(arrived)
-        ]
-        await until_streaming(arrived[:1])
-        await client.abort([f"r{i}" for i in range(24)])
-        return await asyncio.gather(*tasks)
-
-    responses = engine.run(check)
-    assert {chunks[-1].end for chunks in responses} == {"abort"}
 
 
 def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
@@ -327,18 +300,3 @@ def test_checksums_distinguish_weights(engine: EngineUnderTest) -> None:
     engine.load("a", OLD)
     assert before != changed
     assert engine.run(lambda client: client.checksum()) == before
-
-
-def test_versions_are_known_while_the_response_is_still_running(engine: EngineUnderTest) -> None:
-    """A crash loses only the tokens that had not been streamed, so they must not be held back."""
-
-    async def check(client: SGLangClient) -> list[float]:
-        arrivals = []
-        async for _ in client.generate(make_request("r", PROMPT, 200)):
-            arrivals.append(time.monotonic())
-        return arrivals
-
-    arrivals = engine.run(check)
-    assert len(arrivals) >= 10
-    assert all(later >= earlier for earlier, later in pairwise(arrivals))
-    assert arrivals[1] - arrivals[0] < (arrivals[-1] - arrivals[0]) / 2

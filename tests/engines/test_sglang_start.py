@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import TokenChunk
 from megatron_async.engines.sglang import models
-from megatron_async.engines.sglang.hooks import forked, no_detokenizer
+from megatron_async.engines.sglang.hooks import forked
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.models.families import families
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
@@ -34,16 +33,6 @@ from tests.engine import (
     start_engine,
 )
 from tests.listening import listening
-
-
-@pytest.mark.parametrize(("without_tokenizer", "started"), [(True, []), (False, ["detokenizer"])])
-def test_only_text_needs_a_detokenizer(without_tokenizer: bool, started: list[str]) -> None:
-    def launch(engine: Any, **asked: Any) -> tuple[list[Any], list[str]]:
-        return [object()], ["detokenizer"]
-
-    settings = SimpleNamespace(skip_tokenizer_init=without_tokenizer)
-    processes, names = no_detokenizer(launch, None, server_args=settings)
-    assert names == started and len(processes) == len(started)
 
 
 def test_schedulers_alone_are_forked() -> None:

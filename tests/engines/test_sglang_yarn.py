@@ -33,10 +33,6 @@ def _override(model: dict[str, Any], folder: Path) -> str:
     return command[command.index("--json-model-override-args") + 1]
 
 
-def test_the_file_of_the_test_states_the_original_context() -> None:
-    assert QWEN["max_position_embeddings"] == 32768
-
-
 def test_a_model_without_yarn_is_served_at_its_own_context(tmp_path: Path) -> None:
     plain = {key: value for key, value in QWEN.items() if key != "rope_scaling"}
     (tmp_path / "config.json").write_text(json.dumps(plain))

@@ -15,7 +15,7 @@ from megatron_async.engines.host import EngineHost, HostCalls
 from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
 from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import NO_VERSION, SGLangProcess
+from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.engines.simulated.server import engine_model, parameter_names
 from megatron_async.errors import UserError
@@ -54,31 +54,6 @@ def with_client(process: SGLangProcess, body: Any) -> Any:
             await client.close()
 
     return asyncio.run(run())
-
-
-def test_its_http_responses_are_those_of_the_engine(server: tuple[SGLangProcess, Path]) -> None:
-    process, model = server
-    request = make_request("r", PROMPT, 50)
-
-    async def here() -> list[TokenChunk]:
-        return await collect(SimulatedEngine("here", engine_model(SETTINGS, model)), request)
-
-    there = with_client(process, lambda client: collect(client, request))
-    assert (tokens_of(there) == tokens_of(asyncio.run(here()))).all()
-    assert (logprobs_of(there) == logprobs_of(asyncio.run(here()))).all()
-    assert there[-1].end == "length" and there[0].version == NO_VERSION
-
-
-def test_a_request_that_is_too_long_is_refused_and_others_are_served(
-    server: tuple[SGLangProcess, Path],
-) -> None:
-    async def body(client: SGLangClient) -> list[TokenChunk]:
-        assert client.longest_tokens == SETTINGS.longest_tokens(None) == 65536 - 6
-        with pytest.raises(RequestRefused, match="status 400"):
-            await collect(client, make_request("long", PROMPT, 65536))
-        return await collect(client, make_request("short", PROMPT, 5))
-
-    assert with_client(server[0], body)[-1].end == "length"
 
 
 def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_for(
@@ -173,21 +148,6 @@ def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProces
     assert versions[0] != (1, 7) and versions[-1] == (1, 7) and versions == sorted(versions)
     answer = call(weights, "POST", "weights_checker", {"action": "checksum"}, 5.0, "secret")
     assert list(answer["ranks"][0]["checksums"]) == parameter_names(model)
-
-
-def test_an_aborted_request_ends_and_can_go_on(server: tuple[SGLangProcess, Path]) -> None:
-    async def body(client: SGLangClient) -> tuple[list[TokenChunk], list[TokenChunk]]:
-        arrived: list[TokenChunk] = []
-        running = asyncio.create_task(collect(client, make_request("r", PROMPT, 500), arrived))
-        await until_streaming([arrived])
-        await client.abort(["r"])
-        first = await running
-        done = tokens_of(first).tolist()
-        return first, await collect(client, make_request("r2", [*PROMPT, *done], 8))
-
-    first, rest = with_client(server[0], body)
-    assert first[-1].end == "abort" and len(tokens_of(first)) < 500
-    assert len(tokens_of(rest)) == 8
 
 
 def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:

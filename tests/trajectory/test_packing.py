@@ -125,16 +125,6 @@ def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> No
     assert batch.lag_T.tolist() == [0, 0, 6, 3, 2]
 
 
-def test_stale_tokens_are_masked_but_keep_their_version() -> None:
-    g = group(scored(1, 1, PROMPT, segment([3, 3], (0, 2)), segment([4], (0, 3))))
-    batch = pack_groups([g], step=5, lineage=0, branch_points={}, mask_before=3)
-    assert batch.loss_mask_T.tolist() == [0, 0, 0, 0, 1]
-    assert batch.rollout_logprobs_T[:4].tolist() == [0, 0, 0, 0]
-    assert batch.lag_T.tolist() == [0, 0, 0, 0, 2]
-    assert batch.version_T.tolist() == [-1, -1, 2, 2, 3]
-    assert batch.extra_metrics["stale_masked_tokens"] == 2
-
-
 def test_dropped_members_of_a_group_are_left_out() -> None:
     gone = dataclasses.replace(
         scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.SCORER
@@ -165,12 +155,6 @@ def test_what_cannot_be_trained_on_is_refused_by_name() -> None:
             lineage=0,
             branch_points={},
         )
-
-
-def test_no_groups_make_an_empty_batch() -> None:
-    batch = pack_groups([], step=0, lineage=0, branch_points={})
-    assert batch.num_sequences == 0
-    assert batch.num_tokens == 0
 
 
 segments = st.builds(
