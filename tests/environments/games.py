@@ -74,27 +74,15 @@ class SlowSometimes(Count):
 
 
 class Hostile(Count):
-    """`how` it misbehaves, in the first turn of every second seed."""
+    """Raises in the first turn of every second seed, or `always`."""
 
-    def __init__(self, how: str = "raise", always: bool = False) -> None:
+    def __init__(self, always: bool = False) -> None:
         super().__init__()
-        self._how, self._always = how, always
+        self._always = always
 
     def step(self, answer: Answer) -> Step:
         if self._always or self.seed % 2:
-            return self._misbehave(answer)
-        return super().step(answer)
-
-    def _misbehave(self, answer: Answer) -> Step:
-        match self._how:
-            case "raise":
-                raise ValueError("no such move")
-            case "flood":
-                return Step("x" * (1 << 20) + "x")
-            case "type":
-                return "higher"  # type: ignore[return-value]
-            case "reward":
-                return Step(reward=float("nan"))
+            raise ValueError("no such move")
         return super().step(answer)
 
 

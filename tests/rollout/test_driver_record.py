@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -95,29 +94,6 @@ async def test_a_resume_reports_all_recovered_groups_before_anything_follows(
     events = [exchange.event for exchange in read_record(tmp_path / "events" / "1.jsonl")[1]]
     (found,) = [event for event in events if isinstance(event, ev.Recovered)]
     assert events[0] == found and len(found.groups) > 1
-
-
-async def test_requests_that_end_early_in_one_turn_are_one_event(tmp_path: Path) -> None:
-    """It comes before all that may follow from their end, and after it none of them is heard of."""
-    manager, seen = manager_of(tmp_path, settings("copris"), Engines()), list[ev.Event]()
-
-    await manager.start()
-    await manager.attach(ResumePoint(0))
-    driver = manager._driver
-    driver._step = lambda event: seen.append(event)  # type: ignore[method-assign]
-    others = (ev.LeftQueue(3, 0.5), ev.TokensArrived(3, 5, 0))
-    for event in (ev.Aborted(1), *others, ev.Aborted(2), ev.EngineDown("a")):
-        driver._feed(event)
-    driver._feed(ev.Aborted(4))
-    await asyncio.sleep(0)
-    await manager.stop()
-    assert seen == [
-        ev.LeftQueue(3, 0.5),
-        ev.TokensArrived(3, 5, 0),
-        ev.ManyAborted(((1,), (2,))),
-        ev.EngineDown("a"),
-        ev.Aborted(4),
-    ]
 
 
 async def test_what_has_ended_early_is_reported_before_its_engine_is_lost(tmp_path: Path) -> None:

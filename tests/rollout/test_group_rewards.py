@@ -13,7 +13,7 @@ from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Prompt, TrajectoryState
-from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.stand_ins import Fixed, settings
 from tests.rollout.test_manager import Trainer
 
 STEPS = 4
@@ -44,7 +44,7 @@ class Ranks(Fixed):
 
 
 @pytest.mark.parametrize("policy", ["zero", "regenerate", "drop"])
-def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
+async def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
     config = build_config(
         merge(
             settings("copris").model_dump(),
@@ -56,18 +56,13 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
     )
     scorer = Ranks(config.schedule.group_size, fails=policy != "zero")
     regenerated = 0.0
-
-    async def body() -> None:
-        nonlocal regenerated
-        trainer = await Trainer(tmp_path, config, scorer).started()
-        for step in range(STEPS):
-            batch = await trainer.batch()
-            regenerated += batch.extra_metrics["rollout/regenerated"]
-            assert batch.extra_metrics["reward/length"] > 1.0
-            await trainer.publish(0, step + 1)
-        await trainer.manager.stop()
-
-    run(body())
+    trainer = await Trainer(tmp_path, config, scorer).started()
+    for step in range(STEPS):
+        batch = await trainer.batch()
+        regenerated += batch.extra_metrics["rollout/regenerated"]
+        assert batch.extra_metrics["reward/length"] > 1.0
+        await trainer.publish(0, step + 1)
+    await trainer.manager.stop()
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         dropped = sum(entry.state is TrajectoryState.DROPPED for entry in reader.summaries())
     assert (regenerated > 0) == (policy == "regenerate")

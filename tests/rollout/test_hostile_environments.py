@@ -11,14 +11,16 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.places.local import local_place
 from megatron_async.rollout.manager import ResumePoint
 from tests.environments.villain import BY_SEED
-from tests.rollout.test_episodes import Run, configured, episodes_of, run
+from tests.rollout.episode_runs import LOOPS, SECONDS, Run, configured, episodes_of
+
+__all__ = ["LOOPS", "SECONDS"]
 
 VILLAIN = Path(__file__).parents[1] / "environments" / "villain.py"
 COSTS = {"exit", "hang", "hang_async", "raise", "memory"}
 
 
 @pytest.mark.slow
-def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
+async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     environment = {
         "name": f"{VILLAIN}:Villain",
@@ -31,18 +33,14 @@ def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
     config = configured(tmp_path, environment=environment, schedule=schedule)
     with local_place(tmp_path) as place:
         one = Run(tmp_path, config, place=place)  # type: ignore[arg-type]
-
-        async def body() -> None:
-            await one.begin(ResumePoint(0))
-            await one.train(range(4))
-            statistics = one.manager._driver.statistics
-            assert statistics.counts.episodes["environment_failures"] > 0
-            assert statistics.counts.episodes["workers_lost"] > 0
-            warned = statistics.warnings["environment_failed"]
-            assert re.fullmatch(r"trajectory \d+ \(megatron-async .*\): [^\n]+", warned)
-            await one.manager.stop()
-
-        run(body())
+        await one.begin(ResumePoint(0))
+        await one.train(range(4))
+        statistics = one.manager._driver.statistics
+        assert statistics.counts.episodes["environment_failures"] > 0
+        assert statistics.counts.episodes["workers_lost"] > 0
+        warned = statistics.warnings["environment_failed"]
+        assert re.fullmatch(r"trajectory \d+ \(megatron-async .*\): [^\n]+", warned)
+        await one.manager.stop()
     ended: dict[str, set[str]] = {}
     for episode in episodes_of(one).values():
         how = BY_SEED[episode.prompt.payload["metadata"]["seed"] % len(BY_SEED)]

@@ -19,7 +19,6 @@ from megatron_async.rollout.generation import Generation
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
-from tests.rollout.stand_ins import run
 from tests.rollout.test_manager import Trainer
 
 STOP = 2
@@ -56,7 +55,9 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
 
 @pytest.mark.parametrize("slow_disk", [0.0, 0.02])
 @pytest.mark.parametrize("seed", range(3))
-def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk: float) -> None:
+async def test_engines_that_are_given_up_and_live(
+    tmp_path: Path, seed: int, slow_disk: float
+) -> None:
     model = SimulatedEngineModel(
         mean_length=30, step_seconds=0.002, stream_interval=4, seed=seed, vocab_size=5000
     )
@@ -66,24 +67,20 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
         schedule={"concurrency": 12, "group_size": 8, "groups_per_batch": 64},
         store={"chunk_tokens": 4},
     )
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
+    store = trainer.manager._attached.store
+    sync = store.sync
 
-    async def body() -> None:
-        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
-        store = trainer.manager._attached.store
-        sync = store.sync
+    async def slow(*, durable: bool = False) -> int:
+        await asyncio.sleep(slow_disk)
+        return await sync(durable=durable)
 
-        async def slow(*, durable: bool = False) -> int:
-            await asyncio.sleep(slow_disk)
-            return await sync(durable=durable)
-
-        store.sync = slow  # type: ignore[method-assign]
-        await give_up_some(trainer, seed)
-        driver = trainer.manager._driver
-        assert driver.background.failure is None
-        assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
-        await trainer.manager.stop()
-
-    run(body())
+    store.sync = slow  # type: ignore[method-assign]
+    await give_up_some(trainer, seed)
+    driver = trainer.manager._driver
+    assert driver.background.failure is None
+    assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
+    await trainer.manager.stop()
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
         found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
     assert sum(t.state is not TrajectoryState.PENDING for t in found) > 12

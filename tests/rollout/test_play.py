@@ -17,7 +17,7 @@ from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion
 from tests.environments.inside import InsidePlace
-from tests.rollout.test_episodes import configured
+from tests.rollout.episode_runs import configured
 
 REWARD = '''
 def whole(sample):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_async.config.data import DifficultyConfig
-from megatron_async.config.rollout import StoreConfig
-from megatron_async.rollout.prompts import TaskPrompts, prompt_key
-from megatron_async.rollout.scoring import Scoring
-from megatron_async.rollout.statistics import RolloutStatistics
-from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+from megatron_async.rollout.prompts import TaskPrompts
+from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed
 
 PROBLEMS = 10
@@ -102,37 +97,6 @@ def test_where_all_are_dropped_one_is_asked_all_the_same(
     prompts = TaskPrompts(Epochs(), config(pools=pools), tmp_path / "d.jsonl", 0)
     trained(prompts, 10)
     assert len(trained(prompts, 3)) == 3
-
-
-def test_scores_are_counted_on_their_way_and_failures_are_not(tmp_path: Path) -> None:
-    class Half(Epochs):
-        async def score(self, prompt: Prompt, response_ids: Any) -> Any:
-            return (None if response_ids[0] else 1.0), {"part": 1.0}
-
-    async def body() -> None:
-        store = TrajectoryStore.open(tmp_path / "store.sqlite", StoreConfig())
-        statistics = RolloutStatistics(overlap=False)
-        scorer: Any = task
-        scoring = Scoring(
-            store, prompts, scorer, statistics, False, lambda _, reward: ready.append(reward)
-        )
-        for token, prompt in enumerate((first, second)):
-            [trajectory] = store.add_group(prompt, 1).trajectories
-            request = store.begin_request(trajectory.trajectory_id)
-            ids, logprobs = np.array([token], np.int32), np.zeros(1, np.float32)
-            store.append(
-                request, ids, logprobs, PolicyVersion(0, 0), "engine", end=FinishReason.STOP
-            )
-            await scoring.score(trajectory.trajectory_id)
-        await store.close()
-
-    task, ready = Half(), list[float | None]()
-    prompts = TaskPrompts(task, config(min_attempts=1), tmp_path / "d.jsonl", 0)
-    first, second = prompts.take(2)
-    asyncio.run(body())
-    assert ready == [1.0, None]
-    assert prompts.take_metrics()["difficulty/prompts"] == 1
-    assert prompt_key(first) != prompt_key(second)
 
 
 @pytest.mark.parametrize(

@@ -138,36 +138,6 @@ async def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_pat
     await trainer.manager.stop()
 
 
-async def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
-    """Of the first ones every other has 8 tokens more than the engines take."""
-
-    class Long(Fixed):
-        def train_prompts(self, position: int, count: int) -> list[Prompt]:
-            short = super().train_prompts(position, count)
-            return [
-                Prompt([*p.token_ids, *[7] * 8 * ((position + i) % 2)], "fixed")  # type: ignore[arg-type]
-                for i, p in enumerate(short)
-            ]
-
-    class Strict(SimulatedEngine):
-        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-            assert len(request.input_ids) + request.max_new_tokens <= 32 + 2
-            async for chunk in super().generate(request):
-                yield chunk
-
-    config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
-    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
-    trainer = await trainer_of(tmp_path, config, ModelEngines(model, Strict), Long()).started()
-    for step in range(4):
-        batch = await trainer.batch()
-        assert (batch.prompt_lengths_S == 2).all()
-        await trainer.publish(0, step + 1)
-    up, warnings = in_service(trainer)
-    assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
-    await trainer.manager.stop()
-    assert min(dropped(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("limit", [34, None])
 async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
     tmp_path: Path, limit: int | None

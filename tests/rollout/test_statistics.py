@@ -138,20 +138,6 @@ def test_counts_are_those_since_the_batch_before() -> None:
     assert (second["rollout/dropped_filtered"], second["rollout/dropped_stale"]) == (0, 1)
 
 
-def test_faults_of_scorers_are_counted_by_kind() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    statistics.scored({"score": 1.0}, 0.0)
-    statistics.scored({"scorer_error": 1.0, "stray_output": 5.0}, 0.0)
-    first = metrics_of(statistics, batch(), view())
-    assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
-    assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
-    statistics.scored({"scorer_timeout": 1.0}, 0.0)
-    statistics.scored({"scorer_crash": 1.0}, 0.0)
-    second = metrics_of(statistics, batch(1), view())
-    assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
-    assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
-
-
 def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     assert "rollout/kv_usage" not in metrics_of(statistics, batch(), view()), (
@@ -187,18 +173,6 @@ def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
     clock.now += 1
     metrics = metrics_of(statistics, batch(2), view(concurrency=4))
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
-
-
-def test_every_new_warning_is_handed_out_once() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    for engine in "ab":
-        statistics.warned("engine_failed", f"engine {engine} is gone")
-    assert statistics.take_warnings() == (
-        ("engine_failed", "engine a is gone"),
-        ("engine_failed", "engine b is gone"),
-    )
-    assert statistics.take_warnings() == ()
-    assert statistics.warnings == {"engine_failed": "engine b is gone"}
 
 
 def test_the_queue_for_scores_and_the_time_of_a_score_are_reported() -> None:
