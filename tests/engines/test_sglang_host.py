@@ -82,7 +82,7 @@ def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
     asyncio.run(asyncio.wait_for(check(), 280))
 
 
-def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
+async def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
     place: Place, tmp_path: Path
 ) -> None:
     engines = SETTINGS.model_copy(update={"start_timeout_seconds": 0.5})
@@ -90,14 +90,8 @@ def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
         {"model": {"path": str(tmp_path / "model")}, "engines": engines.model_dump()}
     )
     launcher = HostedEngines(config, tmp_path / "logs", place)
-
-    async def check() -> None:
-        with pytest.raises(
-            ComponentFailure, match=r"^the inference server was not ready"
-        ) as caught:
-            await launcher.launch(0)
-        assert "Traceback" not in str(caught.value)
-        assert not await launcher.alive(0)
-        assert _server_processes(tmp_path / "logs") == []
-
-    asyncio.run(asyncio.wait_for(check(), 60))
+    with pytest.raises(ComponentFailure, match=r"^the inference server was not ready") as caught:
+        await launcher.launch(0)
+    assert "Traceback" not in str(caught.value)
+    assert not await launcher.alive(0)
+    assert _server_processes(tmp_path / "logs") == []

@@ -150,14 +150,10 @@ def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProces
     assert list(answer["ranks"][0]["checksums"]) == parameter_names(model)
 
 
-def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:
+async def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:
     keyless = SETTINGS.model_copy(update={"api_key": ""})
-
-    async def body() -> None:
-        with pytest.raises(EngineError, match="401"):
-            await SGLangClient.connect("engine", server[0].url, keyless)
-
-    asyncio.run(body())
+    with pytest.raises(EngineError, match="401"):
+        await SGLangClient.connect("engine", server[0].url, keyless)
 
 
 @pytest.mark.parametrize(

@@ -261,24 +261,21 @@ def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> Non
     assert reply.messages == ()
 
 
-def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
-    async def play() -> None:
-        player = player_of(AsTRLHasIt, threads)
-        assert await player.reset({}, PROMPT)
-        assert list(player.tools) == ["guess"]
-        [opening] = await player.reset({"anything": 1}, PROMPT)
-        assert opening["content"] == "6 times 7? The word has 5 letters."
-        reader = CallReader("qwen25", player.schemas())
-        call = qwen_call('{"name": "guess", "arguments": {"word": "crane"}}')
-        reply = await player.step(Answer(call), reader)
-        assert [message["content"] for message in reply.messages] == ["right"]
-        assert (await player.step(Answer("Done."), reader)).done
-        assert await player.final_reward() == (1.0, {})
-
-    asyncio.run(play())
+async def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
+    player = player_of(AsTRLHasIt, threads)
+    assert await player.reset({}, PROMPT)
+    assert list(player.tools) == ["guess"]
+    [opening] = await player.reset({"anything": 1}, PROMPT)
+    assert opening["content"] == "6 times 7? The word has 5 letters."
+    reader = CallReader("qwen25", player.schemas())
+    call = qwen_call('{"name": "guess", "arguments": {"word": "crane"}}')
+    reply = await player.step(Answer(call), reader)
+    assert [message["content"] for message in reply.messages] == ["right"]
+    assert (await player.step(Answer("Done."), reader)).done
+    assert await player.final_reward() == (1.0, {})
 
 
-def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) -> None:
+async def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) -> None:
     class Board:
         def reset(self, **row: Any) -> str:
             return "Call move(square)."
@@ -289,14 +286,10 @@ def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) ->
 
     seen: list[Answer] = []
     two = [qwen_call(f'{{"name": "move", "arguments": {{"square": {n}}}}}') for n in (1, 2)]
-
-    async def play() -> None:
-        player, reader = player_of(Board, threads), CallReader("qwen25", ())
-        await player.reset({}, ())
-        for text in ("So: " + "".join(two), "So.", "So: " + qwen_call('{"name": "mov')):
-            await player.step(Answer(text, turn=len(seen)), reader)
-
-    asyncio.run(play())
+    player, reader = player_of(Board, threads), CallReader("qwen25", ())
+    await player.reset({}, ())
+    for text in ("So: " + "".join(two), "So.", "So: " + qwen_call('{"name": "mov')):
+        await player.step(Answer(text, turn=len(seen)), reader)
     called, plain, broken = seen
     assert [(c.name, dict(c.arguments)) for c in called.tool_calls] == [
         ("move", {"square": 1}),
@@ -307,7 +300,7 @@ def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) ->
     assert (broken.text, broken.tool_calls) == ("So: " + qwen_call('{"name": "mov'), ())
 
 
-def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
+async def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
     class Kept:
         def reset(self, method: str, **row: Any) -> str:
             return f"{method} {row['arguments']} {row['state']}"
@@ -321,14 +314,11 @@ def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
         def restore(self, state: bytes, method: str, **row: Any) -> None:
             assert (state, method, row) == (b"kept", "GET", {"arguments": 1})
 
-    async def play() -> None:
-        player = player_of(Kept, threads)
-        row = {"method": "GET", "arguments": 1, "state": "Texas"}
-        [opening] = await player.reset(row, ())
-        assert opening["content"] == "GET 1 Texas"
-        await player.restore(b"kept", row)  # its first argument is the snapshot
-
-    asyncio.run(play())
+    player = player_of(Kept, threads)
+    row = {"method": "GET", "arguments": 1, "state": "Texas"}
+    [opening] = await player.reset(row, ())
+    assert opening["content"] == "GET 1 Texas"
+    await player.restore(b"kept", row)  # its first argument is the snapshot
 
 
 def hostile(reset: Any = None, step: Any = None, **methods: Any) -> Any:
@@ -380,28 +370,20 @@ def boom() -> None:
         ),
     ],
 )
-def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
-    async def play() -> None:
-        player = player_of(cls, threads, seconds=0.2)
+async def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
+    player = player_of(cls, threads, seconds=0.2)
+    with pytest.raises(EnvironmentFault, match=sentence):
         await player.reset({}, ())
         await player.step(Answer("x"))
         await player.state()
         await player.final_reward()
 
-    with pytest.raises(EnvironmentFault, match=sentence):
-        asyncio.run(play())
 
-
-def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
+async def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
     own = type("Own", (bytes,), {})
-    cls = hostile(state=lambda self: own(b"kept"), restore=boom)
-
-    async def play() -> bytes | None:
-        player = player_of(cls, threads)
-        await player.reset({}, ())
-        return await player.state()
-
-    assert type(asyncio.run(play())) is bytes
+    player = player_of(hostile(state=lambda self: own(b"kept"), restore=boom), threads)
+    await player.reset({}, ())
+    assert type(await player.state()) is bytes
 
 
 def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads) -> None:

@@ -430,17 +430,13 @@ async def next_of_nothing_later(self: Any) -> Any:
         (next_of_nothing_later, "Error: RuntimeError: coroutine raised StopIteration"),
     ],
 )
-def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
+async def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
     member: Any, content: str
 ) -> None:
     tools = type("Tools", (), {"reset": lambda self, **row: None, "draw": member})
-
-    async def play() -> str:
-        threads = Threads(1)
-        player = Player(tools, "own.py:Tools", threads, 5.0)
-        await player.reset({}, PROMPT)
-        reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
-        threads.close()
-        return reply["content"]
-
-    assert asyncio.run(play()) == content
+    threads = Threads(1)
+    player = Player(tools, "own.py:Tools", threads, 5.0)
+    await player.reset({}, PROMPT)
+    reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
+    threads.close()
+    assert reply["content"] == content
