@@ -1,6 +1,7 @@
 """Whatever part of a run on one machine is killed, nothing of the run is left behind.
 
-Simulated engines behind the real processes, so that a start is seconds.
+Simulated engines behind the real processes, so that a start is seconds. What listens meanwhile is
+what docs/clusters.md lists; there is no Ray.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import yaml
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 from tests.crash.run import configuration, prepare
+from tests.listening import documented, kind_of, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TRAIN = ("-m", "megatron_async.cli", "train", "--config", "run.yaml")
@@ -125,3 +127,17 @@ def test_a_notebook_that_is_interrupted_or_restarted_leaves_none(
         run.until(lambda: "interrupted" in run.log.read_text(), 60)
         assert run.left() == [] and run.process.poll() is None
     run.until(lambda: not run.left(), 45)
+
+
+def test_a_run_listens_where_the_page_lists_it_and_has_no_ray(tmp_path: Path) -> None:
+    run = Started(tmp_path)
+    try:
+        processes = [psutil.Process(run.process.pid), *run.family]
+        found, kinds = listening(processes), {kind_of(process) for process in processes}
+    finally:
+        run.process.terminate()
+        run.process.wait(60)
+    assert found == documented()
+    assert {where for _, where in found} == {"loopback"}
+    assert kinds >= {"`train`", "rollout manager", "host of an engine", "engine", "trainer rank"}
+    assert "Ray" not in kinds

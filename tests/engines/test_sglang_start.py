@@ -22,6 +22,7 @@ from megatron_async.engines.sglang.hooks import forked
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.models.families import families
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.receiver import make_root, remove_roots
 from tests.engine import (
     SETTINGS,
@@ -159,3 +160,40 @@ def test_all_models_are_imported_for_one_of_another_family() -> None:
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines()[-2:] == ["Gemma3ForCausalLM False", "Olmo2ForCausalLM True"]
+
+
+# On a CPU the scheduler is forked and has all that the server has set up. One that is spawned, as on
+# GPUs, has pickled arguments, and the hooks only if the main module installs them again.
+# Every Python process imports this first: no other start method, and a file for each spawned one.
+SITE = """
+import multiprocessing, os, pathlib, sys
+
+set_start_method = multiprocessing.set_start_method
+multiprocessing.set_start_method = lambda method, force=False: set_start_method("spawn", force=True)
+if "--multiprocessing-fork" in sys.orig_argv:
+    pathlib.Path(__file__).with_name(str(os.getpid())).touch()
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_spawned_scheduler_has_our_hooks_and_takes_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    engine = start_engine(tmp_path)
+    try:
+        assert engine.process.pid is not None
+        children = psutil.Process(engine.process.pid).children(recursive=True)
+        [scheduler] = [child for child in children if child.name() == "sglang::scheduler"]
+        assert (site / str(scheduler.pid)).exists(), "it was not spawned"
+        engine.hold("b", PolicyVersion(3, 7))
+        request = make_request("r", [5, 9, 17, 3], 50)
+        chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
+        assert {chunk.version for chunk in chunks} == {PolicyVersion(3, 7)}
+        assert len(chunks) > 2, "without the hook a version is known at the end only"
+    finally:
+        engine.process.stop()

@@ -1,4 +1,4 @@
-"""The simulated engine as a server: for a client and for the trainer it is a real one."""
+"""The simulated engine as a server: for a client, a host and the trainer it is a real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig, SimulatedEngineConfig
-from megatron_async.engines.host import EngineHost, HostCalls
+from megatron_async.engines.host import EngineHost, HostCalls, HostedEngines
 from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
 from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
@@ -19,8 +19,10 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.engines.simulated.server import engine_model, parameter_names
 from megatron_async.errors import UserError
+from megatron_async.places.local import local_place
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, call
+from tests.crash.run import configuration, prepare
 from tests.engine import collect, logprobs_of, make_request, tokens_of, until_streaming
 from tests.hf_models import save_hf_model
 
@@ -208,3 +210,20 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
         wanted = asyncio.run(collect(here, make_request(f"r{i}", [*PROMPT, i], 50)))
         assert (tokens_of(chunks) == tokens_of(wanted)).all()
         assert (logprobs_of(chunks) == logprobs_of(wanted)).all()
+
+
+def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    config = build_config(configuration("copris", "simulated", tmp_path, "run", {}))
+
+    async def launched() -> list[str]:
+        launcher = HostedEngines(config, tmp_path, place)
+        launcher.begin()
+        clients = [await launcher.launch(index) for index in (0, 1, 0)]
+        assert await launcher.alive(0) and await launcher.alive(1)
+        await asyncio.gather(launcher.stop(0), launcher.stop(1))
+        return [client.engine_id for client in clients]
+
+    with local_place(tmp_path) as place:
+        found = asyncio.run(asyncio.wait_for(launched(), 240))
+    assert found == ["engine0", "engine1", "engine0.1"]

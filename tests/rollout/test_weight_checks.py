@@ -45,8 +45,6 @@ class WrongEngine(SimulatedEngine):
             if self._lies("probe") and chunk.version.number >= self.first_wrong:
                 chunk = replace(chunk, logprobs=chunk.logprobs + np.float32(1))
                 self.lied.append(chunk)
-            if self._lies("label") and request.request_id.startswith("t"):
-                chunk = replace(chunk, version=PolicyVersion(0, 5))
             yield chunk
 
     async def flush_cache(self) -> None:
@@ -280,23 +278,6 @@ async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     await it.manager.stop()
     tokens = stored(tmp_path)
     assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
-
-
-async def test_an_engine_whose_tokens_carry_a_version_that_it_was_not_sent_is_given_up(
-    tmp_path: Path,
-) -> None:
-    it = await Run(tmp_path, restarting(1), WrongEngines("label", [1])).started()
-    await it.publish(0)
-    while len(it.engines.all) == 1:
-        await asyncio.sleep(0.01)
-    while (batch := await it.manager.next_batch(0)) is None:
-        await it.publish(0)
-    assert batch.step == 0 and it.up == ["engine0.1"]
-    await it.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
-    versions = {segment.version for one in found for segment in one.segments}
-    assert versions == {PolicyVersion(0, 0)}
 
 
 async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:

@@ -60,5 +60,5 @@ def test_together_they_hold_every_event_and_action_that_a_live_run_has() -> None
             seen |= {type(exchange.event), *map(type, exchange.actions)}
     everything = {*typing.get_args(ev.Event), *typing.get_args(ev.Action)}
     # ManyAborted: `test_many_aborted.py` compares it with one by one. Engines
-    # refuse nothing there (`test_refused.py`), and do not report how long they queued one.
+    # refuse nothing there (`test_properties.py`), and do not report how long they queued one.
     assert everything - seen == {ev.ManyAborted, ev.Refused, ev.LeftQueue}
