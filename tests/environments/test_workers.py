@@ -99,11 +99,3 @@ async def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None
     await held.forget(1)
     assert [key.split(".")[1] for key in place.worker.forgotten] == ["1"]
     assert not place.worker.held
-
-
-async def test_an_answer_that_an_earlier_life_may_have_handed_over_is_counted() -> None:
-    held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
-    turns = [Turn(0, None, 0, OPENED.messages)]
-    for number, before in ((1, True), (2, False)):
-        await held.step(number, {}, turns, [1], room=1, last=False, asked_before=before)
-    assert held.counts == {"restored": 2, "steps_repeated": 1}

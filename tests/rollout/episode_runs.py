@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.places.host import new_loops
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
-from megatron_async.store.reader import StoreReader
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory, Turn
 from tests.environments.inside import InsidePlace
+from tests.rollout.stand_ins import trajectories_in
 
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
 PROGRAMS = str(Path(__file__).parents[1] / "environments" / "agent_programs.py")
@@ -140,8 +139,7 @@ def configured(
 
 
 def episodes_of(run_: Run) -> dict[int, Trajectory]:
-    with closing(StoreReader(run_.folder / "store.sqlite")) as reader:
-        return {s.trajectory_id: reader.trajectory(s.trajectory_id) for s in reader.summaries()}
+    return trajectories_in(run_.folder)
 
 
 def with_agent(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Raised, read_record, record_files
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import Prompt, TrajectoryState
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 BATCH = 2
@@ -116,12 +114,8 @@ async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
         if step < 2:
             await trainer.publish(0, step + 1)
     await trainer.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        dropped = [
-            reader.trajectory(entry.trajectory_id).response_length
-            for entry in reader.summaries()
-            if entry.state is TrajectoryState.DROPPED
-        ]
+    found = trajectories_in(tmp_path).values()
+    dropped = [one.response_length for one in found if one.state is TrajectoryState.DROPPED]
     assert len(dropped) == 3 * BATCH
 
     def total(name: str) -> float:
@@ -353,8 +347,7 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
 async def test_a_score_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
     """One without a reward makes room for another group. It is made again after the next start."""
     assert await stop_under_scores(tmp_path, lambda: None) == []
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        first, *others = [entry.state for entry in reader.summaries()]
+    first, *others = [one.state for one in trajectories_in(tmp_path).values()]
     assert first is TrajectoryState.RUNNING  # to the next start that is a partial one
     assert set(others) == {TrajectoryState.FINISHED}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
-from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
@@ -41,7 +39,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
 )
-from tests.rollout.stand_ins import run, settings
+from tests.rollout.stand_ins import run, settings, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 STOP, LIMIT = 2, 6
@@ -569,6 +567,5 @@ async def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
     assert batch.token_ids_T[start:end].tolist() == [5, 0, *tokens]
     assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in asked}
     assert all(request.max_new_tokens > 0 for request in asked)
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        assert reader.trajectory(ended).finish_reason is reason
+    assert trajectories_in(tmp_path)[ended].finish_reason is reason
     await trainer.manager.stop()

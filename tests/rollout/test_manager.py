@@ -28,7 +28,7 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Prompt
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings, trajectories_in
 
 
 class Noting(Fixed):
@@ -118,12 +118,8 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
     assert [part.start for part in asked] == [0, *(part.stop for part in asked[:-1])]
     admitted = asked[-1].stop
     trained = {i: prompt for batch in consumed.values() for i, prompt in batch.items()}
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        waiting = [
-            int(reader.trajectory(entry.trajectory_id).prompt.token_ids[1])
-            for entry in reader.summaries()
-            if entry.trajectory_id not in trained
-        ]
+    found = trajectories_in(tmp_path)
+    waiting = [int(one.prompt.token_ids[1]) for i, one in found.items() if i not in trained]
     assert len(trained) == 12 * config.schedule.group_size, "a trajectory is in two batches"
     assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
 

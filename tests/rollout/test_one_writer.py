@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ import pytest
 
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.rollout.generation import Generation
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
+from tests.rollout.stand_ins import trajectories_in
 from tests.rollout.test_manager import Trainer
 
 STOP = 2
@@ -81,8 +80,7 @@ async def test_engines_that_are_given_up_and_live(
     assert driver.background.failure is None
     assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
     await trainer.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    found = trajectories_in(tmp_path).values()
     assert sum(t.state is not TrajectoryState.PENDING for t in found) > 12
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []
 
@@ -107,6 +105,5 @@ async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Pa
     assert driver.background.failure is None
     assert "is superseded" in driver.statistics.warnings["superseded_append"]
     await trainer.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    found = trajectories_in(tmp_path).values()
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []

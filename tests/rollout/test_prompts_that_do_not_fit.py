@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +23,9 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
-from tests.rollout.stand_ins import Fixed, run
+from tests.rollout.stand_ins import Fixed, run, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 
@@ -47,12 +45,10 @@ class Refusing(SimulatedEngine):
 def dropped(folder: Path) -> dict[int, set[int]]:
     """Prompt number -> trajectories that were dropped because an engine refuses them."""
     found: dict[int, set[int]] = {}
-    with closing(StoreReader(folder / "store.sqlite")) as reader:
-        for entry in reader.summaries(TrajectoryState.DROPPED):
-            trajectory = reader.trajectory(entry.trajectory_id)
+    for number, trajectory in trajectories_in(folder).items():
+        if trajectory.state is TrajectoryState.DROPPED:
             assert trajectory.drop_reason is DropReason.REFUSED
-            number = int(trajectory.prompt.token_ids[1])
-            found.setdefault(number, set()).add(entry.trajectory_id)
+            found.setdefault(int(trajectory.prompt.token_ids[1]), set()).add(number)
     return found
 
 
@@ -118,8 +114,7 @@ def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_al
         await trainer.manager.stop()
 
     run(life_before())
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        states = [reader.trajectory(i).state for i in group]
+    states = [trajectories_in(tmp_path)[i].state for i in group]
     assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
     run(resumed())
     assert dropped(tmp_path) == {3: set(group)}

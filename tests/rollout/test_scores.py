@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from megatron_async.config.load import merge
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.scoring.workers import LocalScorerPool
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Prompt, TrajectoryState
-from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.stand_ins import Fixed, run, settings, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 OWN = Path(__file__).parents[1] / "scoring" / "rewards" / "own.py"
@@ -133,8 +131,8 @@ async def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
         assert batch.extra_metrics["reward/length"] > 1.0
         await trainer.publish(0, step + 1)
     await trainer.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        dropped = sum(entry.state is TrajectoryState.DROPPED for entry in reader.summaries())
+    states = [one.state for one in trajectories_in(tmp_path).values()]
+    dropped = states.count(TrajectoryState.DROPPED)
     assert (regenerated > 0) == (policy == "regenerate")
     assert (dropped > 0) == (policy == "drop")
     if policy != "regenerate":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion
 from tests.rollout.short_limits import ModelEngines, config_of
-from tests.rollout.stand_ins import MODEL, Fixed
+from tests.rollout.stand_ins import MODEL, Fixed, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 VOCABULARY = 1000
@@ -78,8 +76,7 @@ async def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
     assert {2, 3, 4} <= set(trained) and 1 not in trained
     message = warnings["untrainable"]
     assert fault in message and "trajectory 1 " in message and "engine7" in message
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        assert reader.trajectory(1).drop_reason is DropReason.NONFINITE
+    assert trajectories_in(tmp_path)[1].drop_reason is DropReason.NONFINITE
 
 
 async def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dropped(
@@ -97,8 +94,7 @@ async def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dr
     await trainer.manager.stop()
     assert "token 1000 is outside the vocabulary" in warnings["untrainable"]
     assert "(from its prompt)" in warnings["untrainable"]
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(number) for number in (1, 2, 3, 4)]
+    found = [trajectories_in(tmp_path)[number] for number in (1, 2, 3, 4)]
     dropped = [one.drop_reason is DropReason.NONFINITE for one in found]
     assert dropped == [VOCABULARY in one.prompt.token_ids for one in found]
     assert sum(dropped) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -20,10 +19,16 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.rollout.probe import ProbeSample
 from megatron_async.rollout.weight_checks import WeightChecks
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, settings, trainer_logprobs
+from tests.rollout.stand_ins import (
+    MODEL,
+    Engines,
+    manager_of,
+    settings,
+    trainer_logprobs,
+    trajectories_in,
+)
 
 
 class WrongEngine(SimulatedEngine):
@@ -209,10 +214,8 @@ async def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> Non
 
 def stored(folder: Path) -> list[tuple[int, float]]:
     """(position, log-prob) error of every token in the store: 0 where the engine did not lie."""
-    with closing(StoreReader(folder / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
     tokens = []
-    for trajectory in found:
+    for trajectory in trajectories_in(folder).values():
         at = len(trajectory.prompt.token_ids)
         for segment in trajectory.segments:
             for token, logprob in zip(segment.token_ids, segment.logprobs, strict=True):

@@ -78,17 +78,6 @@ def test_a_doubling_that_does_not_pay_is_taken_back_and_both_sides_are_tried() -
     assert loop.state.resting == auto.REST_WINDOWS
 
 
-def test_of_equally_good_values_it_takes_the_smallest() -> None:
-    loop = Loop()
-    loop.window(1000)
-    loop.window(1500)
-    loop.window(1500)
-    loop.window(1500)
-    assert loop.window(1499) == 16  # 23 is as good as 32, so lower still
-    assert loop.window(1000) == 23  # 32 is known already: rest
-    assert loop.state.resting == auto.REST_WINDOWS
-
-
 def test_small_losses_do_not_add_up() -> None:
     loop = Loop(64, 4)
     loop.state = replace(loop.state, best=256, best_rate=1000.0, step=-auto.FINE, refused=1)
@@ -96,37 +85,6 @@ def test_small_losses_do_not_add_up() -> None:
     assert loop.window(993) == 128
     assert loop.window(985) == 181  # 0.8 % below the last, but 1.5 % below the best known
     assert loop.state.best == 181
-
-
-def test_it_tries_again_after_a_rest() -> None:
-    loop = Loop()
-    for rate in (1000, 1500, 1500, 1500, 1400):
-        loop.window(rate)
-    seen = [loop.window(1500) for _ in range(auto.REST_WINDOWS)]
-    assert seen == [32] * (auto.REST_WINDOWS - 1) + [45]
-
-
-def test_nothing_is_compared_before_a_turnover_and_a_window_of_batches() -> None:
-    state = auto.start(4, 4, 100)
-    for _ in range(15):
-        state = auto.completed(state, 16)
-    assert auto.taken(state, 5.0, 100) == state
-    state = auto.completed(state, 16)
-    for batch in range(auto.WINDOW_BATCHES[0] + 1):
-        state = auto.taken(auto.loaded(state, 0.1, 0), float(batch), 100 * batch)
-    assert (state.best, state.limit) == (0, 16)
-    for _ in range(16):
-        state = auto.completed(state, 16)
-    assert auto.taken(state, 9.0, 900).limit == 32
-
-
-def test_without_times_it_never_tries() -> None:
-    state = auto.start(4, 4, 100)
-    for batch in range(50):
-        for _ in range(16):
-            state = auto.completed(state, 16)
-        state = auto.taken(auto.loaded(state, 0.1, 0), 0.0, 100 * batch)
-    assert state.limit == 16
 
 
 def test_no_trial_goes_up_while_slots_stay_empty() -> None:
@@ -166,11 +124,6 @@ def test_preemptions_are_a_ceiling_that_is_remembered() -> None:
 
 def test_a_storm_is_not_waited_for() -> None:
     assert auto.loaded(auto.start(16, 8, 100), 1.0, 64).limit == 119
-
-
-def test_the_end_of_a_storm_is_not_taken_for_another_one() -> None:
-    state = auto.loaded(auto.start(16, 8, 100), 1.0, 64)
-    assert auto.loaded(state, 1.0, 64) == state
 
 
 def test_too_large_an_off_policy_share_lowers_it() -> None:
