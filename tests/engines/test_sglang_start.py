@@ -162,8 +162,8 @@ def test_all_models_are_imported_for_one_of_another_family() -> None:
     assert out.stdout.splitlines()[-2:] == ["Gemma3ForCausalLM False", "Olmo2ForCausalLM True"]
 
 
-# On a CPU the scheduler is forked and has all that the server has set up. On GPUs it is spawned: its
-# arguments are pickled, and the hooks are there only if the main module installs them again.
+# On a CPU the scheduler is forked and has all that the server has set up. On GPUs it is spawned:
+# its arguments are pickled, and the hooks are there only if the main module installs them again.
 # Every Python process imports this first: no other start method, and a file for each spawned one.
 SITE = """
 import multiprocessing, os, pathlib, sys

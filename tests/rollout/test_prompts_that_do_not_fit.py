@@ -25,7 +25,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
-from tests.rollout.stand_ins import Fixed, run, trajectories_in
+from tests.rollout.stand_ins import Fixed, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 
@@ -52,71 +52,53 @@ def dropped(folder: Path) -> dict[int, set[int]]:
     return found
 
 
+async def six_steps(folder: Path, lineage: int, refused: int) -> dict[str, str]:
+    """Warnings of a run on two engines that refuse the fourth prompt, which costs no engine."""
+    model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+    config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
+    trainer = trainer_of(folder, config, ModelEngines(model, Refusing))
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
+    for step in range(6):
+        assert (await trainer.batch()).step == step
+        await trainer.publish(lineage, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 2 and len(trainer.engines.all) == 2
+    assert trainer.manager._driver.statistics.counts.dropped["refused"] == refused
+    await trainer.manager.stop()
+    return warnings
+
+
 async def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
     """And it stays dropped when the run is resumed."""
-
-    async def life(lineage: int) -> dict[str, str]:
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
-        config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
-        for step in range(6):
-            assert (await trainer.batch()).step == step
-            await trainer.publish(lineage, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 2 and len(trainer.engines.all) == 2
-        counted = trainer.manager._driver.statistics.counts.dropped["refused"]
-        assert counted == (4 if lineage == 0 else 0)
-        await trainer.manager.stop()
-        return warnings
-
-    warnings = await life(0)
+    warnings = await six_steps(tmp_path, lineage=0, refused=4)
     assert list(warnings) == ["prompt_refused"]
     assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
     assert "--show 12" in warnings["prompt_refused"]
-    assert await life(1) == {}
+    assert await six_steps(tmp_path, lineage=1, refused=0) == {}
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
+async def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
     tmp_path: Path,
 ) -> None:
     """The life before had engines that took it: two of its group have tokens, two never ran."""
     group = range(12, 16)  # of the fourth prompt
-
-    async def life_before() -> None:
-        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
-        config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
-        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
-        store = trainer.manager._driver._store
-        async with asyncio.timeout(10):
-            while store._state.counters.next_trajectory <= group[-1] or not all(
-                store.load_trajectory(i).response_length for i in group[:2]
-            ):
-                await asyncio.sleep(0.005)
-        await trainer.manager.stop()
-
-    async def resumed() -> None:
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
-        config = config_of("copris", schedule={"concurrency": 24, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(1, 0, parent=0))
-        for step in range(6):
-            assert (await trainer.batch()).step == step
-            await trainer.publish(1, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 2 and len(trainer.engines.all) == 2
-        assert list(warnings) == ["prompt_refused"]
-        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
-        assert trainer.manager._driver.statistics.counts.dropped["refused"] == 4
-        await trainer.manager.stop()
-
-    run(life_before())
+    model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+    config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
+    store = trainer.manager._driver._store
+    async with asyncio.timeout(10):
+        while store._state.counters.next_trajectory <= group[-1] or not all(
+            store.load_trajectory(i).response_length for i in group[:2]
+        ):
+            await asyncio.sleep(0.005)
+    await trainer.manager.stop()
     states = [trajectories_in(tmp_path)[i].state for i in group]
     assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
-    run(resumed())
+    warnings = await six_steps(tmp_path, lineage=1, refused=4)
+    assert list(warnings) == ["prompt_refused"]
+    assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
     assert dropped(tmp_path) == {3: set(group)}
 
 

@@ -46,6 +46,22 @@ async def store_of_an_earlier_version(
     await store.close()
 
 
+async def resumed(folder: Path, steps: int) -> tuple[list[int], str]:
+    """What a resumed run trains in so many steps, and its warning."""
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    config = config_of("copris", model={"path": str(folder)})
+    trainer = Trainer(folder, config, None, ModelEngines(MODEL))
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
+    trained: list[int] = []
+    for step in range(steps):
+        trained.extend((await trainer.batch()).trajectory_ids_S.tolist())
+        await trainer.publish(1, step + 1)
+    message = trainer.manager.status()["warnings"]["untrainable"]
+    await trainer.manager.stop()
+    return trained, message
+
+
 @pytest.mark.parametrize("state", ["scored", "partial"])
 @pytest.mark.parametrize(
     ("token", "logprob", "fault"),
@@ -60,21 +76,8 @@ async def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
     tmp_path: Path, token: int, logprob: float, fault: str, state: str
 ) -> None:
     await store_of_an_earlier_version(tmp_path / "store.sqlite", token, logprob, state)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    config = config_of("copris", model={"path": str(tmp_path)})
-    warnings: dict[str, str] = {}
-    trained: list[int] = []
-    trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
-    await trainer.manager.start()
-    await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
-    for step in range(3):
-        batch = await trainer.batch()
-        trained.extend(batch.trajectory_ids_S.tolist())
-        await trainer.publish(1, step + 1)
-    warnings.update(trainer.manager.status()["warnings"])
-    await trainer.manager.stop()
+    trained, message = await resumed(tmp_path, steps=3)
     assert {2, 3, 4} <= set(trained) and 1 not in trained
-    message = warnings["untrainable"]
     assert fault in message and "trajectory 1 " in message and "engine7" in message
     assert trajectories_in(tmp_path)[1].drop_reason is DropReason.NONFINITE
 
@@ -83,17 +86,8 @@ async def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dr
     tmp_path: Path,
 ) -> None:
     await store_of_an_earlier_version(tmp_path / "store.sqlite", 9, -1.0, "partial", VOCABULARY)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    config = config_of("copris", model={"path": str(tmp_path)})
-    warnings: dict[str, str] = {}
-    trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
-    await trainer.manager.start()
-    await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
-    await trainer.batch()
-    warnings.update(trainer.manager.status()["warnings"])
-    await trainer.manager.stop()
-    assert "token 1000 is outside the vocabulary" in warnings["untrainable"]
-    assert "(from its prompt)" in warnings["untrainable"]
+    _, message = await resumed(tmp_path, steps=1)
+    assert "token 1000 is outside the vocabulary" in message and "(from its prompt)" in message
     found = [trajectories_in(tmp_path)[number] for number in (1, 2, 3, 4)]
     dropped = [one.drop_reason is DropReason.NONFINITE for one in found]
     assert dropped == [VOCABULARY in one.prompt.token_ids for one in found]

@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -43,27 +44,28 @@ EVENTS: list[ev.Event] = [
 ]
 
 
-def record(path: Path, name: str, events: int = 250) -> None:
-    """A random run of a preset with failures, recorded."""
-    config = preset(name)
-    world = World(config, Weather(engine_failures=0.02, scorer_failures=0.05), seed=3)
-    recorder = Recorder(
-        path.open("w"), config, first_step=0, version=world.scheduler.view().version
-    )
-    world.start(0, PolicyVersion(0, 0))
-    step = world.scheduler.step
+def recorded(name: str, target: TextIO | RecordFiles, weather: Weather, seed: int) -> World:
+    """A world of a preset whose scheduler is recorded; the engines are still to come."""
+    world = World(preset(name), Weather(engines=0), seed)
+    world.recorder = Recorder(target, world.config, first_step=0, version=PolicyVersion(0, 0))
+    world.weather = weather
+    return world
 
-    def recording(event: ev.Event) -> list[ev.Action]:
-        actions = step(event)
-        recorder.write(event, actions)
-        return actions
 
-    world.scheduler.step = recording  # type: ignore[method-assign]
-    for _ in range(2):
-        world.engine_up()
+def go_on(world: World, events: int) -> None:
     for _ in range(events):
         world.random_event()
-    recorder.close()
+    assert world.recorder is not None
+    world.recorder.close()
+
+
+def record(path: Path, name: str, events: int = 250) -> None:
+    """A random run of a preset with failures, recorded."""
+    weather = Weather(engine_failures=0.02, scorer_failures=0.05)
+    world = recorded(name, path.open("w"), weather, seed=3)
+    for _ in range(2):
+        world.engine_up()
+    go_on(world, events)
 
 
 def written(event: ev.Event, actions: Sequence[RecordedAction] = ()) -> str:
@@ -337,29 +339,10 @@ def test_other_files_are_no_records(name: str) -> None:
     assert record_key(Path(name)) is None
 
 
-class Recorded(World):
-    """A world whose scheduler is recorded from the moment that it has a recorder."""
-
-    recorder: Recorder
-
-    def send(self, event: ev.Event) -> list[ev.Action]:
-        if not hasattr(self, "recorder"):
-            return super().send(event)
-        self.oracle.event(event)
-        actions = self.recorder.step(self.scheduler, event)
-        self.oracle.actions(event, actions)
-        return actions
-
-
-def recorded(name: str, directory: Path, **limits: int) -> Recorded:
-    world = Recorded(preset(name), Weather(engines=0), seed=4)
-    world.recorder = Recorder(
-        files_of(directory, 0, **limits),
-        world.config,
-        first_step=0,
-        version=PolicyVersion(0, 0),
-    )
-    world.weather = Weather(engines=2, engine_failures=0.01, slow_scores=0.5)
+def recorded_in(directory: Path, name: str, events: int) -> World:
+    weather = Weather(engines=2, engine_failures=0.01, slow_scores=0.5)
+    world = recorded(name, files_of(directory, 0), weather, seed=4)
+    go_on(world, events)
     return world
 
 
@@ -372,10 +355,7 @@ def steps_in(path: Path) -> list[int]:
 def test_the_last_steps_stay_and_are_replayed_without_those_before(
     tmp_path: Path, name: str
 ) -> None:
-    world = recorded(name, tmp_path, keep_steps=8)
-    for _ in range(3000):
-        world.random_event()
-    world.recorder.close()
+    world = recorded_in(tmp_path, name, 3000)
     found = list(record_files(tmp_path).values())
     kept = [step for path in found for step in steps_in(path)]
     newest = world.oracle.next_step - 1
@@ -388,10 +368,7 @@ def test_the_last_steps_stay_and_are_replayed_without_those_before(
 
 
 def test_a_changed_action_after_a_snapshot_is_noticed(tmp_path: Path) -> None:
-    world = recorded("copris", tmp_path)
-    for _ in range(2000):
-        world.random_event()
-    world.recorder.close()
+    recorded_in(tmp_path, "copris", 2000)
     path = list(record_files(tmp_path).values())[-2]
     lines = path.read_text().splitlines()
     gone = [json.dumps({**json.loads(line), "a": []}) for line in lines[1:]]
@@ -403,11 +380,9 @@ def test_a_changed_action_after_a_snapshot_is_noticed(tmp_path: Path) -> None:
 def test_what_is_kept_takes_no_more_than_the_limit_over_all_lineages(tmp_path: Path) -> None:
     limit = 120_000
     for lineage in range(3):
-        config = preset("async")
-        world = Recorded(config, Weather(engines=0), seed=lineage)
         files = files_of(tmp_path, lineage, keep_steps=1000, most_bytes=limit)
-        world.recorder = Recorder(files, config, first_step=0, version=PolicyVersion(0, 0))
-        world.weather = Weather()
+        world = recorded("async", files, Weather(), seed=lineage)
+        assert world.recorder is not None
         most = 0
         for count in range(4000):
             world.random_event()
@@ -432,10 +407,7 @@ def test_what_is_kept_takes_no_more_than_the_limit_over_all_lineages(tmp_path: P
 def test_a_snapshot_that_does_not_fit_is_refused(
     tmp_path: Path, damage: dict[str, object], message: str
 ) -> None:
-    world = recorded("sync", tmp_path)
-    for _ in range(1500):
-        world.random_event()
-    world.recorder.close()
+    recorded_in(tmp_path, "sync", 1500)
     path = list(record_files(tmp_path).values())[-1]
     header, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(header), "snapshot": damage}), *rest]))
