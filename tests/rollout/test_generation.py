@@ -485,7 +485,6 @@ async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
                 if error is not None:
                     raise error
 
-    slot: Any = None
     bench = Bench.of(tmp_path, config_of())
     engine = Deaf([chunk(7)])
     slot = verified_slot(engine)

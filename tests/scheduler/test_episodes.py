@@ -144,21 +144,3 @@ def test_after_an_update_the_engine_of_the_last_turn_is_one_like_the_others() ->
     s.step(ev.UpdateRequested(1))
     s.step(ev.WeightsPublished(PolicyVersion(0, 1)))
     assert s.step(ev.EnvironmentReady(0, 70)) == [ev.Submit(0, "b", True)]
-
-
-def test_the_oracle_sees_a_scheduler_that_loses_actions() -> None:
-    caught = 0
-    for seed in range(15):
-        world = EpisodeWorld(preset("copris"), EpisodeWeather(), seed)
-        step, random = world.scheduler.step, world.random
-
-        def lossy(event: ev.Event, step: Any = step, random: Any = random) -> list[ev.Action]:
-            actions = step(event)
-            return actions[:-1] if actions and random.random() < 0.05 else actions
-
-        world.scheduler.step = lossy  # type: ignore[method-assign]
-        try:
-            play(world, events=300, steps=2)
-        except AssertionError:
-            caught += 1
-    assert caught == 15

@@ -24,6 +24,7 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
+from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
 from tests.scheduler.policies import PRESETS, composed, preset, presets
 from tests.scheduler.world import Weather, World, play
 
@@ -114,17 +115,18 @@ def test_same_events_give_same_actions(name: str) -> None:
     assert run() == run()
 
 
-def test_the_oracle_sees_an_unfair_scheduler() -> None:
+@pytest.mark.parametrize("episodes", [False, True])
+def test_the_oracle_sees_an_unfair_scheduler(episodes: bool) -> None:
     """Negative control: a world in which one action is lost is noticed."""
-    caught = 0
+    caught, copris = 0, preset("copris")
     for seed in range(20):
-        world = World(preset("copris"), Weather(), seed)
-        step = world.scheduler.step
-        rng = random.Random(seed)
+        weather = EpisodeWeather()
+        world = EpisodeWorld(copris, weather, seed) if episodes else World(copris, weather, seed)
+        step, chance = world.scheduler.step, random.Random(seed)
 
-        def lossy(event: object, step=step, rng=rng) -> list:  # type: ignore[no-untyped-def, type-arg]
-            actions = step(event)
-            return actions[:-1] if actions and rng.random() < 0.05 else actions
+        def lossy(event: ev.Event, step: Any = step, chance: Any = chance) -> list[ev.Action]:
+            actions: list[ev.Action] = step(event)
+            return actions[:-1] if actions and chance.random() < 0.05 else actions
 
         world.scheduler.step = lossy  # type: ignore[method-assign]
         try:
