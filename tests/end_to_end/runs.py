@@ -1,11 +1,11 @@
 """Whole runs in processes of their own, and what every run has trained."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,38 +16,51 @@ from megatron_async.store.reader import StoreContent
 from megatron_async.telemetry.metrics import read_metrics
 
 
-class Run:
-    """`megatron-async train` in a process of its own."""
+class Command:
+    """A Python program in a process and a session of its own, whose output is in a file."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(
+        self, *arguments: str, log: Path, folder: Path | None = None, **environment: str
+    ) -> None:
         self.log = log
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_async.cli", "train", *arguments],
+                [sys.executable, *arguments],
+                cwd=folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 start_new_session=True,
             )
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, condition: Callable[[], bool], seconds: float, *, running: bool = True) -> None:
+        """Wait for this; the process must not end meanwhile, or may where it is not `running`."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"it ended early:\n{self.log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"too slow:\n{self.log.read_text()[-3000:]}"
-            time.sleep(0.2)
+            ended = running and self.process.poll() is not None
+            assert not ended, f"it ended early:\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, f"too slow:\n{self.text()[-3000:]}"
+            time.sleep(0.1)
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill_everything(self) -> None:
-        everyone = [psutil.Process(self.process.pid), *self.family()]
-        for process in everyone:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+        """Kill the process and all that it has started, unless it has ended."""
+        if self.process.poll() is not None:
+            return
+        for process in (psutil.Process(self.process.pid), *self.family()):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(20)
+
+
+def train(*arguments: str, log: Path) -> Command:
+    """Start `megatron-async train`."""
+    return Command("-m", "megatron_async.cli", "train", *arguments, log=log)
 
 
 def steps_done(directory: RunDirectory) -> int:
