@@ -1,4 +1,4 @@
-"""The simulated engine as a server: for a client, a host and the trainer it is a real one."""
+"""The simulated engine, and its server: for a client, a host and the trainer it is a real one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_async.engines.interface import EngineError, RequestRefused, TokenC
 from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.engines.simulated.server import engine_model, parameter_names
 from megatron_async.errors import UserError
 from megatron_async.places.local import local_place
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, call
 from tests.crash.run import configuration, prepare
-from tests.engine import collect, logprobs_of, make_request, tokens_of, until_streaming
+from tests.engine import collect, crash_after, logprobs_of, make_request, tokens_of, until_streaming
 from tests.hf_models import save_hf_model
 
 SETTINGS = EngineConfig(
@@ -227,3 +227,51 @@ def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) ->
     with local_place(tmp_path) as place:
         found = asyncio.run(asyncio.wait_for(launched(), 240))
     assert found == ["engine0", "engine1", "engine0.1"]
+
+
+SLOW = SimulatedEngineModel(step_seconds=0.002, stream_interval=4)
+
+
+async def test_an_aborted_and_resumed_response_is_the_uninterrupted_one() -> None:
+    engine = SimulatedEngine("one", SLOW)
+    whole = await collect(engine, make_request("whole", PROMPT, 60))
+    task = asyncio.create_task(collect(engine, make_request("cut", PROMPT, 60)))
+    await asyncio.sleep(0.05)
+    await engine.abort(["cut", "unknown"])
+    first = tokens_of(await task).tolist()
+    engine.set_weights(PolicyVersion(0, 1))
+    rest = make_request("cut", [*PROMPT, *first], 60 - len(first))
+    second = tokens_of(await collect(engine, rest)).tolist()
+    await engine.close()
+    assert 0 < len(first) < 60
+    assert first + second == tokens_of(whole).tolist()
+
+
+async def test_a_crash_ends_every_stream_and_every_later_call_until_a_restart() -> None:
+    engine = SimulatedEngine("one", SLOW)
+    crash_after(engine, 50)
+    tasks = [
+        asyncio.create_task(collect(engine, make_request(f"r{i}", PROMPT, 100))) for i in range(4)
+    ]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, EngineError) for result in results)
+    assert engine.tokens_generated == 50
+    assert not await engine.healthy()
+    with pytest.raises(EngineError, match="one: version: the engine died"):
+        await engine.version()
+    engine.restart(PolicyVersion(1, 0))
+    assert len(tokens_of(await collect(engine, make_request("r", PROMPT, 5)))) == 5
+    await engine.close()
+
+
+async def test_a_full_cache_preempts_the_newest_requests_and_loses_nothing() -> None:
+    found, preemptions = [], []
+    for capacity in (1000, 100):
+        model = SimulatedEngineModel(step_seconds=0.0005, kv_capacity_tokens=capacity)
+        engine = SimulatedEngine("one", model)
+        requests = [make_request(f"r{i}", [i + 1], 40) for i in range(4)]
+        chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
+        found.append([tokens_of(response).tolist() for response in chunks])
+        preemptions.append((await engine.status()).preemptions_total)
+        await engine.close()
+    assert found[0] == found[1] and preemptions[0] == 0 < preemptions[1]
