@@ -25,9 +25,9 @@ from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.json_text import json_text
 from megatron_async.errors import UserError, how_ended, shown
+from megatron_async.places.child_process import after_fork, kill_group
 from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.runtime.outcome import outcome_of
-from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 """From a base URL, a key and a row to what it returns."""
@@ -43,13 +43,15 @@ _OUT_OF_MEMORY: Final = re.compile(
 )
 
 
-def program_of(settings: AgentConfig, threads: Executor) -> Program:
+def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Program:
     """The program that the settings name; `threads` run a function that is not `async def`.
+
+    `memory_mib` is the limit of a command's memory, which its errors name.
 
     Raises UserError.
     """
     if settings.command:
-        return _command(settings)
+        return _command(settings, memory_mib)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
         raise UserError(f"{settings.shown} is no function")
@@ -95,7 +97,7 @@ def is_blocking(settings: AgentConfig) -> bool:
     )
 
 
-def _command(settings: AgentConfig) -> Program:
+def _command(settings: AgentConfig, memory_mib: int) -> Program:
     command, where = settings.command, f"agent.command {settings.command}"
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
@@ -109,7 +111,7 @@ def _command(settings: AgentConfig) -> Program:
                 stdout=pipe,
                 stderr=pipe,
                 start_new_session=True,
-                preexec_fn=_die_with_worker,
+                preexec_fn=after_fork(signal.SIGKILL),
                 limit=_LARGEST_OUTPUT,
             )
         except OSError as error:
@@ -120,17 +122,17 @@ def _command(settings: AgentConfig) -> Program:
             found = await _run_to_its_end(process, json_text(dict(row)).encode(), where)
             output, errors = (text.replace(key.encode(), b"(key)") for text in found)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await process.wait()
         if process.returncode:
             text = errors.decode(errors="replace")
-            remedy = (
-                f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB more "
-                "than its start takes: raise it"
-            )
             ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
-            raise EnvironmentFault(ended + remedy * bool(_OUT_OF_MEMORY.search(text)))
+            if _OUT_OF_MEMORY.search(text):
+                ended += (
+                    f"; episode.memory_mib limits its address space to {memory_mib} MiB more than "
+                    "its start takes: raise it"
+                )
+            raise EnvironmentFault(ended)
         return _last_line(output, where)
 
     return run
@@ -161,8 +163,7 @@ async def _run_to_its_end(
         while process.returncode is None and not all(one.done() for one in work):
             await asyncio.wait(work, timeout=_OUTPUT_SECONDS)
         await process.wait()
-        with suppress(ProcessLookupError):  # what it has started may hold the outputs open
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)  # what it has started may hold the outputs open
         await asyncio.wait(work, timeout=_OUTPUT_SECONDS)  # what has left its group still may
     finally:
         for one in work:
@@ -193,7 +194,3 @@ def _last_line(output: bytes, where: str) -> Any:
             "{name: number}] or null"
         ) from error
     return tuple(returned) if isinstance(returned, list) else returned
-
-
-def _die_with_worker() -> None:
-    prctl(PDEATHSIG, signal.SIGKILL)

@@ -51,13 +51,13 @@ class RolloutSide:
         self._config = config
         self._directory = directory
         self._failure = ""
-        self._manager: Placed = place.start(
+        self._manager: Placed[ManagerHost] = place.start(
             ManagerHost,
             dump(config),
             str(directory.path),
             place.address,
             name=MANAGER_NAME,
-            restarts=config.engines.max_manager_restarts,
+            restarts=config.engines.max_restarts,
             here=True,  # always: the database of the trajectory store is on this disk
         )
 
@@ -68,14 +68,13 @@ class RolloutSide:
         """
         self._directory.check_there()
         try:
-            status: dict[str, Any] = self._manager.ask("status", limit=_CALL_SECONDS)
+            status = self._manager.ask(lambda host: host.status(), limit=_CALL_SECONDS)
         except CallLate:
             return {}
         except PlacedDead as error:
             self._log(str(error))
             raise ComponentFailure(
-                f"{error} (engines.max_manager_restarts is "
-                f"{self._config.engines.max_manager_restarts})"
+                f"{error} (engines.max_restarts is {self._config.engines.max_restarts})"
             ) from error
         except PlacedLost as error:
             self._log(f"the rollout manager is restarted: {error}")
@@ -90,7 +89,7 @@ class RolloutSide:
         try:
             place = place_of_writer(self._directory.store_file, self._config.store.directory)
             limit = _CALL_SECONDS + (_COPY_SECONDS if place.away else 0)
-            self._manager.ask("stop", limit=limit)
+            self._manager.ask(lambda host: host.stop(), limit=limit)
         except (ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 

@@ -68,24 +68,29 @@ class PassRates:
 class TaskPrompts:
     """The prompts of `task` after the first `groups`.
 
-    `file`: where positions and scores are kept; it is made only where there are pools.
+    Args:
+        file: where positions and scores are kept; it is made only where there are pools.
+        solved_at: reward from which on a response counts as right.
     """
 
-    def __init__(self, task: Task, config: DifficultyConfig, file: Path, groups: int) -> None:
+    def __init__(
+        self, task: Task, config: DifficultyConfig, file: Path, groups: int, solved_at: float = 1.0
+    ) -> None:
         self._task = task
-        self._config = config
+        self._solved_at = solved_at
         self._group = groups
         self._position = groups
         self._rates = PassRates(config)
         self._passed_over = 0
         self._file: LineFile | None = None
         if config.pools:
-            self._restore(file)
+            if file.exists():
+                self._restore(file)
             self._file = LineFile(file)
 
     def _restore(self, file: Path) -> None:
         last: tuple[int, int] | None = None
-        for line in json_lines(file.read_bytes()) if file.exists() else ():
+        for line in json_lines(file.read_bytes()):
             match line:
                 case {"group": int(group), "position": int(position)}:
                     if group < self._group and (last is None or group >= last[0]):
@@ -126,7 +131,7 @@ class TaskPrompts:
         """Count a score of a response to `prompt`, unless the scorer failed."""
         if self._file is None or reward is None:
             return
-        key, right = prompt_key(prompt), reward >= self._config.solved_at
+        key, right = prompt_key(prompt), reward >= self._solved_at
         self._rates.add(key, right)
         self._file.write(f'{{"prompt": "{key}", "right": {str(right).lower()}}}\n')
 

@@ -434,7 +434,7 @@ def test_every_episode_has_arguments_of_its_own() -> None:
 
 
 def test_an_unknown_parser_is_refused() -> None:
-    with pytest.raises(UserError, match=r"environment\.tool_parser is 'qwen99'; it must be one of"):
+    with pytest.raises(UserError, match=r"episode\.tool_parser is 'qwen99'; it must be one of"):
         CallReader("qwen99", []).check()
     with pytest.raises(UserError, match=r"tool_parser is 'response_template': .* is required"):
         CallReader("response_template", []).check()

@@ -38,10 +38,8 @@ class Workers:
             "environment": {
                 "name": f"{VILLAIN}:Villain",
                 "arguments": {"marker": str(folder)},
-                "step_seconds": 1.0,
-                "threads": THREADS,
-                "memory_mib": 1024,
             },
+            "episode": {"step_seconds": 1.0, "threads": THREADS, "memory_mib": 1024},
         }
         self.workers = EnvironmentWorkers(build_config(merge({}, settings)), place)
 
@@ -101,9 +99,9 @@ ENDS_AS_FAULT = {
     "raise": r"Villain.step raised ValueError: no such move at .*villain.py:\d+",
     "sys_exit": r"Villain.step raised SystemExit: enough",
     "memory": r"Villain.step raised MemoryError",
-    "hang": r"Villain.step took longer than 1 s \(environment.step_seconds\) and goes on",
-    "hang_async": r"Villain.step took longer than 1 s \(environment.step_seconds\)$",
-    "deaf_async": r"Villain.step took longer than 1 s \(environment.step_seconds\) and goes on",
+    "hang": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
+    "hang_async": r"Villain.step took longer than 1 s \(episode.step_seconds\)$",
+    "deaf_async": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
 }
 
 

@@ -69,8 +69,8 @@ engines: {{device: cpu}}
 sampling: {{max_new_tokens: 64}}
 eval: {{prompts: 4}}
 checkpoint: {{every_steps: {CHECKPOINT_EVERY}, export_hf: false}}
-store: {{chunk_tokens: 16, compact_after_checkpoints: 100}}
-telemetry: {{progress: lines, tensorboard: false}}
+store: {{compact_after_checkpoints: 100}}
+telemetry: {{progress: lines, trackers: []}}
 """
 
 
@@ -211,7 +211,7 @@ def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
     assert not [line for line in lines if key in line]
     model = str(directory.path.parent / "model")
     [server] = [line for line in lines if "engines.sglang.server" in line and model in line]
-    host, port = (server.split(option)[1].split()[0] for option in ("--host", "--port"))
+    host, port = (server.split(option)[1].split()[0] for option in ("--host=", "--port="))
     assert host == node_address()
     answers = []
     for headers in ({}, {"Authorization": f"Bearer {key}"}):

@@ -126,14 +126,13 @@ def configured(
             "kind": "simulated",
             "count": 2,
             "max_total_tokens": 606,
-            "health_interval_seconds": 0.1,
         },
         "weights": {"transport": "tensor", "verify": "never"},
         "task": {"kind": "seeds"},
         "environment": {"name": f"{GAMES}:{game}"},
         "sampling": {"max_new_tokens": 12},
         "schedule": {**schedule, **({"updates_per_batch": 2} if preset == "rapid" else {})},
-        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 100},
+        "store": {"compact_after_checkpoints": 100},
     }
     return build_config(merge(own, changes))
 

@@ -21,8 +21,10 @@ from megatron_async.config.load import merge
 from megatron_async.engines.interface import EngineStatus, GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout import admission
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.scheduler import events as ev
+from megatron_async.scheduler import record
 from megatron_async.scheduler.record import Raised, read_record, record_files
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.batch import TokenBatch
@@ -125,11 +127,12 @@ async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
     assert total("dropped_filtered") == len(dropped)
 
 
-async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: Path) -> None:
+async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`Fixed` gives every response the same reward."""
-    config = changed(
-        "sync", schedule={"dynamic_sampling": True}, trainer={"max_filtered_rounds": 3}
-    )
+    monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
+    config = changed("sync", schedule={"dynamic_sampling": True})
 
     trainer = await Trainer(tmp_path, config).started()
     with pytest.raises(ComponentFailure, match=r"dropped the last 6 responses \(3 batches' w"):
@@ -159,7 +162,7 @@ async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     """1,000 preemptions that it counted for somebody else before are no news."""
     warnings: list[tuple[str, str]] = []
 
-    config = changed("copris", engines={"health_interval_seconds": 0.02})
+    config = changed("copris")
     trainer = Trainer(tmp_path, config)
     await trainer.manager.start()
     engine = trainer.engines.all[0]
@@ -230,14 +233,11 @@ async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once
 
 
 async def test_a_long_run_keeps_the_newest_steps_and_replays_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step a file here; four files are kept beside the one that is written."""
-    config = build_config(
-        merge(settings("copris").model_dump(), {"telemetry": {"record_steps": 1}})
-    )
-
-    trainer = await Trainer(tmp_path, config).started()
+    monkeypatch.setattr(record, "KEPT_STEPS", 1)
+    trainer = await Trainer(tmp_path, settings("copris")).started()
     for step in range(10):
         await trainer.batch()
         await trainer.publish(0, step + 1)

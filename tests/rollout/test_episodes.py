@@ -14,8 +14,10 @@ import pytest
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model, write_character_tokenizer
 from megatron_async.places.local import local_place
+from megatron_async.rollout import probe
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint
+from megatron_async.store import buffers
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
@@ -33,6 +35,14 @@ from tests.rollout.episode_runs import (
 )
 
 __all__ = ["LOOPS", "SECONDS", "tokenizer"]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store write after four tokens."""
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
+
+
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 
 
@@ -141,7 +151,7 @@ async def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(
     tmp_path: Path,
 ) -> None:
     """As SGLang does, the simulated engine refuses a request without a token."""
-    weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+    weights = {"transport": "tensor", "verify": "every"}
     build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
     kind = {"kind": "sglang"}  # of which only its check after an update is wanted
     run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
@@ -151,7 +161,7 @@ async def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(
     for engine in run_.engines:
         engine.set_weights(PolicyVersion(0, 0))
     samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
-    assert samples is not None and samples.loss_mask_T.sum() == 16
+    assert samples is not None and samples.loss_mask_T.sum() == 2 * probe.TOKENS
     await run_.manager.stop()
 
 
@@ -178,7 +188,7 @@ async def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path)
 async def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, limit: str) -> None:
     changes: dict[str, Any] = {"environment": {"arguments": {"turns": 1000}}}
     if limit == "max_turns":
-        changes["environment"]["max_turns"] = 2
+        changes["episode"] = {"max_turns": 2}
     one = Run(tmp_path, configured(tokenizer, **changes))
     await one.begin(ResumePoint(0))
     await one.train(range(1))
@@ -285,11 +295,12 @@ async def test_the_time_of_an_episode_goes_on_after_a_death(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     """Else one that begins anew in every life would never be late."""
-    environment = {"arguments": {"turns": 1000, "seconds": 0.05}, "episode_seconds": 1.5}
+    environment = {"arguments": {"turns": 1000, "seconds": 0.05}}
     config = configured(
         tokenizer,
         game="KeptCount",
-        environment={**environment, "max_turns": 10_000},
+        environment=environment,
+        episode={"seconds": 1.5, "max_turns": 10_000},
         engines={"max_total_tokens": 100_000},
     )
 
@@ -346,9 +357,8 @@ async def test_an_environment_that_cannot_be_restored_ends_no_run(
 async def test_with_resume_restart_open_episodes_begin_anew(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    config = configured(
-        tokenizer, environment={"resume": "restart", "arguments": {"turns": 6, "seconds": 0.01}}
-    )
+    environment = {"arguments": {"turns": 6, "seconds": 0.01}}
+    config = configured(tokenizer, environment=environment, episode={"resume": "restart"})
     one = Run(tmp_path, config)
     await one.begin(ResumePoint(0))
     await one.train(range(2))
@@ -365,8 +375,8 @@ async def test_a_hostile_environment_costs_its_own_episodes(
     tmp_path: Path, tokenizer: Path, on_failure: str
 ) -> None:
     schedule = {"concurrency": 24, "max_regenerations": 1}
-    environment = {"on_failure": on_failure}
-    config = configured(tokenizer, game="Hostile", environment=environment, schedule=schedule)
+    episode = {"on_failure": on_failure}
+    config = configured(tokenizer, game="Hostile", episode=episode, schedule=schedule)
     one = Run(tmp_path, config)
     await one.begin(ResumePoint(0))
     await one.train(range(2))
@@ -428,12 +438,10 @@ async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
     environment = {
         "name": f"{VILLAIN}:Villain",
         "arguments": {"marker": str(tmp_path)},
-        "step_seconds": 1.0,
-        "threads": 16,
-        "memory_mib": 1024,
     }
+    episode = {"step_seconds": 1.0, "threads": 16, "memory_mib": 1024}
     schedule = {"max_regenerations": 0, "concurrency": 12}
-    config = configured(tmp_path, environment=environment, schedule=schedule)
+    config = configured(tmp_path, environment=environment, episode=episode, schedule=schedule)
     with local_place(tmp_path) as place:
         one = Run(tmp_path, config, place=place)  # type: ignore[arg-type]
         await one.begin(ResumePoint(0))

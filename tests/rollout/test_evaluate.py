@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import RunConfig
-from megatron_async.config.environment import AgentConfig
+from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.worker import Opened, Stepped
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.rollout.episodes import play
 from megatron_async.rollout.evaluate import (
     Answered,
     Estimate,
@@ -31,7 +32,6 @@ from megatron_async.rollout.evaluate import (
     majority_is_right,
     pass_at_k,
 )
-from megatron_async.rollout.play import play
 from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.rollout.scoring import conversation_of
 from megatron_async.scoring.workers import LocalScorerPool
@@ -224,7 +224,7 @@ def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either()
     wanted = Wanted(SamplingConfig(), 2, (1,))
     engines = SharedEngines(lambda: [Echo()])  # type: ignore[list-item]
     found = asyncio.run(
-        play(Abandons(), 0, {}, wanted, "e", engines, AgentConfig(), None)  # type: ignore[arg-type]
+        play(Abandons(), 0, {}, wanted, "e", engines, EpisodeConfig(), None)  # type: ignore[arg-type]
     )
     assert found is not None
     assert [turn.left for turn in found.turns] == [False, True]

@@ -13,6 +13,7 @@ import pytest
 from megatron_async.config.data import DifficultyConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.rollout import admission
 from megatron_async.rollout.admission import FilteredRounds
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.prompts import TaskPrompts
@@ -163,8 +164,11 @@ async def test_more_urgent_prompts_are_submitted_first_and_resumed_first(tmp_pat
     assert await submitted(tmp_path, ResumePoint(1, 0, 0)) == [3, 3, 2, 2, 1, 1, 0, 0]
 
 
-def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> None:
-    rounds = FilteredRounds(4, most=3)
+def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
+    rounds = FilteredRounds(4)
     assert [rounds.dropped() for _ in range(4)] == [False, False, False, True]
     rounds.kept(0)
     assert [rounds.dropped() for _ in range(4)] == [False] * 4, "named once"

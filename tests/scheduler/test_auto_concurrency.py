@@ -126,16 +126,6 @@ def test_a_storm_is_not_waited_for() -> None:
     assert auto.loaded(auto.start(16, 8, 100), 1.0, 64).limit == 119
 
 
-def test_too_large_an_off_policy_share_lowers_it() -> None:
-    state = auto.start(16, 8, 100)
-    for _ in range(256):
-        state = auto.completed(state, 16)
-    lowered = auto.batched(state, 0.6, 0.5)
-    assert lowered.limit == 119
-    assert auto.batched(state, 0.6, 1.0) == state
-    assert auto.batched(lowered, 0.6, 0.5) == lowered  # what the old N' wrote
-
-
 def test_it_stays_between_one_group_and_what_engines_run() -> None:
     state = auto.capped(auto.start(4, 4, 100), 10, 0)
     assert state.limit == 10

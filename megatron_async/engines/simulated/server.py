@@ -11,7 +11,7 @@ Invariants
 - Neither torch nor SGLang is imported: a start takes as long as importing aiohttp.
 - Weights are taken, not used: the checksum is over the bytes that arrived, the version counts from
   the next token on, and the parameter names are those of the model directory.
-- It ends with whoever started it (the lifeline of sglang/server.py).
+- It ends with whoever started it (a lifeline).
 """
 
 import argparse
@@ -36,7 +36,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.sglang.queue import URGENT
 from megatron_async.engines.sglang.server import take_key
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30

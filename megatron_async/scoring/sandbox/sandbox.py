@@ -3,7 +3,7 @@
 Invariants
 - `run` returns within the limit it is given (and the seconds that ending processes takes), and
   leaves no process and no file behind.
-- What the program prints is cut at `sandbox.output_kib`: more ends it.
+- What the program prints is cut at `OUTPUT_BYTES`: more ends it.
 - Whether namespaces are to be had is tried once, when the sandbox is made, by running a program.
 """
 
@@ -21,11 +21,14 @@ from typing import Final, Literal
 
 from megatron_async.config.reward import SandboxConfig
 from megatron_async.errors import UserError
+from megatron_async.places.child_process import ChildProcess
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _END_SECONDS: Final = 10.0  # for the launcher to end what runs, on a busy machine
 _PROBE_SECONDS: Final = 20.0
 _PIECE_BYTES: Final = 1 << 16
+# What a program may print. A grader prints a score; a program that prints more runs away.
+OUTPUT_BYTES: Final = 64 << 10
 Cause = Literal["", "seconds", "memory", "output", "processes"]
 
 
@@ -106,13 +109,12 @@ class Sandbox:
                 file.write(text.encode())
                 file.seek(0)
             fds = (described.fileno(), reported.fileno())
-            launcher = subprocess.Popen(
+            launcher = ChildProcess(
                 [sys.executable, "-I", "-S", str(LAUNCHER), *map(str, fds)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=fds,
-                start_new_session=True,
             )
             with launcher:
                 texts, cause = self._read(launcher, began + seconds + _END_SECONDS)
@@ -127,13 +129,11 @@ class Sandbox:
             seconds=time.monotonic() - began,
         )
 
-    def _read(
-        self, launcher: subprocess.Popen[bytes], deadline: float
-    ) -> tuple[tuple[str, str], Cause]:
+    def _read(self, launcher: ChildProcess, deadline: float) -> tuple[tuple[str, str], Cause]:
         """Read what it prints until it ends; end it for too much of that, or at the deadline."""
         assert launcher.stdout is not None and launcher.stderr is not None
         found = (bytearray(), bytearray())
-        left = self._config.output_kib << 10
+        left = OUTPUT_BYTES
         cause: Cause = ""
         with selectors.DefaultSelector() as selector:
             selector.register(launcher.stdout, selectors.EVENT_READ, found[0])
@@ -153,9 +153,7 @@ class Sandbox:
         if cause:
             launcher.terminate()  # it ends what it started
             deadline = time.monotonic() + _END_SECONDS
-        try:
-            launcher.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if not launcher.ended_within(max(0.0, deadline - time.monotonic())):
             launcher.kill()
             cause = cause or "seconds"
         output, errors = (text.decode(errors="replace") for text in found)
