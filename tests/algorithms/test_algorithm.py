@@ -350,18 +350,6 @@ def test_sft_is_masked_cross_entropy_whatever_the_recipe() -> None:
     )
 
 
-def test_arrays_are_read_in_the_dtype_of_the_log_probs() -> None:
-    algorithm, batch = algorithm_of("grpo", entropy_coef=0.1), device_batch()
-    prepared, _ = algorithm.prepare(batch)
-    current_T = current_logprobs(batch).float().requires_grad_()
-    inputs = algorithm.inputs(prepared, current_T, current_T * 0)
-    assert {
-        tensor.dtype for tensor in (inputs.rollout_logprobs_T, inputs.advantages_T, inputs.mask_T)
-    } == {torch.float32}
-    assert inputs.entropy_T is not None and not inputs.entropy_T.requires_grad
-    assert not inputs.logprobs_T.requires_grad
-
-
 @pytest.mark.parametrize(
     ("field", "name", "recipe"),
     [
@@ -378,36 +366,6 @@ def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None
     broken[-1] = math.nan
     with pytest.raises(NonFiniteError, match=rf"^{name} has 1"):
         algorithm.prepare(replace(device_batch(), **{field: broken}))
-
-
-def test_non_finite_log_probs_of_the_group_pass_are_named() -> None:
-    algorithm, batch = algorithm_of("rapid"), device_batch()
-    broken_T = current_logprobs(batch)
-    broken_T[-1] = math.inf
-    with pytest.raises(NonFiniteError, match=r"^logprobs has 1"):
-        algorithm.prepare_minibatch(algorithm.prepare(batch)[0], broken_T)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings", "field"),
-    [
-        ("grpo", {}, "old_logprobs_T"),
-        ("copris", {"kl": {"reward_coef": 1.0}}, "ref_logprobs_T"),
-    ],
-)
-def test_missing_log_probs_are_named(recipe: str, settings: dict[str, Any], field: str) -> None:
-    without: dict[str, Any] = {field: None}
-    with pytest.raises(ValueError, match=field):
-        algorithm_of(recipe, **settings).prepare(replace(device_batch(), **without))
-
-
-def test_a_batch_must_be_prepared() -> None:
-    batch = device_batch()
-    with pytest.raises(ValueError, match="no advantages"):
-        algorithm_of("copris").inputs(batch, current_logprobs(batch))
-    rapid = algorithm_of("rapid", correction={"preset": "disabled"})
-    with pytest.raises(ValueError, match="old_logprobs_T"):
-        rapid.prepare_minibatch(replace(batch, old_logprobs_T=None), current_logprobs(batch))
 
 
 def test_a_batch_rejected_as_a_whole_has_no_gradient() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,18 +139,6 @@ def test_a_loss_may_go_through_the_entropy_alone() -> None:
     torch.testing.assert_close(both.dentropy_T, bonus.dentropy_T)
 
 
-def test_untrained_tokens_may_hold_anything() -> None:
-    algorithm = algorithm_of(here("ppo"))
-    batch = device_batch(seed=1)
-    logprobs_T = current_logprobs(batch, 1)
-    prepared, _ = algorithm.prepare(batch)
-    prepared, denominators = algorithm.prepare_minibatch(prepared)
-    inputs = algorithm.inputs(prepared, logprobs_T)
-    broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.logprobs_T)
-    broken = algorithm.loss(replace(inputs, logprobs_T=broken_T), denominators)
-    torch.testing.assert_close(broken.dlogp_T, algorithm.loss(inputs, denominators).dlogp_T)
-
-
 def test_a_wrong_shape_and_an_infinite_loss_are_named() -> None:
     with pytest.raises(ValueError, match=r"the loss returned \(\), not a tensor \[\d+\]"):
         outputs(algorithm_of(here("scalar")), algorithm_of(here("ppo")))
@@ -259,11 +246,6 @@ class NoSlopeAtTheBounds(TorchFunctionMode):
         return torch.where(inside_T, args[0], clamped_T.detach())
 
 
-def at_its_bounds(tokens: LossInputs) -> torch.Tensor:
-    ratio_T = (tokens.logprobs_T - tokens.rollout_logprobs_T).exp()
-    return ratio_T.clamp(1.0, 2.0)
-
-
 def own_slopes(function: OwnLoss) -> list[float]:
     """Of two on-policy tokens, ratio 1, with advantages of 1 and -1 and a lag of 100."""
     inputs = LossInputs(
@@ -288,11 +270,6 @@ def documented(heading: str, page: str) -> OwnLoss:
     return found
 
 
-def test_the_other_slope_of_clamp_is_there_to_be_noticed() -> None:
-    with NoSlopeAtTheBounds():
-        assert own_slopes(at_its_bounds) == [0.0, 0.0]
-
-
 SHIPPED = {
     "example": load_object(f"{EXAMPLE / 'loss.py'}:narrowing_clip", "loss"),
     "docs, truncated": documented("## A loss", "how-to/own-code.md"),
@@ -310,3 +287,15 @@ def test_a_shipped_loss_has_the_same_gradient_whatever_clamps_is(function: OwnLo
 
 def _prepared(algorithm: Algorithm) -> tuple:  # type: ignore[type-arg]
     return (algorithm.prepare(device_batch(seed=0))[0],)
+
+
+def test_untrained_tokens_may_hold_anything() -> None:
+    algorithm = algorithm_of(here("ppo"))
+    batch = device_batch(seed=1)
+    logprobs_T = current_logprobs(batch, 1)
+    prepared, _ = algorithm.prepare(batch)
+    prepared, denominators = algorithm.prepare_minibatch(prepared)
+    inputs = algorithm.inputs(prepared, logprobs_T)
+    broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.logprobs_T)
+    broken = algorithm.loss(replace(inputs, logprobs_T=broken_T), denominators)
+    torch.testing.assert_close(broken.dlogp_T, algorithm.loss(inputs, denominators).dlogp_T)

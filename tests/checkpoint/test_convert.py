@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from megatron_async.checkpoint.files import RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import UserError
-from megatron_async.files.disk import CannotWrite
 from megatron_async.files.package_files import ROOT
 from megatron_async.models.model_files import SafetensorsDirectory
 from megatron_async.trajectory.batch import TokenBatch
@@ -257,12 +254,3 @@ class TestRefusals:
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(UserError, match=r"is corrupt: rank_00000\.f32\.safetensors has"):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
-
-    def test_a_full_disk_leaves_nothing(self, models: Path, tmp_path: Path) -> None:
-        full = OSError(28, "No space left on device")
-        with (
-            mock.patch.object(RankFiles, "finish", side_effect=full),
-            pytest.raises(CannotWrite, match="megatron cannot be written: No space left"),
-        ):
-            hf_to_megatron(models / "qwen2", tmp_path / "megatron")
-        assert list(tmp_path.iterdir()) == []

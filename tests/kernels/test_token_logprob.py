@@ -138,17 +138,6 @@ def test_a_forbidden_word_has_no_probability_and_spoils_nothing(
     torch.testing.assert_close(mine, expected)
 
 
-def test_the_reference_does_not_look_at_word_0_for_a_masked_token() -> None:
-    hidden_TD, weight_VD, bias_V, targets_T = make(4, 5, 3)
-    bias_V[0] = -torch.inf
-    mask_T = torch.tensor([1, 0, 1, 0])
-    found = reference_token_logprob(
-        hidden_TD, weight_VD, targets_T.clamp(min=1), bias_V=bias_V, token_mask_T=mask_T
-    )
-    assert found[0][1::2].tolist() == found[1][1::2].tolist() == [0.0, 0.0]
-    assert bool(found[0].isfinite().all())
-
-
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_row_without_any_word_shows_as_nan(backend: Backend) -> None:
     hidden_TD, weight_VD, bias_V, targets_T = make(2, 5, 3)

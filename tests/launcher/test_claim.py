@@ -160,15 +160,6 @@ def test_claimed_removes_temporary_files_of_killed_processes(run: RunDirectory) 
         assert other.exists() and not left.exists()
 
 
-def test_who_waits_gets_the_run_when_it_is_free(run: RunDirectory) -> None:
-    process = hold(run)
-    assert process.stdin is not None
-    process.stdin.close()  # it ends, in its own time
-    with claimed(run, "a test", wait_seconds=60):
-        pass
-    process.wait(30)
-
-
 def test_a_holder_on_another_host_that_may_be_down_for_good_has_a_remedy(
     run: RunDirectory, live: subprocess.Popen[str]
 ) -> None:
@@ -337,17 +328,6 @@ class TestDisk:
         )
         assert {name: data for name, data in contents(run).items() if name != "run.lock"} == before
 
-    def test_a_report_of_a_run_on_a_read_only_disk(
-        self, config: RunConfig, disk: SmallDisk
-    ) -> None:
-        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
-        with MetricsWriter(run.metrics_file, lineage=0) as metrics:
-            metrics.write(0, {"rollout/lag_max": 0, "train/trained_tokens": 1})
-        disk.read_only()
-        result = CliRunner().invoke(app, ["report", str(run.path)])
-        assert "RL steps" in result.output
-        assert "report.html cannot be written: Read-only file system" in str(result.exception)
-
     def test_a_rank_that_cannot_leave_its_sentence_keeps_its_exit_code(
         self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -365,21 +345,3 @@ class TestDisk:
         assert capsys.readouterr().err == "error: the cause\n"
         with pytest.raises(CannotWrite, match=f"^{run.path} cannot be written: No space left on"):
             run.raise_failure(run.logs / "trainer.log")
-
-    def test_what_a_rank_writes_without_us_is_a_sentence_too(self, run: RunDirectory) -> None:
-        def prints() -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        assert exit_code(run, prints) == 1
-        with pytest.raises(ComponentFailure, match=r"^a file cannot be used: No space left on"):
-            run.raise_failure(run.logs / "trainer.log")
-
-    def test_a_session_on_a_full_disk_is_a_sentence(
-        self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
-        disk.fill()
-        assert TestSessions.take(run, "70.0") == 2
-        errors = capsys.readouterr().err.splitlines()
-        assert errors[-1].startswith(f"error: {run.path}/")
-        assert "cannot be written: No space left on device; free space" in errors[-1]

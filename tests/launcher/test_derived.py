@@ -65,14 +65,6 @@ def test_recomputation_ignores_settings_that_describe_simulations_only(offload: 
     assert value_of("trainer.recompute", simulated, H100) == layers
 
 
-def test_a_larger_gpu_holds_more_requests() -> None:
-    h200 = Machine("cuda", "H200", 141e9)
-    config = run_with(engines={"count": 4, "tensor": 1})
-    assert value_of("schedule.concurrency", config, h200) > value_of(
-        "schedule.concurrency", config, H100
-    )
-
-
 @pytest.mark.parametrize(
     ("section", "given"),
     [
@@ -102,38 +94,11 @@ def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Pa
     assert derive(resumed, LAPTOP).config == resumed == first
 
 
-def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
-    for machine in (H100, LAPTOP):
-        assert [line.partition(" = ")[0] for line in derive(run_with(), machine).lines()] == [
-            "engines.max_total_tokens",
-            "schedule.concurrency",
-            "engines.cuda_graph_batch",
-            "engines.stream_interval",
-            "engines.start_timeout_seconds",
-            "trainer.recompute",
-            "task.scorer_workers",
-        ]
-
-
-def test_every_setting_has_its_reason() -> None:
-    for line in derive(run_with(), H100).lines():
-        name, reason = line.split(": ", 1)
-        assert " = " in name and len(reason) > 5
-
-
 def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
     config = build_config({"algorithm": {"recipe": "pipeline_rl"}})
     derived = derive(config, H100)
     assert derived.config.schedule.concurrency == config.schedule.concurrency
     assert any("shape is not known" in line for line in derived.lines())
-
-
-def test_the_layout_names_gpus_batch_and_memory() -> None:
-    config = load_config(ROOT / "configs/llama3.3-70b.yaml")
-    text = "\n".join(layout_lines(config, H100))
-    assert f"trainer: {config.parallel.ranks} GPUs on {config.parallel.nodes} node(s)" in text
-    assert "batch: 64 groups of 8" in text
-    assert "memory of a trainer GPU" in text and "memory of an engine GPU" in text
 
 
 @pytest.mark.slow

@@ -127,8 +127,3 @@ def test_checkpoints_that_lie_there_need_no_further_room(
     Checkpoints(1000.0, 1.0, 3).check_room(directory)
     with pytest.raises(UserError, match=r"lower checkpoint\.keep"):
         Checkpoints(1001.0, 1.0, 3).check_room(directory)
-
-
-def test_more_recomputed_layers_than_a_stage_has_are_refused() -> None:
-    with pytest.raises(UserError, match=r"recompute is 99; .* 2 has 40 layers\. Set at most 40"):
-        training_seconds(seventy("trainer.recompute=99"))

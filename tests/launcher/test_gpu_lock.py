@@ -32,18 +32,6 @@ def test_lock_satisfies_every_dependency_of_the_project(python: str) -> None:
             assert requirement.specifier.contains(lock[canonicalize_name(requirement.name)])
 
 
-def test_megatron_is_the_newest_that_was_tested_on_each_python() -> None:
-    found = [pins("requirements-gpu-lock.txt", python)["megatron-core"] for python in PYTHONS]
-    assert found == ["0.16.1", "0.19.2"]  # 0.17 and later need Python 3.12
-
-
-def test_what_decides_numbers_is_locked() -> None:
-    lock = pins("requirements-gpu-lock.txt")
-    wanted = {"torch", "triton", "numpy", "transformers", "sglang-kernel", "flashinfer-python"}
-    assert wanted <= set(lock) and any(name.startswith("nvidia-nccl-cu") for name in lock)
-    assert len(lock) > 150
-
-
 def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
     """Apex refuses another minor version than torch was built with."""
     text = (ROOT / "launch" / "Dockerfile").read_text()

@@ -239,17 +239,6 @@ def test_what_is_refused_makes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
-    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = type("Usage", (), {"free": 1e6})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    for slurm in (False, True):
-        with pytest.raises(UserError, match=r"3 checkpoints of 0\.000713 GB .* room for 0\.001 GB"):
-            launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
     settings: Path, tmp_path: Path
 ) -> None:

@@ -5,13 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_async.launcher import processes
 from megatron_async.launcher.processes import Child
 
 FAMILY = (
@@ -106,24 +104,3 @@ def test_the_cause_is_that_of_this_start_and_has_the_logs_path(tmp_path: Path) -
         child = Child([sys.executable, "-c", f"raise ValueError('{word}')"], log)
         assert child.wait(30) == 1
     assert str(child.failure("sft")) == f"sft failed: ValueError: now; its log is {log}"
-
-
-def test_torchrun_keeps_the_users_directory_of_compiled_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Mapping[str, str]] = []
-
-    class Recorded:
-        def __init__(self, _command: object, _log: Path, environment: Mapping[str, str]) -> None:
-            started.append({**os.environ, **environment})
-
-        def stop(self) -> None:
-            """There is no process."""
-
-    monkeypatch.setattr(processes, "Child", Recorded)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/triton")
-    with processes.torchrun(1, "a.module", log_file=tmp_path / "log", environment={"A": "1"}):
-        [environment] = started
-    assert environment["TRITON_CACHE_DIR"] == "/scratch/triton"
-    assert environment["SGLANG_CACHE_DIR"] == f"/tmp/megatron-async-compiled-{os.getuid()}/sglang"
-    assert environment["A"] == "1"

@@ -321,12 +321,6 @@ def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
     assert command != "sft" or calls[0].arguments[-4:] == ["--session", "71.0", "--index", "0"]
 
 
-def test_an_export_of_the_users_own_wins(machine: Machine) -> None:
-    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_SRUN_ARGS="--export=HOME")
-    (python,) = machine.calls("python")
-    assert "HF_HUB_OFFLINE" not in python.environment
-
-
 def test_hooks_for_modules_and_containers(machine: Machine) -> None:
     setup = machine.root / "site.sh"
     setup.write_text('module() { export LOADED="$1 ${UNSET_HERE:-}$UNSET_HERE"; }\nmodule cuda\n')
@@ -367,28 +361,6 @@ def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
         monkeypatch.setenv(CODE_VARIABLE, digest)
         assert node.main(["trainer", *arguments]) == 2
         assert sentence in capsys.readouterr().err
-
-
-def test_what_processes_need_is_not_set_by_scripts(machine: Machine) -> None:
-    """NCCL, Gloo and the allocator are `launcher/environment.py`'s, however a run is started."""
-    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_INTERFACE="ib0", GLOO_SOCKET_IFNAME="eth1")
-    (python,) = machine.calls("python")
-    added = set(python.environment) - set(os.environ)
-    assert not {name for name in added if name.startswith(("NCCL", "TORCH", "PYTORCH", "CUDA"))}
-    assert python.environment["GLOO_SOCKET_IFNAME"] == "eth1", "the user's own reaches the command"
-
-
-def test_by_hand_each_role_is_started_with_what_the_script_was_given(machine: Machine) -> None:
-    arguments = ("runs/a", "--index", "1", "--count", "2", "--session", "s")
-    for role in ("rollout", "trainer"):
-        assert machine.run(f"torchrun/{role}.sh", *arguments).returncode == 7
-    rollout, trainer = machine.calls("python")
-    assert rollout.arguments == ["-P", "-m", "megatron_async.launcher.node", "rollout", *arguments]
-    assert trainer.arguments == ["-P", "-m", "megatron_async.launcher.node", "trainer", *arguments]
-    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert variable not in rollout.environment, (
-            "meant for trainer ranks (launcher/environment.py)"
-        )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import compaction, export
-from megatron_async.store.compaction import apply_removal, remove_parts, restorable
+from megatron_async.store.compaction import remove_parts, restorable
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
@@ -213,36 +213,6 @@ def test_commits_and_the_event_loop_go_on_while_lines_are_written(
     asyncio.run(scenario())
 
 
-def test_commits_come_between_the_pieces_of_a_removal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is submitted during one piece does not wait for the next."""
-    monkeypatch.setattr(compaction, "_PARTS_PER_REMOVAL", 2)
-    commits: list[int] = []
-
-    def noted(connection: sqlite3.Connection, change: compaction.Removal) -> None:
-        apply_removal(connection, change)
-        commits.append(store.position())
-        store._writer.put(store._state.counters.to_row())
-
-    monkeypatch.setattr(compaction, "apply_removal", noted)
-
-    store: TrajectoryStore
-
-    async def scenario() -> None:
-        nonlocal store
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        for step in range(3):
-            await train(store, step)  # two trajectories, a chunk each
-        await checkpoint(store, 3, [3])
-        assert len(exported(tmp_path)) == 6
-        await store.close()
-
-    asyncio.run(scenario())
-    assert len(commits) == 3
-    assert commits == sorted(set(commits)), "two pieces without a commit between them"
-
-
 async def batched_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
     group = store.add_group(prompt(), size)
     for i in (trajectory.trajectory_id for trajectory in group.trajectories):
@@ -333,21 +303,6 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
     assert [line["segments"][0]["token_ids"] for line in exported(killed)] == [
         expected(i, 80) for i in range(3)
     ]
-
-
-def test_space_is_given_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        for step in range(8):
-            await train(store, step, size=8, count=4000)
-        before = await store._writer.wait(store._writer.run(_pages))
-        await checkpoint(store, 8, [8])
-        after = await store._writer.wait(store._writer.run(_pages))
-        await store.close()
-        assert before > 200
-        assert after < 30
-
-    asyncio.run(scenario())
 
 
 def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:

@@ -214,16 +214,6 @@ def test_without_a_replica_a_damaged_store_begins_anew(
     assert ("and its replica is damaged" in seen.recovery.sentence) == (replica == "damaged")
 
 
-def test_a_trainer_that_does_not_report_what_it_has_seen_is_offered_nothing(
-    healthy: Healthy, tmp_path: Path
-) -> None:
-    path = healthy.copy(tmp_path)
-    path.write_bytes(path.read_bytes()[:100_000])
-    seen = check_truth(path, None, step=7)
-    assert seen.recovery is not None
-    assert (seen.groups, seen.recovery.behind) == (0, True)
-
-
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_every_single_page_may_be_lost(healthy: Healthy, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from megatron_async.files import mounts
 from megatron_async.store.drop import drop_group_of
 from megatron_async.store.place import check_place, make_folder, place_of_writer
 from megatron_async.store.reader import StoreReader
-from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import Group, PolicyVersion
 from tests.store.disk import needs_compiler, without
@@ -315,22 +314,6 @@ def test_a_lost_node_costs_what_came_after_the_checkpoint_and_nothing_is_trained
         assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
         assert again.prompts_read == 3, "the prompt of the lost group is read again"
         assert again.add_group(prompt(), 1).trajectories[0].trajectory_id > 6
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_damaged_database_on_the_node_is_replaced_by_the_replica(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        position = await two_steps(store)
-        await killed(store)
-        cluster.database().write_bytes(bytes(2 * PAGE_BYTES))
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
-        assert again.recovery is not None and not again.recovery.behind
-        assert again.recovery.damaged_file is not None
-        assert again.recovery.damaged_file.parent == cluster.database().parent
-        assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
         await again.close(leave=True)
 
     asyncio.run(scenario())

@@ -144,38 +144,6 @@ def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path: Path)
     asyncio.run(scenario())
 
 
-def test_a_request_that_goes_on_later_is_a_new_segment(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 10)
-        append(store, i, 10, 10)
-        store.end_request(current(store, i))
-        store.begin_request(i)
-        append(store, i, 20, 5)
-        found = store.load_trajectory(i)
-        assert [len(s) for s in found.segments] == [20, 5]
-        assert found.resumed
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_ids_grow_and_are_never_used_twice(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        seen: list[int] = []
-        for lineage in range(3):
-            store = TrajectoryStore.open(tmp_path / STORE, lineage=lineage)
-            for _ in range(2):
-                seen += [t.trajectory_id for t in store.add_group(prompt(), 3).trajectories]
-            assert store.prompts_read == 2 * (lineage + 1)
-            await store.close()
-        assert seen == sorted(set(seen))
-
-    asyncio.run(scenario())
-
-
 def on_disk(path: Path) -> dict[int, int]:
     """Tokens of each trajectory in the file, as another process sees them."""
     reader = StoreReader(path)
@@ -231,25 +199,6 @@ def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_finish_is_acknowledged_when_all_tokens_are_in_the_file(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 10)
-        store.end(i, FinishReason.STOP)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        await store.close()
-        again = TrajectoryStore.open(copy, lineage=1)
-        found = again.load_trajectory(i)
-        assert found.state is S.FINISHED
-        assert response(found) == expected(i, 10)
-        await again.close()
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("count", [3, 64, 200])
 def test_the_end_is_in_the_transaction_of_the_last_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
@@ -279,56 +228,6 @@ def test_the_end_is_in_the_transaction_of_the_last_tokens(
         await again.close()
         assert (found.state, found.finish_reason) == (S.FINISHED, FinishReason.STOP)
         assert response(found) == expected(i, 10 + count)
-
-    asyncio.run(scenario())
-
-
-def test_after_a_crash_what_ran_is_partial_and_the_rest_as_it_was(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        a, b, c, d = (t.trajectory_id for t in store.add_group(prompt(), 4).trajectories)
-        store.begin_request(a)
-        append(store, a, 0, 130)  # one chunk of 130; nothing is left in the buffer
-        append(store, a, 130, 9)  # lost: the current chunk
-        await generate(store, b, 20)
-        store.drop(c, DropReason.STALE)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        await store.close()
-
-        again = TrajectoryStore.open(copy, lineage=1)
-        states = [t.state for t in again.load_group(0).trajectories]
-        assert states == [S.PARTIAL, S.SCORED, S.DROPPED, S.PENDING]
-        assert response(again.load_trajectory(a)) == expected(a, 130)
-        assert again.load_trajectory(c).drop_reason is DropReason.STALE
-        assert again.load_trajectory(d).segments == ()
-        again.begin_request(a)
-        append(again, a, 130, 3, PolicyVersion(1, 0))
-        await again.close()
-        third = TrajectoryStore.open(copy, lineage=2)
-        assert response(third.load_trajectory(a)) == expected(a, 133)
-        await third.close()
-
-    asyncio.run(scenario())
-
-
-def test_restart_forgets_tokens_for_good(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        await generate(store, i, 200)
-        store.restart(i)
-        assert store.load_trajectory(i).state is S.PENDING
-        store.begin_request(i)
-        append(store, i, 0, 65)
-        store.end_request(current(store, i))
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        found = again.load_trajectory(i)
-        assert (response(found), found.reward) == (expected(i, 65), None)
-        await again.close()
-        rows = sqlite3.connect(tmp_path / STORE).execute("SELECT count(*) FROM chunks").fetchone()
-        assert rows == (1,)
 
     asyncio.run(scenario())
 
@@ -366,20 +265,6 @@ def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(tmp_path
     asyncio.run(scenario())
 
 
-def test_the_same_line_can_be_gone_on_with_after_the_manager_died(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        for step in range(2):
-            store.mark_batched([(await scored_group(store)).group_id], step)
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
-        assert [g.group_id for g in again.unconsumed_groups()] == [1]
-        again.mark_batched([1], 1)
-        await again.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(tmp_path: Path) -> None:
     """The record that is taken back and the new one are written in one transaction."""
 
@@ -396,24 +281,6 @@ def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(tmp_path:
         store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
         assert store.unconsumed_groups() == []
         await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_batch_that_could_not_be_used_is_dropped_and_its_step_free(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        bad, good = await scored_group(store), await scored_group(store)
-        store.mark_batched([bad.group_id], 0)
-        store.drop_batch(0, DropReason.NONFINITE)
-        dropped = [t.drop_reason for t in store.load_group(bad.group_id).trajectories]
-        assert dropped == [DropReason.NONFINITE] * 2
-        store.mark_batched([good.group_id], 0)
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
-        assert [g.group_id for g in again.unconsumed_groups()] == [good.group_id]
-        assert again.counts()["dropped"] == 2
-        await again.close()
 
     asyncio.run(scenario())
 
@@ -461,26 +328,6 @@ def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
         with pytest.raises(LookupError, match="trajectory 99"):
             store.load_trajectory(99)
         await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_error_of_the_writer_is_raised_at_the_next_call(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        await store.sync()
-        connection = sqlite3.connect(tmp_path / STORE)
-        connection.execute("DROP TABLE trajectories")
-        connection.commit()
-        connection.close()
-        store.begin_request(i)
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            await store.sync()
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            store.add_group(prompt(), 1)
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            await store.close()
 
     asyncio.run(scenario())
 
@@ -541,19 +388,3 @@ def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None
     other.close()
     with pytest.raises(UserError, match="not a trajectory store"):
         TrajectoryStore.open(tmp_path / "other.sqlite")
-
-
-def test_positions_grow_and_a_durable_barrier_returns_them(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        first = await store.sync()
-        store.add_group(prompt(), 1)
-        second = await store.sync(durable=True)
-        assert 0 < first < second == store.position()
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, position=second)
-        assert again.recovery is None
-        assert await again.sync() > second
-        await again.close()
-
-    asyncio.run(scenario())

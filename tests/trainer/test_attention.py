@@ -145,17 +145,6 @@ def test_every_library_attends_as_whole_matrices_do(
     torch.testing.assert_close(kernel.attend(stream), reference(stream))
 
 
-@pytest.mark.parametrize("release", VARLEN)
-def test_torch_alone_is_enough_in_every_release(release: str) -> None:
-    """Flash attention where it can be, whatever else is installed."""
-    all_of_them = {
-        FLEX: find(FLEX),
-        FLASH_ATTENTION: flash("2.7"),
-        TORCH: varlen(release),
-    }
-    assert choose_kernel(all_of_them.get).name == TORCH
-
-
 def test_a_function_without_what_a_layer_needs_is_passed_over() -> None:
     """Torch 2.10 has no window, FlashAttention 2.2 neither."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,9 +20,7 @@ from megatron_async.models.layout import check_layout
 from megatron_async.trainer.attention_kernels import Stream, packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
-from megatron_async.trainer.packed import pack_inputs
 from megatron_async.trainer.rotary import (
-    RotaryStream,
     Rotation,
     inverse_frequencies,
     rotary_angles,
@@ -47,27 +44,6 @@ DENSE = Architecture(
 )
 CPU_ONLY = Capabilities(None, None, None, None, None)
 GPU = Capabilities("12.9", "a GPU", "2.9", None, "3")
-
-
-class TestPacking:
-    def test_positions_restart_and_rows_are_the_marked_tokens(self) -> None:
-        packed = pack_inputs(
-            torch.tensor([5, 6, 7, 8, 9]),
-            torch.tensor([0, 2, 5]),
-            torch.tensor([0, 1, 0, 0, 1]),
-        )
-        assert packed.position_ids_T.tolist() == [0, 1, 0, 1, 2]
-        assert packed.response_index_R.tolist() == [1, 4]
-        assert packed.token_ids_T[packed.response_index_R].tolist() == [6, 9]
-        assert packed.max_seqlen == 3
-
-    def test_a_first_token_cannot_be_a_response(self) -> None:
-        with pytest.raises(ValueError, match="first token"):
-            pack_inputs(torch.arange(4), torch.tensor([0, 2, 4]), torch.tensor([0, 1, 1, 0]))
-
-    def test_borders_must_cover_the_stream(self) -> None:
-        with pytest.raises(ValueError, match="cu_seqlens goes from 0 to 3"):
-            pack_inputs(torch.arange(4), torch.tensor([0, 3]), torch.zeros(4))
 
 
 class TestAttention:
@@ -144,20 +120,6 @@ class TestRope:
         assert ratio[0] == 1 and ratio[-1] == pytest.approx(4)
         assert any(1.1 < between < 3.9 for between in ratio)
 
-    def test_llama3_scaling_has_all_three_bands_in_this_test(self) -> None:
-        plain = inverse_frequencies(Rope(1e4), 8)
-        scaled = inverse_frequencies(Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64), 8)
-        ratio = (plain / scaled).tolist()
-        assert ratio[0] == 1
-        assert 1 < ratio[1] < 8
-        assert ratio[-1] == pytest.approx(8)
-
-    def test_linear_scaling_divides_every_frequency(self) -> None:
-        plain, scaled = (
-            inverse_frequencies(rope, 8) for rope in (Rope(1e4), Rope(1e4, "linear", 4))
-        )
-        assert torch.equal(scaled, plain / 4)
-
     def test_bfloat16_is_rotated_in_float32_and_rounded_once(self) -> None:
         """Megatron's own function rounds sines and cosines first, which the limit excludes."""
         generator = torch.Generator().manual_seed(0)
@@ -175,17 +137,6 @@ class TestRope:
         assert ours.dtype is torch.bfloat16
         assert bool(((ours.double() - expected).abs() <= limit).all())
         assert bool(((megatrons.double() - expected).abs() > limit).any())
-
-    def test_the_gradient_of_a_rotation_is_that_of_its_formula(self) -> None:
-        positions = torch.tensor([0, 5, 900])
-        frequencies = inverse_frequencies(Rope(1e4), 8)
-        x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
-        rotation = Rotation.of(frequencies, positions)
-        assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (x,))
-
-    def test_local_layers_refuse_a_stream_without_rotations(self) -> None:
-        with pytest.raises(ValueError, match="need the rotations"):
-            RotaryStream().rotation(sliding_window=False)
 
 
 class TestLayout:
@@ -220,17 +171,8 @@ class TestLayout:
         with pytest.raises(UserError, match=message):
             check_layout(sparse, ParallelConfig(**parallel))
 
-    def test_a_possible_layout_passes(self) -> None:
-        check_layout(DENSE, ParallelConfig(ranks=8, tensor=4, pipeline=2, sequence=True))
-
 
 class TestCapabilities:
-    def test_without_a_gpu_layers_are_local_and_the_reason_is_logged(self) -> None:
-        chosen = choose(ModelConfig(), CPU_ONLY)
-        assert chosen.layers == "local"
-        assert chosen.layers_reason == "no CUDA device"
-        assert not chosen.transformer_engine
-
     def test_transformer_engine_is_used_where_it_is_usable(self) -> None:
         assert choose(ModelConfig(), GPU).layers == "transformer_engine"
         assert choose(ModelConfig(attention_backend="sdpa"), GPU).layers == "local"
@@ -242,15 +184,6 @@ class TestCapabilities:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing with CUDA")
 class TestDeviceAdapter:
-    def test_cuda_names_mean_the_cpu_inside(self) -> None:
-        with device_adapter():
-            assert torch.zeros(2, device="cuda").device.type == "cpu"
-            assert torch.tensor([1.0]).cuda().device.type == "cpu"
-            assert torch.ones(1).to("cuda").device.type == "cpu"
-            assert torch.cuda.current_device() == torch.device("cpu")
-            assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
-            torch.cuda.synchronize()
-
     def test_everything_is_restored_outside_even_after_an_error(self) -> None:
         from megatron.core.tensor_parallel import random as megatron_random
 
@@ -272,18 +205,6 @@ class TestDeviceAdapter:
             assert pool.submit(device_type).result(timeout=30) == "cpu"
             assert torch.zeros(1, device="cuda").device.type == "cpu"
 
-    def test_the_rng_tracker_forks_the_cpu_generator(self) -> None:
-        tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
-        with device_adapter():
-            tracker = tensor_parallel.random.CudaRNGStatesTracker()
-            tracker.add("first", 1)
-            torch.manual_seed(7)
-            with tracker.fork("first"):
-                inside = torch.rand(1)
-            after = torch.rand(1)
-        assert torch.equal(inside, torch.rand(1, generator=torch.Generator().manual_seed(1)))
-        assert torch.equal(after, torch.rand(1, generator=torch.Generator().manual_seed(7)))
-
 
 def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_async.config.model import TrainerConfig
@@ -304,17 +225,6 @@ def other_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("apex", "apex.optimizers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return package
-
-
-def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(other_apex: Path) -> None:
-    from megatron_async.trainer.capabilities import _version_of
-
-    found = _version_of("apex.optimizers", "apex", "FusedAdam")
-    assert found is not None and found.startswith("broken: ModuleNotFoundError")
-    (other_apex / "optimizers.py").touch()
-    importlib.invalidate_caches()
-    found = _version_of("apex.optimizers", "apex", "FusedAdam")
-    assert found is not None and "has no FusedAdam" in found
 
 
 @pytest.mark.usefixtures("other_apex")

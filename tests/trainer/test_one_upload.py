@@ -77,42 +77,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "passes"),
-    [
-        ({"recipe": "copris"}, 2),
-        ({"recipe": "grpo", "kl": {"loss_coef": 0.1, "loss_estimator": "k3"}}, 4),
-        ({"recipe": "rapid"}, 4),
-    ],
-    ids=["two updates", "old policy and reference", "a pass before each update"],
-)
-def test_each_array_of_a_batch_goes_up_once(
-    algorithm: dict[str, Any], passes: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"algorithm": algorithm, "schedule": {"updates_per_batch": 2}}
-    with single_process(), trainer_session(settings(model_dir, changes)) as trainer:
-        batch, copies = ragged_batch(), Copies(monkeypatch)
-        report = trainer.train_batch(batch)
-    assert report.updates == 2 and report.num_microbatches > 3
-    assert sorted(copies.names(batch)) == sorted(READ)
-    orders = copies.up[len(READ) :]
-    assert len(orders) == passes, "each pass has an order of sequences, and nothing of a token"
-    assert all(order.size <= batch.num_sequences for order in orders)
-    assert [len(down) for down in copies.down] == [report.log_weights.size]
-
-
-def test_fine_tuning_and_scoring_upload_once_too(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with single_process(), trainer_session(settings(model_dir), purpose="sft") as trainer:
-        batch, copies = ragged_batch(), Copies(monkeypatch)
-        trainer.train_sft(batch)
-        assert sorted(copies.names(batch)) == sorted(READ) and not copies.down
-        trainer.compute_logprobs(batch)
-        assert sorted(copies.names(batch)) == sorted(READ * 2)
-        assert [len(down) for down in copies.down] == [batch.num_tokens]
-
-
 def conversions(file: Path) -> Iterator[int]:
     """Lines that make a tensor of an array, or an array of a tensor."""
     for node in ast.walk(parse(file.read_text())):
@@ -123,12 +87,6 @@ def conversions(file: Path) -> Iterator[int]:
                 node.func.attr == "tensor" and named
             ):
                 yield node.lineno
-
-
-def test_one_file_of_the_trainer_and_the_losses_turns_arrays_into_tensors_and_back() -> None:
-    files = [file for room in ("algorithms", "trainer") for file in (PACKAGE / room).rglob("*.py")]
-    found = {str(file.relative_to(PACKAGE)) for file in files if any(conversions(file))}
-    assert found == {"algorithms/device_batch.py"} | OTHER_COPIES
 
 
 seen: list[LossInputs] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.trainer.replicas import Copies, Difference, ReplicaCheck
+from megatron_async.trainer.replicas import Difference, ReplicaCheck
 from tests.distributed import run_ranks
 from tests.hf_models import save_hf_model
 from tests.trainer.cases import ragged_batch, settings, trainer_session
@@ -26,33 +26,6 @@ def sums(*rows: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 class TestWhichEntriesAreCopies:
-    def test_what_one_rank_alone_holds_is_not_sent(self) -> None:
-        copies = Copies([[(LONELY, 0), (NORM, 0)], [(NORM, 1), (MATRIX, 1)]])
-        assert copies.sent == [[1], [0]]
-        assert copies.width == 1
-
-    def test_equal_copies_are_no_difference(self) -> None:
-        copies = Copies([[(NORM, 0), (MATRIX, 0)], [(MATRIX, 1), (NORM, 1)]])
-        assert copies.differing(sums([5, 7], [7, 5])) == []
-
-    def test_a_difference_has_its_first_entry_and_the_ranks_of_each_version(self) -> None:
-        copies = Copies([[(NORM, rank), (MATRIX, rank)] for rank in range(4)])
-        found = copies.differing(sums([5, 7], [5, 7], [5, 8], [5, 7]))
-        assert found == [(0, 1, ((0, 1, 3), (2,)))]
-
-    def test_parts_of_one_copy_are_added_modulo_2_to_the_64(self) -> None:
-        parts = [[(NORM, 0)], [(NORM, 0)], [(NORM, 2)], [(NORM, 2)]]
-        largest = 2**63 - 1
-        assert Copies(parts).differing(sums([largest], [largest], [-4], [2])) == []
-        assert Copies(parts).differing(sums([largest], [largest], [-4], [3])) == [
-            (0, 0, ((0, 1), (2, 3)))
-        ]
-
-    def test_nothing_is_sent_where_every_rank_holds_something_else(self) -> None:
-        copies = Copies([[(NORM, 0)], [(MATRIX, 1)]])
-        assert copies.width == 0
-        assert copies.differing(np.zeros((2, 0), np.int64)) == []
-
     def test_the_sentence_counts_ranks_in_runs(self) -> None:
         difference = Difference("model.norm.weight", ((0, 1, 2, 5), (3, 4)))
         assert (

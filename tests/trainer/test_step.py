@@ -169,30 +169,6 @@ def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
         assert changed(trainer, between)
 
 
-def test_the_heads_gradient_goes_into_the_main_gradient_without_apex(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 also where weights are bfloat16, and only where there is a gradient."""
-    from megatron_async.trainer import policy_model
-
-    given: list[torch.Tensor | None] = []
-    whole = policy_model.token_logprob
-
-    def recording(*arguments: Any, **keyword: Any) -> Any:
-        given.append(keyword["weight_grad_out"])
-        return whole(*arguments, **keyword)
-
-    monkeypatch.setattr(policy_model, "token_logprob", recording)
-    with trainer_with(model_dir, model={"dtype": "bfloat16"}) as trainer:
-        head = trainer.model[0].head_weight()
-        trainer.compute_logprobs(ragged_batch())
-        assert given and all(out is None for out in given)
-        given.clear()
-        trainer.train_sft(ragged_batch())
-        assert given and all(out is head.main_grad for out in given)
-        assert head.main_grad.dtype is torch.float32
-
-
 # ------------------------------------------------------------ steps that are not finite
 
 

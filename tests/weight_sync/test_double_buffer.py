@@ -27,18 +27,6 @@ def test_the_next_item_is_made_while_one_is_in_work() -> None:
     assert seen == [0, 1, 2]
 
 
-def test_never_are_two_in_work() -> None:
-    running = threading.Lock()
-
-    def work(item: int) -> None:
-        assert running.acquire(blocking=False)
-        running.release()
-
-    with OneAhead[int](work) as ahead:
-        for item in range(100):
-            ahead.put(item)
-
-
 def test_an_error_of_the_last_item_is_raised_at_the_end() -> None:
     def work(item: int) -> None:
         if item == 2:
@@ -47,19 +35,6 @@ def test_an_error_of_the_last_item_is_raised_at_the_end() -> None:
     with pytest.raises(ArithmeticError, match="no room"), OneAhead[int](work) as ahead:
         for item in range(3):
             ahead.put(item)
-
-
-def test_an_error_stops_what_comes_after_it() -> None:
-    seen: list[int] = []
-
-    def work(item: int) -> None:
-        seen.append(item)
-        raise ArithmeticError("no room")
-
-    with pytest.raises(ArithmeticError), OneAhead[int](work) as ahead:
-        ahead.put(0)
-        ahead.put(1)
-    assert seen == [0]
 
 
 def test_the_callers_own_error_is_not_hidden() -> None:

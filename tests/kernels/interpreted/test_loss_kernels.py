@@ -91,12 +91,6 @@ def test_k3_and_its_gradient_do_not_cancel(weight_upper: float) -> None:
         assert float(value) == pytest.approx(exact, rel=1e-6)
 
 
-def test_optional_streams_left_out() -> None:
-    inputs = make_inputs([40, 700], lag=False, correction=False, dtype=torch.float32)
-    inputs = dataclasses.replace(inputs, old_logprobs_T=None, ref_logprobs_T=None, entropy_T=None)
-    compare(inputs, CONFIGS["ppo"])
-
-
 def test_result_repeats_bit_for_bit() -> None:
     inputs = make_inputs(LENGTHS, dtype=torch.float32)
     first, second = (
@@ -157,3 +151,9 @@ def test_strided_streams() -> None:
     strided_T = torch.stack([inputs.logprobs_T, inputs.logprobs_T + 1.0], dim=1)[:, 0]
     assert not strided_T.is_contiguous()
     compare(dataclasses.replace(inputs, logprobs_T=strided_T), CONFIGS["ppo"])
+
+
+def test_optional_streams_left_out() -> None:
+    inputs = make_inputs([40, 700], lag=False, correction=False, dtype=torch.float32)
+    inputs = dataclasses.replace(inputs, old_logprobs_T=None, ref_logprobs_T=None, entropy_T=None)
+    compare(inputs, CONFIGS["ppo"])
