@@ -22,13 +22,7 @@ from tests.trainer.cases import (
     settings,
     single_process,
     trainer_session,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -19,17 +19,12 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.models.tiny_model import TinyModel, random_model
 from megatron_async.trainer.step import PolicyTrainer
 from tests.distributed import RankFailure, run_ranks
-from tests.trainer.cases import ragged_batch, settings, trainer_session, write_model
+from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 pytestmark = pytest.mark.slow
 
 TP2 = {"parallel": {"ranks": 2, "tensor": 2}}
 DP2 = {"parallel": {"ranks": 2}}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def train(trainer: PolicyTrainer, steps: int) -> list[float]:

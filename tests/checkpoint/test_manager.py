@@ -25,16 +25,9 @@ from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,
     settings,
-    single_process,
     trainer_session,
     weights,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=["distributed", "replicated", "distributed bf16", "replicated bf16"])
@@ -54,12 +47,6 @@ def trainer_with(
     config = settings(model_dir, merge({"optimizer": {"lr": 1e-3}, "steps": 8}, kind or {}))
     with trainer_session(config, lineage=lineage) as trainer:
         yield trainer
-
-
-@pytest.fixture
-def process() -> Iterator[None]:
-    with single_process():
-        yield
 
 
 def manager(root: Path, **changes: Any) -> CheckpointManager:

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_async.checkpoint import manifest as manifests
 from megatron_async.checkpoint.manifest import (
@@ -72,24 +70,6 @@ def latest_step(root: Path) -> int | None:
     return None if latest is None else latest.manifest.step
 
 
-@given(
-    lineage=st.integers(0, 9),
-    step=st.integers(0, 10**6),
-    extra=st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())),
-)
-def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> None:
-    manifest = Manifest(
-        lineage,
-        step,
-        SavedLayout(2, 2, 1),
-        {"a": manifests.FileRecord(3, "ff")},
-        {"step": step},
-        extra,
-        tensors={"weights/w": manifests.TensorRecord("float32", (2, 3), "00ff")},
-    )
-    assert Manifest.from_json(manifest.to_json()) == manifest
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 3, "step": 2}'])
 def test_other_json_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
@@ -128,13 +108,6 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
         open_checkpoint(tmp_path / "step_000002")
     with pytest.raises(UserError, match=refusal):
         find_latest(tmp_path)
-
-
-def test_the_newest_step_is_found(tmp_path: Path) -> None:
-    for step in (10, 20, 100):
-        write(tmp_path, step)
-    assert latest_step(tmp_path) == 100
-    assert find_latest(tmp_path).manifest.extra == {"store_position": 1000}  # type: ignore[union-attr]
 
 
 def test_the_surviving_line_is_newer_than_an_abandoned_one(tmp_path: Path) -> None:

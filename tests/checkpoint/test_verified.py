@@ -26,16 +26,10 @@ from tests.trainer.cases import (
     settings,
     single_process,
     trainer_session,
-    write_model,
 )
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 OF = r"tensor {} as loaded has checksum [0-9a-f]{{16}}, as saved [0-9a-f]{{16}}"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from megatron_async_kernels.loss_torch import divergence, policy_loss

@@ -115,18 +115,6 @@ def test_a_second_launch_of_a_live_run_changes_nothing_and_names_the_first(
     assert contents(run) == before
 
 
-def test_a_new_run_of_the_name_is_refused_and_its_directory_left_alone(
-    config: RunConfig, run: RunDirectory, live: subprocess.Popen[str]
-) -> None:
-    before = contents(run)
-    settings = run.path.parent / "c.yaml"
-    settings.write_bytes(run.config_file.read_bytes())
-    result = CliRunner().invoke(app, ["train", "--config", str(settings)])
-    assert isinstance(result.exception, UserError), result.output
-    assert "exists already" in str(result.exception)
-    assert contents(run) == before
-
-
 @pytest.mark.parametrize("command", ["report", "trajectories"])
 def test_commands_that_only_read_leave_a_live_run_alone(
     run: RunDirectory, live: subprocess.Popen[str], command: str

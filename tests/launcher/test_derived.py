@@ -101,25 +101,6 @@ def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
     assert any("shape is not known" in line for line in derived.lines())
 
 
-@pytest.mark.slow
-@pytest.mark.one_core
-def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
-    pytest.importorskip("sglang")
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    from megatron_async.config.rollout import EngineConfig
-    from megatron_async.engines.sglang.process import server_command
-
-    settings = EngineConfig(cuda_graph_batch=264)
-    command = server_command(settings, Path("model"), 1, "cuda")
-    assert command[command.index("--cuda-graph-max-bs-decode") + 1] == "264"
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    assert parser.parse_args(["--model-path", "m", *command[-2:]]) is not None
-
-
 @pytest.mark.parametrize(
     "argument", [["--mem-fraction-static", "0.95"], ["--mem-fraction-static=0.95"]]
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -120,23 +119,6 @@ def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, fla
     before = len(machine.calls("python"))
     assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR=flavour).returncode == 0
     assert len(machine.calls("python")) == before, "what is set up is left alone"
-
-
-def test_setup_installs_the_groups_that_it_is_asked_for(machine: Machine) -> None:
-    pip_succeeds = {"CODE_--disable-pip-version-check": "0"}
-    done = machine.run("setup_env.sh", "docs", MEGATRON_ASYNC_FLAVOUR="cpu", **pip_succeeds)
-    assert done.returncode == 0, done.stderr
-    first, *lines, last = done.stdout.splitlines()
-    assert first.startswith(f"setup: cpu environment in {machine.root / 'venv'};")
-    assert last.startswith("setup: complete.")
-    assert all(re.fullmatch(r"setup: .* \d+ s", line) for line in lines), lines
-    assert [line.split("(")[-1].split(")")[0] for line in lines if "(" in line] == [
-        "run",
-        "run",
-        "docs",
-    ]
-    files = {Path(word).name for call in machine.calls("python") for word in call.arguments}
-    assert "requirements-docs.txt" in files and "requirements-test.txt" not in files
 
 
 def test_setup_refuses_a_group_that_does_not_exist(machine: Machine) -> None:
@@ -270,21 +252,6 @@ def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     (python,) = machine.calls("python")
     wanted = ["-P", "-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
     assert python.arguments == wanted
-
-
-def test_fine_tuning_on_several_nodes_gives_each_its_number_and_the_session(
-    machine: Machine,
-) -> None:
-    variables = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "71", "SLURM_PROCID": "2"}
-    done = machine.run("slurm/sft.sbatch", "--out", "a b", "parallel.nodes=4", **variables)
-    assert done.returncode == 7, done.stderr
-    (srun,) = machine.calls("srun")
-    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(srun.arguments)
-    (python,) = machine.calls("python")
-    assert python.arguments[3:] == [
-        *("sft", "--out", "a b", "parallel.nodes=4"),
-        *("--session", "71.0", "--index", "2"),
-    ]
 
 
 @pytest.mark.parametrize("export", ["NONE", "NIL", "HOME", "HOME,MEGATRON_ASYNC_VENV"])

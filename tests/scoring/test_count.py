@@ -26,15 +26,6 @@ def test_a_longer_queue_asks_for_as_many_as_work_it_off_in_time() -> None:
     assert queued(at(64, DRAIN_SECONDS / 10), 200, 0.0).count == 20
 
 
-def test_never_more_than_the_limit_or_than_there_are_responses() -> None:
-    assert queued(at(8, 1.0), 1000, 0.0).count == 8
-    assert queued(at(8, 100.0), 3, 0.0).count == 3
-
-
-def test_before_the_first_score_one_scorer_runs() -> None:
-    assert queued(ScorerCount(8), 1000, 0.0).count == 1
-
-
 def test_what_a_burst_asked_for_is_kept_for_a_while_and_then_given_up() -> None:
     state = queued(at(8, 1.0), 8, 1.0)
     for second in range(2, int(REST_SECONDS)):

@@ -57,60 +57,56 @@ async def checkpoint(store: TrajectoryStore, step: int, kept: list[int | PolicyV
     await store._compactor.finish()
 
 
-def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
+async def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
     tmp_path: Path,
 ) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
-        for step in range(4):
-            await train(store, step)
-            await checkpoint(store, step + 1, [step, step + 1])
-        # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
-        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
-        assert store.counts()["batched"] == 8
-        with pytest.raises(LookupError, match="group 0"):
-            store.load_group(0)
-        line = exported(tmp_path)[3]
-        assert line["batch"] == {"lineage": 0, "step": 1}
-        assert line["segments"][0]["token_ids"] == expected(3, 100)
-        assert line["segments"][0]["version"] == "0.1"
-        assert (line["reward"], line["complete"], line["drop_reason"]) == (3.0, True, None)
-        assert line["prompt"] == {
-            "token_ids": prompt().token_ids.tolist(),
-            "payload": {"answer": 0},
-            "priority": 0,
-        }
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
-        assert again.counts()["batched"] == 8
-        assert again.add_group(prompt(), 1).trajectories[0].trajectory_id == 8
-        await again.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
+    for step in range(4):
+        await train(store, step)
+        await checkpoint(store, step + 1, [step, step + 1])
+    # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
+    assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert store.counts()["batched"] == 8
+    with pytest.raises(LookupError, match="group 0"):
+        store.load_group(0)
+    line = exported(tmp_path)[3]
+    assert line["batch"] == {"lineage": 0, "step": 1}
+    assert line["segments"][0]["token_ids"] == expected(3, 100)
+    assert line["segments"][0]["version"] == "0.1"
+    assert (line["reward"], line["complete"], line["drop_reason"]) == (3.0, True, None)
+    assert line["prompt"] == {
+        "token_ids": prompt().token_ids.tolist(),
+        "payload": {"answer": 0},
+        "priority": 0,
+    }
+    await store.close()
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
+    assert again.counts()["batched"] == 8
+    assert again.add_group(prompt(), 1).trajectories[0].trajectory_id == 8
+    await again.close()
 
 
-def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1)
-        store = TrajectoryStore.open(tmp_path / STORE, settings)
-        for step in range(4):
-            await train(store, step)
-        await store.close()
-        second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
-        # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
-        second.mark_batched([3], 2)
-        second.mark_batched([2], 3)
-        await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
-        # at 0.3 group 3 is not consumed yet
-        assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
-        await second.close()
-        third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
-        assert [g.group_id for g in third.unconsumed_groups()] == [3]
-        await third.close()
-        with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
-            TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
-
-    asyncio.run(scenario())
+async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
+    tmp_path: Path,
+) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1)
+    store = TrajectoryStore.open(tmp_path / STORE, settings)
+    for step in range(4):
+        await train(store, step)
+    await store.close()
+    second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
+    # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
+    second.mark_batched([3], 2)
+    second.mark_batched([2], 3)
+    await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
+    # at 0.3 group 3 is not consumed yet
+    assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
+    await second.close()
+    third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
+    assert [g.group_id for g in third.unconsumed_groups()] == [3]
+    await third.close()
+    with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
+        TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
 
 
 def test_a_bare_step_stands_for_every_line_that_reached_it() -> None:
@@ -121,73 +117,64 @@ def test_a_bare_step_stands_for_every_line_that_reached_it() -> None:
     assert restorable(tree, [2, 5], batches) == [(0, 2), (1, 2), (1, 5)]
 
 
-def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        store.drop_batch(0, DropReason.NONFINITE)
-        await train(store, 0)
-        waiting = await scored_group(store)
-        store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
-        await checkpoint(store, 1, [1])
-        lines = exported(tmp_path)
-        assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
-        with closing(StoreReader(tmp_path / STORE)) as reader:
-            assert reader.exported().dropped == {"nonfinite": 2}
-        assert store.counts()["dropped"] == 3
-        assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    store.drop_batch(0, DropReason.NONFINITE)
+    await train(store, 0)
+    waiting = await scored_group(store)
+    store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
+    await checkpoint(store, 1, [1])
+    lines = exported(tmp_path)
+    assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        assert reader.exported().dropped == {"nonfinite": 2}
+    assert store.counts()["dropped"] == 3
+    assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
+    await store.close()
 
 
-def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
+async def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
     tmp_path: Path,
 ) -> None:
     """Lines are read from the file, and what may leave is known from memory."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        group = await scored_group(store, 2)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(0, [0])
-        await store._compactor.finish()
-        begun = threading.Event()
-        busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
-        await asyncio.to_thread(begun.wait, 10)
-        for trajectory in group.trajectories:
-            store.drop(trajectory.trajectory_id, DropReason.STALE)
-        store._compactor.start([0])
-        await store._compactor.finish()
-        assert busy.done()
-        assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    group = await scored_group(store, 2)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(0, [0])
+    await store._compactor.finish()
+    begun = threading.Event()
+    busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
+    await asyncio.to_thread(begun.wait, 10)
+    for trajectory in group.trajectories:
+        store.drop(trajectory.trajectory_id, DropReason.STALE)
+    store._compactor.start([0])
+    await store._compactor.finish()
+    assert busy.done()
+    assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
+    await store.close()
 
 
-def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1)
-        store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
-        await train(store, 0)
-        await checkpoint(store, 1, [1])
-        await train(store, 1)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        with (tmp_path / "crashed" / "export" / "trajectories.jsonl").open("a") as file:
-            file.write('{"trajectory_id": 2}\n{"half')
-        again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
-        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
-        await checkpoint(again, 2, [2])
-        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
-        await again.close()
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1)
+    store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
+    await train(store, 0)
+    await checkpoint(store, 1, [1])
+    await train(store, 1)
+    await store.sync()
+    copy = snapshot(tmp_path / "run", tmp_path / "crashed")
+    with (tmp_path / "crashed" / "export" / "trajectories.jsonl").open("a") as file:
+        file.write('{"trajectory_id": 2}\n{"half')
+    again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
+    assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
+    await checkpoint(again, 2, [2])
+    assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
+    await again.close()
+    await store.close()
 
 
-def test_commits_and_the_event_loop_go_on_while_lines_are_written(
+async def test_commits_and_the_event_loop_go_on_while_lines_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -198,19 +185,16 @@ def test_commits_and_the_event_loop_go_on_while_lines_are_written(
 
     monkeypatch.setattr(export, "write_lines", on_a_slow_disk)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(1, [1])
-        await train(store, 1)  # each of its trajectories waits for commits
-        assert exported(tmp_path) == []
-        go_on.set()
-        await store._compactor.finish()
-        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(1, [1])
+    await train(store, 1)  # each of its trajectories waits for commits
+    assert exported(tmp_path) == []
+    go_on.set()
+    await store._compactor.finish()
+    assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
+    await store.close()
 
 
 async def batched_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
@@ -305,41 +289,35 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
     ]
 
 
-def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
+async def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
     values = np.array([-0.1, -np.inf, -3e-8], dtype=np.float32)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        store.append(current(store, i), [1, 2, 3], values, V0, "e0")
-        store.end(i, FinishReason.STOP)
-        await store.sync()
-        await store.set_reward(i, 1.0)
-        store.mark_batched([0], 0)
-        await checkpoint(store, 1, [1])
-        await store.close()
-        with closing(StoreReader(tmp_path / STORE)) as reader:
-            np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store.begin_request(i)
+    store.append(current(store, i), [1, 2, 3], values, V0, "e0")
+    store.end(i, FinishReason.STOP)
+    await store.sync()
+    await store.set_reward(i, 1.0)
+    store.mark_batched([0], 0)
+    await checkpoint(store, 1, [1])
+    await store.close()
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
 
 
-def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1, export="none")
-        store = TrajectoryStore.open(tmp_path / STORE, settings)
-        sizes = []
-        for step in range(24):
-            await train(store, step, size=4, count=4000)
-            if step % 3 == 2:
-                await checkpoint(store, step + 1, [step + 1])
-                sizes.append(store._writer.run(_pages).result(30))
-        assert max(sizes) <= sizes[0] * 2
-        assert exported(tmp_path) == []
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1, export="none")
+    store = TrajectoryStore.open(tmp_path / STORE, settings)
+    sizes = []
+    for step in range(24):
+        await train(store, step, size=4, count=4000)
+        if step % 3 == 2:
+            await checkpoint(store, step + 1, [step + 1])
+            sizes.append(store._writer.run(_pages).result(30))
+    assert max(sizes) <= sizes[0] * 2
+    assert exported(tmp_path) == []
+    await store.close()
 
 
 def _chunks(connection: Any) -> int:

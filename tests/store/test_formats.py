@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -28,17 +27,14 @@ def content(path: Path) -> list[str]:
     [lambda path: TrajectoryStore.open(path, lineage=1), StoreReader],
     ids=["run", "reader"],
 )
-def test_another_format_is_refused_by_a_sentence_that_names_both(
+async def test_another_format_is_refused_by_a_sentence_that_names_both(
     tmp_path: Path, version: int, open_: Callable[[Path], object]
 ) -> None:
     path = tmp_path / STORE
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(path)
-        await scored_group(store)
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(path)
+    await scored_group(store)
+    await store.close()
     (tmp_path / REPLICA).unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")

@@ -15,7 +15,6 @@ from megatron_async.checkpoint.manifest import ADAM, MOMENTUM
 from megatron_async.trainer.muon import Muon, newton_schulz
 from tests.distributed import run_ranks
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
-from tests.trainer.cases import write_model as write_small_model
 
 MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 
@@ -75,8 +74,7 @@ def after_two_steps(model_dir: Path, layouts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(tmp_path: Path) -> None:
-    model_dir = write_small_model(tmp_path / "model")
+def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(model_dir: Path) -> None:
     reference = run_ranks(after_two_steps, 1, model_dir, {"one": {}}, timeout_seconds=60)[0]["one"]
     found = run_ranks(after_two_steps, 2, model_dir, LAYOUTS, timeout_seconds=120)[0]
     assert all(update.any() for update in reference.values())
@@ -89,9 +87,8 @@ def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(tmp_path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_of_layers_have_a_momentum_and_the_rest_adams_moments(
-    tmp_path: Path, dtype: str
+    model_dir: Path, dtype: str
 ) -> None:
-    model_dir = write_small_model(tmp_path / "model")
     config = settings(model_dir, {"optimizer": MUON, "model": {"dtype": dtype}})
     with single_process(), trainer_session(config) as trainer:
         loss = trainer.train_batch(ragged_batch()).loss

@@ -26,7 +26,6 @@ from tests.trainer.cases import (
     settings,
     single_process,
     trainer_session,
-    write_model,
 )
 
 aten: Any = torch.ops.aten
@@ -56,11 +55,6 @@ class Waits(TorchDispatchMode):
         if func in _WAITS or unknown_size or by_mask:
             self.found[str(func)] += 1
         return func(*args, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def waits(

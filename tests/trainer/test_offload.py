@@ -18,7 +18,7 @@ from megatron_async.trainer.offload import (
     weight_tensors,
 )
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
+from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 
 def everything(_tensor: torch.Tensor) -> bool:
@@ -71,17 +71,6 @@ def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, proc
         assert sum(copy.nbytes for copy in copied) == expected
         memory.hold(Residence.ALL)
         assert all(x.untyped_storage().nbytes() for x in gradients)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def process() -> Iterator[None]:
-    with single_process():
-        yield
 
 
 def held(trainer: PolicyTrainer) -> tuple[int, int]:

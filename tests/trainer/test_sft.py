@@ -11,12 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 
 @pytest.fixture

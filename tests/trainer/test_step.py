@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_async_kernels import LossInputs
 
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -24,13 +25,7 @@ from tests.trainer.cases import (
     single_process,
     trainer_session,
     weights,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -167,6 +162,35 @@ def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
         assert first.metrics["ref/k3"] == pytest.approx(0.0, abs=1e-7)
         assert second.metrics["ref/k3"] > 1e-6
         assert changed(trainer, between)
+
+
+seen: list[LossInputs] = []
+
+
+def reading_routes(tokens: LossInputs) -> torch.Tensor:
+    seen.append(tokens)
+    return -tokens.logprobs_T * tokens.columns["routes"][:, 1, 3].float()
+
+
+def test_a_column_reaches_a_loss_of_the_users_beside_its_token(model_dir: Path) -> None:
+    """Both hold the token's place in the batch."""
+    batch = ragged_batch()
+    place_T = np.arange(batch.num_tokens)
+    routes_T = np.broadcast_to(place_T[:, None, None], (batch.num_tokens, 2, 4)).astype(np.int16)
+    logprobs_T = (-place_T * batch.loss_mask_T / 1024).astype(np.float32)
+    batch = replace(batch, rollout_logprobs_T=logprobs_T, columns={"routes": routes_T})
+    changes: dict[str, Any] = {
+        "algorithm": {"recipe": "copris", "loss": f"{__name__}:reading_routes"},
+        "schedule": {"updates_per_batch": 2},
+    }
+    seen.clear()
+    with trainer_with(model_dir, **changes) as trainer:
+        assert not trainer.train_batch(batch).skipped
+    assert len(seen) > 3
+    places = torch.cat([tokens.columns["routes"][:, 0, 0] for tokens in seen])
+    logprobs = torch.cat([tokens.rollout_logprobs_T for tokens in seen])
+    assert places.dtype is torch.int16 and torch.equal(-logprobs * 1024, places.float())
+    assert sorted(places.tolist()) == np.flatnonzero(batch.loss_mask_T).tolist()
 
 
 # ------------------------------------------------------------ steps that are not finite
