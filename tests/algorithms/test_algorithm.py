@@ -9,11 +9,7 @@ import pytest
 import torch
 from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
-from megatron_async.algorithms.algorithm import (
-    Algorithm,
-    build_algorithm,
-    build_sft_algorithm,
-)
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm, build_sft_algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.config import build_config

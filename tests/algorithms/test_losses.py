@@ -1,5 +1,7 @@
 """The loss of a microbatch: values, gradients and metric sums against the oracle and autograd."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 
@@ -7,9 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_async_kernels.loss_torch import (
-    policy_loss,
-)
+from megatron_async_kernels.loss_torch import divergence, policy_loss
 from megatron_async_kernels.loss_types import (
     LAG_SUM_NAMES,
     MAX_NAMES,
@@ -24,8 +24,8 @@ from megatron_async_kernels.loss_types import (
 
 from tests.algorithms import oracle
 from tests.algorithms.autograd import autograd_loss
-from tests.algorithms.cases import Case, assert_close, cases
-from tests.algorithms.configs import loss_configs
+from tests.algorithms.cases import Case, assert_close, cases, loss_configs
+from tests.kernels.loss_cases import exact_k3, expected_slopes, kl_alone
 
 DENOMINATORS = Denominators(tokens=17.0, sequences=5.0, weight_mean=1.25)
 
@@ -271,3 +271,19 @@ def test_attached_gradient_flows_to_log_probs_and_entropy() -> None:
     (expected,) = torch.autograd.grad(2.0 * surrogate, logits)
     torch.testing.assert_close(logits.grad, expected)
     assert attach_gradient(output, logprobs_T.detach().requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("weight_upper", [4.0, 0.5])
+def test_the_gradient_of_k3_does_not_cancel(weight_upper: float) -> None:
+    inputs, config, denominators, distance_T = kl_alone(weight_upper)
+    output = policy_loss(inputs, config, denominators)
+    expected_T = expected_slopes(distance_T, weight_upper)
+    torch.testing.assert_close(output.dlogp_T.double(), expected_T, rtol=3e-7, atol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 2e-15)])
+def test_the_value_of_k3_does_not_cancel(dtype: torch.dtype, rtol: float) -> None:
+    distance_T = kl_alone(1.0)[-1].to(dtype)
+    expected_T = torch.tensor([exact_k3(d)[0] for d in distance_T.tolist()], dtype=torch.float64)
+    found_T = divergence(-distance_T, "k3").double()
+    torch.testing.assert_close(found_T, expected_T, rtol=rtol, atol=0.0)

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_async_kernels import (
-    LossInputs,
-    NonFiniteError,
-    policy_loss,
-)
+from megatron_async_kernels import LossInputs, NonFiniteError, policy_loss
 
 from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_async.algorithms.own_loss import check_own_loss

@@ -17,12 +17,7 @@ from megatron_async.files.disk import CannotWrite
 from megatron_async.models.save import save_hf
 from megatron_async.trainer.step import PolicyTrainer
 from tests.small_disk import SmallDisk, small_disk
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 
 @pytest.fixture

@@ -22,12 +22,7 @@ from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    trainer_session,
-    weights,
-)
+from tests.trainer.cases import ragged_batch, settings, trainer_session, weights
 
 
 @pytest.fixture(params=["distributed", "replicated", "distributed bf16", "replicated bf16"])

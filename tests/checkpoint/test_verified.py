@@ -21,12 +21,7 @@ from megatron_async.checkpoint.state import ParameterShard
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 OF = r"tensor {} as loaded has checksum [0-9a-f]{{16}}, as saved [0-9a-f]{{16}}"

@@ -23,11 +23,7 @@ from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.schema import BatchRow, Kind
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import (
-    DropReason,
-    FinishReason,
-    PolicyVersion,
-)
+from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion
 from tests.trajectory.builders import (
     STORE,
     V0,

@@ -29,7 +29,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
 )
-from tests.store.test_formats import content
+from tests.store.test_store import content
 from tests.trajectory.builders import STORE
 
 NO_PROMPT = Prompt(np.zeros(0, np.int32), "game", {"seed": 1})

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.trainer.microbatch import (
-    IndexArray,
-    balance,
-    plan_microbatches,
-    sequence_cost,
-)
+from megatron_async.trainer.microbatch import IndexArray, balance, plan_microbatches, sequence_cost
 
 LENGTHS = st.lists(st.integers(2, 400), min_size=0, max_size=60)
 

@@ -1,7 +1,8 @@
-"""The pieces of the policy model, each against a plain reference."""
+"""The pieces of the policy model against plain references, and the devices of a trainer."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,8 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
+from megatron_async.commands.quickstart import quick_dtype
+from megatron_async.config import build_config
 from megatron_async.config.model import ModelConfig, ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture, Experts, Rope
@@ -20,12 +23,7 @@ from megatron_async.models.layout import check_layout
 from megatron_async.trainer.attention_kernels import Stream, packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
-from megatron_async.trainer.rotary import (
-    Rotation,
-    inverse_frequencies,
-    rotary_angles,
-    rotate,
-)
+from megatron_async.trainer.rotary import Rotation, inverse_frequencies, rotary_angles, rotate
 from tests.hf_models import build_hf_model
 
 DENSE = Architecture(
@@ -245,3 +243,41 @@ def test_transformer_engine_in_parts_of_two_versions_is_reported(
     monkeypatch.syspath_prepend(tmp_path)
     found = _version_of("two_parts", "two-parts")
     assert found == "broken: AssertionError: package version mismatch"
+
+
+_IMPORTED = """
+import sys, torch
+compile = torch.compile
+from megatron_async.trainer.device import import_megatron
+import_megatron()
+import megatron_async.trainer.step
+assert "megatron.core" in sys.modules
+assert "torch._inductor.compile_fx" not in sys.modules, "the compiler was imported"
+assert torch.compile is compile
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Megatron compiles")
+def test_a_rank_on_a_cpu_starts_without_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "chosen"),
+    [
+        ({"avx512_bf16": True}, "auto", "bfloat16"),
+        ({"amx_bf16": True}, "auto", "bfloat16"),
+        ({"avx512_bf16": False}, "auto", "auto"),
+        ({}, "auto", "auto"),
+        ({"avx512_bf16": True}, "float32", "float32"),
+    ],
+)
+def test_fine_tuning_is_in_bfloat16_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, bool], asked: str, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert quick_dtype(build_config({"model": {"dtype": asked}})) == chosen

@@ -21,12 +21,7 @@ from megatron_async.algorithms.algorithm import build_sft_algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.trainer.forward import PolicyRunner
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 aten: Any = torch.ops.aten
 _WAITS = {

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.trainer import optimizer
 from megatron_async.trainer.optimizer import gradient_norm, learning_rate
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    weights,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:

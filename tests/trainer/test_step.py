@@ -1,4 +1,4 @@
-"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps."""
+"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps, SFT."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_async_kernels import LossInputs
+from transformers import AutoModelForCausalLM
 
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -19,13 +20,7 @@ from megatron_async.trainer.optimizer import learning_rate
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    weights,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
 
 
 @contextmanager
@@ -246,3 +241,38 @@ def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
 def test_a_missing_model_directory_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"), trainer_with(tmp_path / "nowhere"):
         pass
+
+
+@pytest.fixture
+def tuned_trainer(model_dir: Path) -> Iterator[PolicyTrainer]:
+    config = settings(model_dir, {"sft": {"optimizer": {"lr": 3e-3, "schedule": "cosine"}}})
+    with single_process(), trainer_session(config, purpose="sft") as trainer:
+        yield trainer
+
+
+def test_the_loss_is_transformers_cross_entropy_over_the_trained_tokens(
+    tuned_trainer: PolicyTrainer, model_dir: Path
+) -> None:
+    batch = ragged_batch()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    total = 0.0
+    for start, stop in zip(batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:], strict=True):
+        ids = torch.from_numpy(batch.token_ids_T[start:stop]).long()
+        mask = torch.from_numpy(batch.loss_mask_T[start:stop])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0].float(), dim=-1)
+        chosen = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+        total -= float((chosen * mask[1:]).sum())
+    report = tuned_trainer.train_sft(batch)
+    assert report.loss == pytest.approx(total / batch.num_trained_tokens, rel=1e-5)
+
+
+def test_the_report_counts_the_batch(tuned_trainer: PolicyTrainer) -> None:
+    batch = ragged_batch()
+    report = tuned_trainer.train_sft(batch)
+    assert (report.step, report.updates, report.skipped) == (0, 1, False)
+    assert report.num_sequences == batch.num_sequences
+    assert report.num_tokens == batch.num_tokens
+    assert report.num_trained_tokens == int(np.count_nonzero(batch.loss_mask_T))
+    assert report.num_microbatches > 1
+    assert report.learning_rate == pytest.approx(3e-3)

@@ -1,8 +1,9 @@
-"""Names, buckets and published directories: the parts of an update that need no engine."""
+"""Names, buckets, double buffering and published directories: what needs no engine."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ from benchmarks.gpu_check.ipc_child import load, named_tensors
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.transports.base import sending_device
 from megatron_async.weight_sync.transports.flat_bucket import Buffers
 from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
-from megatron_async.weight_sync.verify import (
-    NameCheck,
-    engine_parameter,
-)
+from megatron_async.weight_sync.verify import NameCheck, engine_parameter
 from megatron_async.weight_sync.version_directory import read_manifest, read_shard
 from tests.weight_sync.published import publish
 
@@ -132,3 +131,37 @@ def test_a_failed_publication_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         publish(broken(), VERSION, tmp_path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_item_is_made_while_one_is_in_work() -> None:
+    """Without overlap this would not end: the work of 0 waits until item 1 is made."""
+    made = threading.Event()
+    seen: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            assert made.wait(10)
+        seen.append(item)
+
+    with OneAhead[int](work) as ahead:
+        ahead.put(0)
+        made.set()  # item 1 exists now
+        ahead.put(1)
+        ahead.put(2)
+    assert seen == [0, 1, 2]
+
+
+def test_an_error_of_the_last_item_is_raised_at_the_end() -> None:
+    def work(item: int) -> None:
+        if item == 2:
+            raise ArithmeticError("no room")
+
+    with pytest.raises(ArithmeticError, match="no room"), OneAhead[int](work) as ahead:
+        for item in range(3):
+            ahead.put(item)
+
+
+def test_the_callers_own_error_is_not_hidden() -> None:
+    with pytest.raises(KeyError), OneAhead[int](lambda item: 1 // item and None) as ahead:
+        ahead.put(0)
+        raise KeyError("gathering failed")
