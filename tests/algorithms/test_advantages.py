@@ -60,12 +60,6 @@ def test_overlong_penalty_is_linear_inside_the_buffer() -> None:
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, -2.0, -2.0])
 
 
-def test_groups_with_equal_rewards_are_not_informative() -> None:
-    rewards_S = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5])
-    got = advantages.informative_groups(rewards_S, torch.tensor([0, 0, 1, 1, 2]))
-    assert got.tolist() == [True, False, False]
-
-
 def test_empty_batches_pass_through() -> None:
     nothing, no_group = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert advantages.group_advantages(nothing, no_group)[0].numel() == 0

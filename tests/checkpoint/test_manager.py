@@ -210,11 +210,3 @@ def test_what_a_killed_save_left_is_removed_by_the_next_run(
         checkpoints.save(trainer, {})
     assert not leftover.exists()
     assert "never finished" in caplog.text
-
-
-def test_extra_that_is_not_json_is_an_error_at_once(
-    model_dir: Path, tmp_path: Path, process: None
-) -> None:
-    with trainer_with(model_dir) as trainer, pytest.raises(TypeError):
-        manager(tmp_path).save(trainer, {"position": object()})
-    assert manager(tmp_path).newest() is None

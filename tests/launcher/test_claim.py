@@ -344,13 +344,6 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def test_a_note_reaches_who_waits_for_it(directory: RunDirectory) -> None:
-    reader, writer = Session.join(directory, "7.0"), Session.join(directory, "7.0")
-    timer = threading.Timer(0.3, lambda: writer.publish("ray", {"address": "a:1"}))
-    timer.start()
-    assert reader.wait_for("ray", 10) == {"address": "a:1"}
-
-
 def test_waiting_ends_with_what_was_waited_for(directory: RunDirectory) -> None:
     session = Session.join(directory, "7.0")
     with pytest.raises(ComponentFailure, match=r"waited 0 s for ray of session 7\.0"):
@@ -360,16 +353,6 @@ def test_waiting_ends_with_what_was_waited_for(directory: RunDirectory) -> None:
     with pytest.raises(ComponentFailure, match="was closed before ray was up"):
         session.wait_for("ray", 60)
     assert time.monotonic() - began < 5
-
-
-def test_a_newer_session_takes_the_run_over(directory: RunDirectory) -> None:
-    old, new = Session.join(directory, "7.0"), Session.join(directory, "7.1")
-    old.begin()
-    old.check()
-    new.begin()
-    new.check()
-    with pytest.raises(ComponentFailure, match="superseded"):
-        old.check()
 
 
 def test_the_token_is_the_users_own_and_new_each_time(directory: RunDirectory) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.commands.launch import Cluster, job_script, seconds_of
+from megatron_async.commands.launch import Cluster, seconds_of
 from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import UserError
 from megatron_async.files.package_files import ROOT
@@ -57,15 +57,6 @@ def test_a_stop_waits_for_the_step_and_for_a_save_under_way_and_for_its_own() ->
     assert stop_of(large) == math.ceil(training_seconds(large) + write)
     alone = seventy("checkpoint.asynchronous=false")
     assert stop_of(alone) == math.ceil(training_seconds(alone) + write)
-
-
-def test_the_job_gets_its_signal_early_enough_and_the_script_waits_as_long() -> None:
-    config, directory = seventy(), RunDirectory(Path("/runs/x"))
-    stop = stop_of(config)
-    assert stop > 300
-    script = job_script(config, directory, nodes(), 4, stop)
-    assert f"#SBATCH --signal=B:USR1@{stop + END_SECONDS}\n" in script
-    assert f"--stop-seconds={stop} " in script
 
 
 def test_the_script_needs_no_more_than_its_share_to_end_the_job() -> None:

@@ -92,16 +92,6 @@ def test_a_bucket_that_is_not_as_large_as_announced_is_an_error() -> None:
         ahead.take("g", 5, 0, link.start, "cpu")
 
 
-def test_after_a_failure_nothing_of_the_group_is_left() -> None:
-    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
-    take(ahead, link, 0)
-    link.broken = True
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        take(ahead, link, 1)
-    fresh = Link(buckets_of([3]))
-    assert torch.equal(take(ahead, fresh, 0), fresh.buckets[0])
-
-
 def test_what_a_dead_sender_left_is_forgotten_when_an_update_begins() -> None:
     ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
     take(ahead, link, 0)
