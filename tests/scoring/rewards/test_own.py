@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
@@ -267,30 +265,6 @@ def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
     ):
         assert text.count(line) >= 1, line
     assert capfd.readouterr().err == ""
-
-
-def test_the_first_failure_of_each_kind_is_kept_with_its_place(tmp_path: Path) -> None:
-    write_character_tokenizer(tmp_path)
-    settings = settings_of(own("calls_raises"), own("not_there"), own("sleeps", timeout_seconds=1))
-    pool = LocalScorerPool(settings, str(tmp_path))
-
-    async def score() -> list[ResponseScore]:
-        try:
-            return [(await pool.score_texts(PAYLOAD, [text]))[0] for text in ("2", "3")]
-        finally:
-            pool.close()
-
-    first, second = asyncio.run(score())
-    assert re.match(
-        r"reward calls_raises: JSONDecodeError: .* at .*own\.py:\d+$", first.failures[0]
-    )
-    assert first.failures[1:] == (
-        "reward not_there: Unavailable: nobody serves at " + first.failures[1].rpartition(" ")[2],
-        "reward sleeps: no score within 1 s (its timeout_seconds)",
-    )
-    kinds = ("scorer_errors", "scorer_unavailable", "scorer_timeouts")
-    assert pool.failures == dict(zip(kinds, first.failures, strict=True))
-    assert len(second.failures) == 3
 
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
