@@ -43,6 +43,12 @@ os.execvpe(command[0], command, passed)
 """
 
 
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @dataclass(frozen=True)
 class Call:
     """How a stand-in was called."""
@@ -57,9 +63,6 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._records = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
-        (root / "venv" / "bin").mkdir(parents=True)
-        (root / "venv" / ".megatron_async-venv").touch()
-        (root / "bin").mkdir()
         self._write(root / "bin" / "srun", "srun", SRUN)
         self._write(
             root / "venv" / "bin" / "python",
@@ -67,11 +70,19 @@ class Machine:
             "codes = (os.environ.get('CODE_' + argument) for argument in sys.argv)\n"
             "sys.exit(int(next(filter(None, codes), '7')))",
         )
+        (root / "venv" / ".megatron_async-venv").touch()
+
+    def with_nodes(self, names: str, then: str = "") -> Path:
+        """A run directory, and a `scontrol` that runs `then` and prints these names."""
+        script(self.root / "bin" / "scontrol", f"#!/bin/sh\n{then}\nprintf '%s\\n' {names}\n")
+        run = self.root / "runs" / "a"
+        run.mkdir(parents=True)
+        (run / "config.yaml").touch()
+        return run
 
     def _write(self, path: Path, name: str, then: str) -> None:
         text = NOTE.format(python=sys.executable, file=str(self._records[name]), then=then)
-        path.write_text(text)
-        path.chmod(0o755)
+        script(path, text)
 
     def run(
         self, script: str, *arguments: str, **variables: str
@@ -147,8 +158,7 @@ def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None
 
 def interpreter(path: Path, then: str) -> None:
     """Write an interpreter that answers each `-c` program by `then`, a line of shell."""
-    path.write_text(f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
-    path.chmod(0o755)
+    script(path, f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
 
 
 VERSION_IS_RIGHT = "*version_info*) exit 0;;"
@@ -157,9 +167,8 @@ COMPLETE = f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;"
 
 def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the quickstart with the interpreters in `folder` and a disk that has `free_gib` free."""
-    df = folder / "df"
-    df.write_text(f"#!/bin/sh\necho Filesystem; echo x 9 9 {free_gib << 20} 0% /\n")
-    df.chmod(0o755)
+    space = f"echo Filesystem; echo x 9 9 {free_gib << 20} 0% /"
+    script(folder / "df", f"#!/bin/sh\n{space}\n")
     return subprocess.run(
         ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
         env={
@@ -262,12 +271,7 @@ def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
 ) -> None:
     setup = machine.root / "site.sh"
     setup.write_text("export FROM_SETUP=yes\n")
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text('#!/bin/sh\nprintf "n1\\nn2\\n"\n')
-    scontrol.chmod(0o755)
+    machine.with_nodes("n1 n2")
     arguments = ["--trainer-nodes=1", "runs/a"] if command == "train" else ["--config", "x"]
     machine.run(
         f"slurm/{command}.sbatch",
@@ -345,12 +349,7 @@ def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
 def test_a_wrong_split_of_nodes_is_refused_with_code_2(
     machine: Machine, arguments: list[str], message: str
 ) -> None:
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
-    scontrol.chmod(0o755)
+    run = machine.with_nodes("n1 n2 n3")
     done = machine.run("slurm/train.sbatch", *arguments, SLURM_JOB_NODELIST="n[1-3]")
     assert done.returncode == 2
     assert message in done.stderr
@@ -373,18 +372,11 @@ def test_a_wrong_split_of_nodes_is_refused_with_code_2(
 def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
     machine: Machine, codes: tuple[int, int], restarts: int, code: int, requeued: bool
 ) -> None:
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
+    asked = machine.root / "requeued"
+    run = machine.with_nodes("n1 n2", f'[ "$1" = requeue ] && echo "$2" >{asked} && exit')
     (run / "outcome").write_text("complete")
     if codes == (0, 0) and requeued:
         (run / "config.resume.yaml").touch()
-    asked = machine.root / "requeued"
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\n[ "$1" = requeue ] && echo "$2" >{asked} || printf "n1\\nn2\\n"\n'
-    )
-    scontrol.chmod(0o755)
     trainer, rollout = codes
     done = machine.run(
         "slurm/train.sbatch",
@@ -413,12 +405,6 @@ echo "environment $VIRTUAL_ENV"
 echo "GPUs ${CUDA_VISIBLE_DEVICES-all}"
 echo "arguments $*"
 """
-
-
-def script(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
