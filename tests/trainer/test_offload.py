@@ -11,6 +11,7 @@ import torch
 from megatron_async.config.load import merge
 from megatron_async.trainer.offload import (
     DeviceMemory,
+    HostCopies,
     Residence,
     gradient_tensors,
     optimizer_tensors,
@@ -23,6 +24,21 @@ from tests.trainer.cases import ragged_batch, settings, trainer_session
 def everything(_tensor: torch.Tensor) -> bool:
     """On a CPU nothing has to move; for the tests all of it does."""
     return True
+
+
+def test_host_memory_is_asked_for_once() -> None:
+    """Pinning takes longer than copying, and what leaves is the same every step."""
+    tensors = [torch.randn(1000), torch.randn(7)]
+    copies = HostCopies(everything)
+    copies.offload(tensors)
+    copies.onload()
+    held = [buffer.data_ptr() for buffer in copies._host._kept]
+    assert len(held) == len(tensors)
+    originals = [tensor.clone() for tensor in tensors]
+    copies.offload(tensors)
+    assert [buffer.data_ptr() for buffer in copies._host._kept] == held
+    copies.onload()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
 
 
 @pytest.mark.slow

@@ -267,6 +267,13 @@ def test_the_loss_is_transformers_cross_entropy_over_the_trained_tokens(
     assert report.loss == pytest.approx(total / batch.num_trained_tokens, rel=1e-5)
 
 
+def test_fine_tuning_lowers_the_loss(tuned_trainer: PolicyTrainer) -> None:
+    batch = ragged_batch()
+    losses = [tuned_trainer.train_sft(batch).loss for _ in range(12)]
+    assert losses[-1] < 0.75 * losses[0]
+    assert tuned_trainer.step == 12
+
+
 def test_the_report_counts_the_batch(tuned_trainer: PolicyTrainer) -> None:
     batch = ragged_batch()
     report = tuned_trainer.train_sft(batch)
