@@ -9,9 +9,9 @@ Invariants
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
@@ -27,6 +27,7 @@ from megatron_async.places.place import Place, Placed
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
+T = TypeVar("T")
 _CALL_SECONDS = 30.0
 _STOP_SECONDS = 60.0
 _START_MARGIN_SECONDS = 60.0
@@ -118,24 +119,23 @@ class EngineHost:
 class HostCalls:
     """The relay in an engine's host (`RelayCalls`)."""
 
-    def __init__(self, host: Placed, engine_id: str, limit_seconds: float) -> None:
+    def __init__(self, host: Placed[EngineHost], engine_id: str, limit_seconds: float) -> None:
         self._host = host
         self._engine_id = engine_id
         self._limit = limit_seconds
 
     async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
-        await self._call("update", started, cancelled)
+        await self._call(lambda host: host.update(started, cancelled))
 
     async def abort(self, requests: Mapping[str, int]) -> None:
-        await self._call("abort", requests)
+        await self._call(lambda host: host.abort(requests))
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
-        report: TokenReport = await self._call("report", acknowledged)
-        return report
+        return await self._call(lambda host: host.report(acknowledged))
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, what: Callable[[EngineHost], Awaitable[T]]) -> T:
         try:
-            return await self._host.call(method, *arguments, limit=self._limit)
+            return await self._host.call(what, limit=self._limit)
         except ComponentFailure as failure:
             raise EngineError(f"the relay of {self._engine_id}: {failure}") from failure
 
@@ -157,7 +157,7 @@ class HostedEngines:
         self._pace = Pace()
         self._log_directory = log_directory
         self._place = place
-        self._hosts: dict[int, Placed] = {}
+        self._hosts: dict[int, Placed[EngineHost]] = {}
         self._clients: dict[int, RelayedEngine] = {}
         self._launches: dict[int, int] = {}
         self._begun: dict[int, asyncio.Task[RelayedEngine]] = {}
@@ -180,7 +180,7 @@ class HostedEngines:
         host = self._hosts[index] = self._start_host(index, engine_id)
         limit = self._settings.start_timeout_seconds + _START_MARGIN_SECONDS
         try:
-            url, dtype = await host.call("start", limit=limit)
+            url, dtype = await host.call(lambda host: host.start(), limit=limit)
             started = self._settings.model_copy(update={"dtype": dtype})
             server = await SGLangClient.connect(engine_id, url, started)
         except EngineError as error:
@@ -199,7 +199,7 @@ class HostedEngines:
         if host is None:
             return False
         try:
-            return bool(await host.call("alive", limit=_CALL_SECONDS))
+            return await host.call(lambda host: host.alive(), limit=_CALL_SECONDS)
         except ProcessKilled:
             return False
         except ComponentFailure:
@@ -214,14 +214,14 @@ class HostedEngines:
         if host is None:
             return
         try:
-            await host.call("stop", limit=_STOP_SECONDS)
+            await host.call(lambda host: host.stop(), limit=_STOP_SECONDS)
         except ComponentFailure:
             # The host is gone or stuck; its end takes the server along.
             pass
         finally:
             await asyncio.to_thread(host.end)
 
-    def _start_host(self, index: int, engine_id: str) -> Placed:
+    def _start_host(self, index: int, engine_id: str) -> Placed[EngineHost]:
         on_gpu = resolve_device(self._settings) == "cuda"
         # Which GPU an engine is on matters where trainer ranks are on them; a place gives any.
         shared = on_gpu and self._settings.placement == "colocated"

@@ -125,7 +125,9 @@ class ChatAnswer:
     @property
     def finish(self) -> str:
         """The API's name of why it ended."""
-        return "length" if self.truncated else "tool_calls" if self.calls else "stop"
+        if self.truncated:
+            return "length"
+        return "tool_calls" if self.calls else "stop"
 
     def _calls(self, arguments: Sequence[Any]) -> list[dict[str, Any]]:
         """The calls with their arguments, in whatever form those are."""

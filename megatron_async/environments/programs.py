@@ -25,9 +25,9 @@ from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.json_text import json_text
 from megatron_async.errors import UserError, how_ended, shown
+from megatron_async.places.child_process import after_fork, kill_group
 from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.runtime.outcome import outcome_of
-from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 """From a base URL, a key and a row to what it returns."""
@@ -109,7 +109,7 @@ def _command(settings: AgentConfig) -> Program:
                 stdout=pipe,
                 stderr=pipe,
                 start_new_session=True,
-                preexec_fn=_die_with_worker,
+                preexec_fn=after_fork(signal.SIGKILL),
                 limit=_LARGEST_OUTPUT,
             )
         except OSError as error:
@@ -120,17 +120,17 @@ def _command(settings: AgentConfig) -> Program:
             found = await _run_to_its_end(process, json_text(dict(row)).encode(), where)
             output, errors = (text.replace(key.encode(), b"(key)") for text in found)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await process.wait()
         if process.returncode:
             text = errors.decode(errors="replace")
-            remedy = (
-                f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB more "
-                "than its start takes: raise it"
-            )
             ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
-            raise EnvironmentFault(ended + remedy * bool(_OUT_OF_MEMORY.search(text)))
+            if _OUT_OF_MEMORY.search(text):
+                ended += (
+                    f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB "
+                    "more than its start takes: raise it"
+                )
+            raise EnvironmentFault(ended)
         return _last_line(output, where)
 
     return run
@@ -161,8 +161,7 @@ async def _run_to_its_end(
         while process.returncode is None and not all(one.done() for one in work):
             await asyncio.wait(work, timeout=_OUTPUT_SECONDS)
         await process.wait()
-        with suppress(ProcessLookupError):  # what it has started may hold the outputs open
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)  # what it has started may hold the outputs open
         await asyncio.wait(work, timeout=_OUTPUT_SECONDS)  # what has left its group still may
     finally:
         for one in work:
@@ -193,7 +192,3 @@ def _last_line(output: bytes, where: str) -> Any:
             "{name: number}] or null"
         ) from error
     return tuple(returned) if isinstance(returned, list) else returned
-
-
-def _die_with_worker() -> None:
-    prctl(PDEATHSIG, signal.SIGKILL)

@@ -160,7 +160,9 @@ def is_nested_deeply(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:

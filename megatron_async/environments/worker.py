@@ -138,7 +138,7 @@ class EnvironmentWorker:
         self._threads = Threads(self._settings.threads)
         self._episodes: dict[str, _Episode] = {}
 
-    async def begin(self, key: str, payload: Mapping[str, Any]) -> Opened:
+    async def begin(self, key: str, payload: Mapping[str, Any], _room: int | None = None) -> Opened:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
         async with self._new(key) as player:
             messages = await player.reset(row_of(payload), _prompt(payload))
@@ -154,7 +154,13 @@ class EnvironmentWorker:
                 yield episode.player
 
     async def step(
-        self, key: str, answer_ids: Sequence[int], turn: int, room: int, last: bool
+        self,
+        key: str,
+        answer_ids: Sequence[int],
+        turn: int,
+        room: int,
+        last: bool,
+        _logprobs: Sequence[float] = (),
     ) -> Stepped:
         """Hand an answer to the environment. Raises EpisodeUnknown, EnvironmentFault.
 
@@ -178,19 +184,16 @@ class EnvironmentWorker:
     async def _stepped(
         self, player: Player, answer: Answer, reply: Reply, room: int, last: bool
     ) -> Stepped:
-        ended = "stop" if reply.done else "length" if last else None
-        token_ids = None
-        if ended is None:
+        seen = self._seen(answer)
+        if not reply.done and not last:
             token_ids = await player.read(
                 lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
             )
-            ended = "length" if len(token_ids) > room else None
-        seen = self._seen(answer)
-        if ended is None:
-            state = await player.state()
-            given = with_parts(seen, reply.parts)
-            new = (reply.messages, token_ids, state)
-            return Stepped(given, reply.reward, *new, parent=answer.turn)
+            if len(token_ids) <= room:
+                given = with_parts(seen, reply.parts)
+                new = (reply.messages, token_ids, await player.state())
+                return Stepped(given, reply.reward, *new, parent=answer.turn)
+        ended = "stop" if reply.done else "length"
         final, parts = await player.final_reward()
         return Stepped(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
 

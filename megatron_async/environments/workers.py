@@ -16,7 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
@@ -29,8 +29,11 @@ from megatron_async.environments.worker import (
     Stepped,
 )
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import UNLIMITED, Place, PlacedLost
+from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
 from megatron_async.trajectory.types import Turn
+
+if TYPE_CHECKING:
+    from megatron_async.environments.agents import AgentProcess
 
 _START_SECONDS: Final = 180.0
 _CALLS_OF_A_STEP: Final = 5  # step, its tokens, state, get_reward, close
@@ -84,14 +87,13 @@ class EnvironmentWorkers:
             config.task.model_dump_json(),
             model_path or config.model.path,
         )
-        what: type = EnvironmentProcess
-        self._of_agents = config.agent.used
-        if self._of_agents:
-            from megatron_async.environments.agents import AgentProcess
+        what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
+        if config.agent.used:
+            from megatron_async.environments import agents
 
-            what = AgentProcess
+            what = agents.AgentProcess
             arguments += (config.sampling.model_dump_json(), config.scores)
-        self._workers = [
+        self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
             place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
             for index in range(config.episodes.workers)
         ]
@@ -107,12 +109,11 @@ class EnvironmentWorkers:
         self, number: int, key: str, payload: Mapping[str, Any], room: int | None = None
     ) -> Opened:
         """See `EnvironmentWorker.begin`; `number` is the episode's, `room` for agents alone."""
-        asked = ("begin", key, payload, *((room,) if self._of_agents else ()))
-        return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
+        return await self._call(number, 1, lambda worker: worker.begin(key, payload, room))
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """See `EnvironmentWorker.rehearse`."""
-        return await self._call(0, 2, "rehearse", payload)  # type: ignore[no-any-return]
+        return await self._call(0, 2, lambda worker: worker.rehearse(payload))
 
     async def step(
         self,
@@ -125,25 +126,30 @@ class EnvironmentWorkers:
         logprobs: Sequence[float] = (),
     ) -> Stepped:
         """See `EnvironmentWorker.step`; `logprobs` of the answer are for agents alone."""
-        of_agents = (logprobs,) if logprobs else ()
-        asked = ("step", key, answer_ids, turn, room, last, *of_agents)
-        return await self._call(number, 1, *asked)  # type: ignore[no-any-return]
+        return await self._call(
+            number, 1, lambda worker: worker.step(key, answer_ids, turn, room, last, logprobs)
+        )
 
     async def restore(
         self, number: int, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
         """See `EnvironmentWorker.restore`."""
-        await self._call(number, len(turns), "restore", key, payload, turns)
+        await self._call(number, len(turns), lambda worker: worker.restore(key, payload, turns))
 
     async def forget(self, number: int, key: str) -> str | None:
         """See `EnvironmentWorker.forget`."""
-        return await self._call(number, 1, "forget", key)  # type: ignore[no-any-return]
+        return await self._call(number, 1, lambda worker: worker.forget(key))
 
-    async def _call(self, number: int, steps: int, *asked: Any) -> Any:
+    async def _call(
+        self,
+        number: int,
+        steps: int,
+        what: Callable[["EnvironmentProcess | AgentProcess"], Awaitable[T]],
+    ) -> T:
         index, settings = number % len(self._workers), self._settings
         turns = steps + self._doors[index].inside / settings.threads  # of the threads
         limit = _START_SECONDS + turns * _CALLS_OF_A_STEP * settings.step_seconds
-        return await self._workers[index].call(*asked, limit=limit)
+        return await self._workers[index].call(what, limit=limit)
 
 
 class HeldEpisodes:

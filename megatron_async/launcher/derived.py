@@ -249,18 +249,21 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
         shape = shape_of(with_own_model(config))
     except UserError:
         return
-    trainer = memory_of_trainer(config, shape).state * (config.optimizer.name == "adam")
-    engine = _engine_weights(config, shape) * (config.engines.quantization == "none")
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
-    for held, layout, remedy in (
-        (trainer, f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state", "them"),
-        (engine, f"engines.tensor {config.engines.tensor}: an engine's weights", "it"),
-    ):
-        if held > machine.memory_bytes:
-            raise UserError(
-                f"{layout} would take {held / _GB:.1f} GB of a {machine.title}: raise {remedy}, "
-                "or set simulate.gpu to what those nodes have"
-            )
+    if config.optimizer.name == "adam":
+        layout = f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state"
+        _check_held(memory_of_trainer(config, shape).state, layout, "them", machine)
+    if config.engines.quantization == "none":
+        layout = f"engines.tensor {config.engines.tensor}: an engine's weights"
+        _check_held(_engine_weights(config, shape), layout, "it", machine)
+
+
+def _check_held(held: float, layout: str, remedy: str, machine: Machine) -> None:
+    if held > machine.memory_bytes:
+        raise UserError(
+            f"{layout} would take {held / _GB:.1f} GB of a {machine.title}: raise {remedy}, "
+            "or set simulate.gpu to what those nodes have"
+        )
 
 
 def _check_engine_share(config: RunConfig, machine: Machine) -> None:
@@ -307,19 +310,21 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
     trainer, weights = memory_of_trainer(config, shape), _engine_weights(config, shape)
     update = _update_bytes(config)
-    beside = f"a weight update {update / _GB:.1f} GB, " * (update > 0)
+    beside = f"a weight update {update / _GB:.1f} GB, " if update else ""
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
-    over = (
-        ", which is too much: raise trainer.recompute, up to all; then lower "
-        "trainer.microbatch_tokens, or raise parallel.tensor"
-    )
+    over = ""
+    if trainer.peak > machine.memory_bytes:
+        over = (
+            ", which is too much: raise trainer.recompute, up to all; then lower "
+            "trainer.microbatch_tokens, or raise parallel.tensor"
+        )
     return [
         f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
         f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
         f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
-        f"{machine.memory_bytes / _GB:.0f} GB{over * (trainer.peak > machine.memory_bytes)}",
+        f"{machine.memory_bytes / _GB:.0f} GB{over}",
         f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
         f"{max(0, tokens):,} tokens an engine",
     ]

@@ -19,8 +19,8 @@ from megatron_async.engines.nodes import (
     communication_environment,
     without_expandable_segments,
 )
+from megatron_async.places.child_process import SAFE_PATH_VARIABLE
 from megatron_async.places.local import VISIBLE_VARIABLE
-from megatron_async.runtime.child_process import SAFE_PATH_VARIABLE
 from megatron_async.train_loop.attempt import FIRST_LINEAGE_VARIABLE
 from megatron_async.train_loop.rank import PLACE_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE

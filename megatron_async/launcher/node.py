@@ -17,6 +17,7 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,19 +33,18 @@ from megatron_async.files.package_files import check_code
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
-from megatron_async.launcher.processes import Child, torchrun
+from megatron_async.launcher.processes import torchrun
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode
+from megatron_async.places.child_process import ChildProcess, after_fork, module_command
 from megatron_async.places.on_ray import ROLE_LABEL, TRAINER_ROLE, lost_node_of, ray_place
 from megatron_async.places.ray_cluster import ray_directory, use_ray_token
 from megatron_async.run_directory import RunDirectory, RunOutcome
-from megatron_async.runtime.child_process import module_command
 
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
 # A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
 _RAY_JOINED_STOP_SECONDS = 3.0
-_RAY_KILL_SECONDS = 1.0
 # Longer than file systems take to give up the locks of a host that is gone (NFS: 90 s).
 _TAKEOVER_SECONDS = 150.0
 
@@ -65,28 +65,32 @@ class Node:
         use_ray_token(self.session.token_file)
 
     @contextmanager
-    def ray_node(self, *arguments: str) -> Iterator[Child]:
+    def ray_node(self, *arguments: str) -> Iterator[ChildProcess]:
         """`ray start` for the length of the block."""
         directory = ray_directory()  # on every node; the others get its name from the head
         if "--head" in arguments:
             arguments = (*arguments, f"--temp-dir={directory}")
-        child = Child(
+        log = f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log"
+        added = ray_node_environment(os.environ, nvls=self.config.engines.uses_nvls)
+        child = ChildProcess(
             [
                 *module_command("ray.scripts.scripts", "start", "--block"),
-                *("--node-ip-address", self.address, "--disable-usage-stats"),
+                f"--node-ip-address={self.address}",
+                "--disable-usage-stats",
                 "--dashboard-agent-listen-port=0",
                 "--include-log-monitor=false",  # logs are read where they lie
                 *arguments,
             ],
-            self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
-            ray_node_environment(os.environ, nvls=self.config.engines.uses_nvls),
+            log=self.directory.logs / log,
+            env={**os.environ, **added},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=after_fork(signal.SIGTERM),
         )
         try:
             yield child
         finally:
             is_head = "--head" in arguments
-            child.ask_to_end(_RAY_STOP_SECONDS if is_head else _RAY_JOINED_STOP_SECONDS)
-            child.stop(_RAY_KILL_SECONDS)
+            child.end(_RAY_STOP_SECONDS if is_head else _RAY_JOINED_STOP_SECONDS)
 
 
 def run_rollout(node: Node) -> int:
@@ -140,7 +144,7 @@ def _join_rollout(node: Node) -> int:
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
-            if ray_node.exit_code() is not None:
+            if ray_node.poll() is not None:
                 raise ray_node.failure(f"Ray on {node.name}")
             time.sleep(_POLL_SECONDS)
     return 0
@@ -209,7 +213,7 @@ def _run_trainer(node: Node) -> int:
         ),
         _ranks(node, address) as ranks,
     ):
-        while (code := ranks.exit_code()) is None:
+        while (code := ranks.poll()) is None:
             # The session may end before torchrun does, but only after the outcome of this one.
             if node.directory.outcome(earlier) is None:
                 node.session.check()
@@ -217,7 +221,7 @@ def _run_trainer(node: Node) -> int:
     return _trainer_code(node, code, ranks)
 
 
-def _ranks(node: Node, ray_address: str) -> AbstractContextManager[Child]:
+def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]:
     """`torchrun` with this node's ranks."""
     config = node.config
     if config.parallel.ranks % node.count:
@@ -245,18 +249,18 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[Child]:
     )
 
 
-def _trainer_code(node: Node, code: int, ranks: Child) -> int:
+def _trainer_code(node: Node, code: int, ranks: ChildProcess) -> int:
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is RunOutcome.STOPPED else 0
     if node.index == 0:
-        node.directory.raise_failure(ranks.log_file)
+        node.directory.raise_failure(ranks.log)
     raise ranks.failure(f"the trainer ranks of {node.name}")
 
 
-def _wait_for_port(host: str, port: int, child: Child) -> None:
+def _wait_for_port(host: str, port: int, child: ChildProcess) -> None:
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while time.monotonic() < deadline:
-        if child.exit_code() is not None:
+        if child.poll() is not None:
             raise child.failure("Ray's head")
         with socket.socket() as opened:
             opened.settimeout(1.0)

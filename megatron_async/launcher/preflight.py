@@ -301,7 +301,7 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     for one in checked.config.eval_sets():
         most = None if longest is None else longest - one.sampling.max_new_tokens
         task.check_evaluation(one.prompts, one.name, most)
-    more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" * bool(left_out)
+    more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" if left_out else ""
     return replace(
         checked,
         summary=task.summary() + more + played.summary,

@@ -56,10 +56,10 @@ class RankJob:
         ) as child:
             shown = config.telemetry.progress if first and self.steps else "off"
             progress = Progress(directory.metrics_file, self.steps, shown)
-            code = progress.follow(child.exit_code, lambda: None)
+            code = progress.follow(child.poll, lambda: None)
         if code != 0:
             if first:
-                directory.raise_failure(child.log_file)
+                directory.raise_failure(child.log)
             raise child.failure(self.name)
 
 

@@ -51,7 +51,7 @@ class RolloutSide:
         self._config = config
         self._directory = directory
         self._failure = ""
-        self._manager: Placed = place.start(
+        self._manager: Placed[ManagerHost] = place.start(
             ManagerHost,
             dump(config),
             str(directory.path),
@@ -68,7 +68,7 @@ class RolloutSide:
         """
         self._directory.check_there()
         try:
-            status: dict[str, Any] = self._manager.ask("status", limit=_CALL_SECONDS)
+            status = self._manager.ask(lambda host: host.status(), limit=_CALL_SECONDS)
         except CallLate:
             return {}
         except PlacedDead as error:
@@ -90,7 +90,7 @@ class RolloutSide:
         try:
             place = place_of_writer(self._directory.store_file, self._config.store.directory)
             limit = _CALL_SECONDS + (_COPY_SECONDS if place.away else 0)
-            self._manager.ask("stop", limit=limit)
+            self._manager.ask(lambda host: host.stop(), limit=limit)
         except (ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 

@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, closing
 from megatron_async.config import RunConfig
 from megatron_async.launcher.devices import DeviceSplit, running_ray
 from megatron_async.launcher.environment import trainer_environment
-from megatron_async.launcher.processes import Child, torchrun
+from megatron_async.launcher.processes import torchrun
+from megatron_async.places.child_process import ChildProcess
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
 
@@ -35,16 +36,16 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         trainers(config, directory, place.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
-        code = progress.follow(ranks.exit_code, rollout.status)
+        code = progress.follow(ranks.poll, rollout.status)
         if code != 0:
-            directory.raise_failure(ranks.log_file)
+            directory.raise_failure(ranks.log)
             raise ranks.failure("the trainer")
         directory.take_failure()  # torchrun's next attempt has mended what it reports
 
 
 def trainers(
     config: RunConfig, directory: RunDirectory, place: str, gpus: str | None
-) -> AbstractContextManager[Child]:
+) -> AbstractContextManager[ChildProcess]:
     """All trainer ranks of a run, here; `gpus`: as in CUDA_VISIBLE_DEVICES, None: all."""
     return torchrun(
         config.parallel.ranks,

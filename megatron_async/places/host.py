@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 from megatron_async.places.placed import PlacedObject
 from megatron_async.places.sockets import serve
 from megatron_async.runtime.garbage_collection import unsearched

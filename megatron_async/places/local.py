@@ -13,13 +13,12 @@ Invariants
 import asyncio
 import os
 import pickle
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic
 
 import psutil
 
@@ -28,10 +27,14 @@ from megatron_async.files.bounded_log import BoundedLog
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory
 from megatron_async.places import sockets
-from megatron_async.places.lifeline import LIFELINE_VARIABLE
-from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
+from megatron_async.places.child_process import (
+    ChildProcess,
+    kill_group,
+    module_command,
+    wait_until_ended,
+)
+from megatron_async.places.place import Call, CallLate, PlacedDead, PlacedLost, R, T, recorded
 from megatron_async.places.placed import request_of, result_of
-from megatron_async.runtime.child_process import module_command, start_child, wait_until_ended
 from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -79,13 +82,13 @@ class LocalPlace:
 
     def start(
         self,
-        what: type,
+        what: Callable[..., T],
         *arguments: Any,
         name: str,
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> "LocalPlaced":
+    ) -> "LocalPlaced[T]":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # more would fight the other processes
         taken = self._take(gpus, name)
@@ -102,7 +105,7 @@ class LocalPlace:
         self._started.append(process)
         return LocalPlaced(self._directory / name, self._logs, process)
 
-    def find(self, name: str) -> "LocalPlaced":
+    def find(self, name: str, what: Callable[..., T]) -> "LocalPlaced[T]":
         return LocalPlaced(self._directory / name, self._logs)
 
     def close(self) -> None:
@@ -127,50 +130,54 @@ class LocalPlace:
                 self._free = sorted([*(self._free or []), *taken])
 
 
-class LocalPlaced:
+class LocalPlaced(Generic[T]):
     """An object in a process of this machine (`Placed`); `process`: if it was started here."""
 
     def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
         self._path, self._process = path, process
         self._log = logs / f"{path.name}.log"
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
+        return self._called(recorded(what), limit)
+
+    async def _called(self, call: Call, limit: float) -> Any:
         deaths = self._deaths()
         try:
             async with AwakeTimeout(limit):
-                reply = await sockets.call(self._path, request_of(method, arguments))
+                reply = await sockets.call(self._path, request_of(call))
         except TimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except sockets.Broken as error:
-            raise await asyncio.to_thread(self._lost, method, deaths) from error
-        return self._result(reply, method)
+            raise await asyncio.to_thread(self._lost, call.method, deaths) from error
+        return self._result(reply, call)
 
     def ask(
         self,
-        method: str,
-        *arguments: Any,
+        what: Callable[[T], Awaitable[R]],
+        *,
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
-    ) -> Any:
+    ) -> R:
+        call = recorded(what)
         deaths = self._deaths()
         try:
-            request = request_of(method, arguments)
+            request = request_of(call)
             reply = sockets.ask(self._path, request, limit, while_waiting)
         except TimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except sockets.Broken as error:
-            raise self._lost(method, deaths) from error
-        return self._result(reply, method)
+            raise self._lost(call.method, deaths) from error
+        return self._result(reply, call)
 
     def end(self) -> None:
         if self._process is not None:
             self._process.end()
 
-    def _result(self, reply: bytes, method: str) -> Any:
-        return result_of(reply, f"{self._path.name} failed in {method}", str(self._log))
+    def _result(self, reply: bytes, call: Call) -> Any:
+        return result_of(reply, f"{self._path.name} failed in {call.method}", str(self._log))
 
-    def _late(self, method: str, limit: float) -> CallLate:
-        return CallLate(f"{self._path.name} did not answer {method} within {limit:g} s")
+    def _late(self, call: Call, limit: float) -> CallLate:
+        return CallLate(f"{self._path.name} did not answer {call.method} within {limit:g} s")
 
     def _deaths(self) -> int:
         return 0 if self._process is None else self._process.deaths
@@ -228,46 +235,40 @@ class _Process:
         return not self._dead and self._running.returncode is None
 
     def _spawn(self) -> None:
-        """Start the process; its lifeline is held here."""
+        """Start the process."""
         given = os.memfd_create(self._path.name)
         os.write(given, self._content)
         os.lseek(given, 0, os.SEEK_SET)
-        read_end, self._lifeline = os.pipe()
         number = self._listening.fileno()
-        self._environment[LIFELINE_VARIABLE] = str(read_end)
         self._began = time.monotonic()
         try:
             with writing(self._log):
                 self._output = BoundedLog(self._log)
             try:
-                self._running = start_child(
+                self._running = ChildProcess(
                     module_command("megatron_async.places.host", self._path.name, str(number)),
+                    lifeline=True,
                     env=self._environment,
                     stdin=given,
                     stdout=self._output.sink,
                     stderr=self._output.sink,
-                    pass_fds=(read_end, number),
+                    pass_fds=(number,),
                 )
             except BaseException:
                 self._output.discard()
                 raise
             self._output.start()
-        except BaseException as error:
-            os.close(self._lifeline)
-            if isinstance(error, OSError):
-                raise ComponentFailure(
-                    f"{self._path.name} cannot be started: {error.strerror}"
-                ) from error
-            raise
+        except OSError as error:
+            raise ComponentFailure(
+                f"{self._path.name} cannot be started: {error.strerror}"
+            ) from error
         finally:
             os.close(given)
-            os.close(read_end)
 
     def _look_after(self) -> None:
         while True:
-            code = self._reap()
+            code = self._running.reap()
             with self._changed:
-                os.close(self._lifeline)
                 self.deaths, self._why = self.deaths + 1, self._how(code)
                 self._changed.notify_all()
                 if self._ending or not self._restarts or self._ended_in_pause():
@@ -285,15 +286,6 @@ class _Process:
         soon = time.monotonic() - self._began < _SOON_SECONDS
         self._pause = min(max(2 * self._pause, first), longest) if soon else 0.0
         return self._changed.wait_for(lambda: self._ending, self._pause)
-
-    def _reap(self) -> int:
-        """Wait for its end; what it has started in its group ends with it."""
-        # Unreaped, its number is no other group's; code of the user's may wait for any child.
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
-        with suppress(ProcessLookupError):
-            os.killpg(self._running.pid, signal.SIGKILL)
-        return self._running.wait()
 
     def _close(self) -> None:
         """Let nobody's call wait any longer: it is dead for good."""
@@ -321,8 +313,7 @@ class _Process:
             if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):
                     left = psutil.Process(self._running.pid).children(recursive=True)
-                with suppress(ProcessLookupError):
-                    os.killpg(self._running.pid, signal.SIGKILL)
+                kill_group(self._running.pid)
         for process in left:
             with suppress(psutil.Error):
                 process.kill()

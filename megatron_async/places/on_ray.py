@@ -6,10 +6,10 @@ without labels the selector matches every node.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic
 
 import ray
 from ray.exceptions import (
@@ -22,7 +22,16 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.errors import ComponentFailure, one_line
-from megatron_async.places.place import UNLIMITED, CallLate, PlacedDead, PlacedLost
+from megatron_async.places.place import (
+    UNLIMITED,
+    Call,
+    CallLate,
+    PlacedDead,
+    PlacedLost,
+    R,
+    T,
+    recorded,
+)
 from megatron_async.places.placed import PlacedObject, request_of, result_of
 from megatron_async.places.ray_cluster import join_ray, ray_directory, start_ray
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline, AwakeTimeout
@@ -71,13 +80,13 @@ class RayPlace:
 
     def start(
         self,
-        what: type,
+        what: Callable[..., T],
         *arguments: Any,
         name: str,
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> "RayPlaced":
+    ) -> "RayPlaced[T]":
         options: dict[str, Any] = {"label_selector": _NOT_ON_TRAINER_NODES}
         if here:
             node = ray.get_runtime_context().get_node_id()
@@ -94,7 +103,7 @@ class RayPlace:
         )
         return RayPlaced(name, actor.remote(what, *arguments))
 
-    def find(self, name: str) -> "RayPlaced":
+    def find(self, name: str, what: Callable[..., T]) -> "RayPlaced[T]":
         return RayPlaced(name)
 
     def close(self) -> None:
@@ -109,7 +118,7 @@ def lost_node_of(role: str) -> str | None:
     return None
 
 
-class RayPlaced:
+class RayPlaced(Generic[T]):
     """An object in an actor (`Placed`); `actor`: None until it is found by its name."""
 
     def __init__(self, name: str, actor: Any = None) -> None:
@@ -117,25 +126,29 @@ class RayPlaced:
         self._patience = 0.0 if actor is not None else _DEAD_SECONDS
         self._dead_since: float | None = None
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
+    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
+        return self._called(recorded(what), limit)
+
+    async def _called(self, call: Call, limit: float) -> Any:
         try:
-            reply = self._begin(method, arguments)
+            reply = self._begin(call)
             async with AwakeTimeout(limit):
-                return self._result(await reply, method)
+                return self._result(await reply, call)
         except TimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except RayError as error:
-            raise self._failed(method, error) from error
+            raise self._failed(call.method, error) from error
 
     def ask(
         self,
-        method: str,
-        *arguments: Any,
+        what: Callable[[T], Awaitable[R]],
+        *,
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
-    ) -> Any:
+    ) -> R:
+        call = recorded(what)
         try:
-            reply = self._begin(method, arguments)
+            reply = self._begin(call)
             deadline, ready = AwakeDeadline(limit), False
             while not ready and deadline.left:
                 ready = bool(ray.wait([reply], timeout=min(deadline.left, STEP_SECONDS))[0])
@@ -143,30 +156,30 @@ class RayPlaced:
                 if not ready:
                     while_waiting()
             found = ray.get(reply, timeout=_FETCH_SECONDS if ready else 0)
-            return self._result(found, method)
+            return self._result(found, call)
         except GetTimeoutError as error:
-            raise self._late(method, limit) from error
+            raise self._late(call, limit) from error
         except RayError as error:
-            raise self._failed(method, error) from error
+            raise self._failed(call.method, error) from error
 
     def end(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
 
-    def _begin(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    def _begin(self, call: Call) -> Any:
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name)
             except ValueError as error:
                 raise PlacedLost(f"{self._name} is not there: not started yet, or dead") from error
-        return self._actor.handle.remote(request_of(method, arguments))
+        return self._actor.handle.remote(request_of(call))
 
-    def _result(self, reply: bytes, method: str) -> Any:
+    def _result(self, reply: bytes, call: Call) -> Any:
         logs = f"{ray_directory()} on its node"
-        return result_of(reply, f"{self._name} failed in {method}", logs)
+        return result_of(reply, f"{self._name} failed in {call.method}", logs)
 
-    def _late(self, method: str, limit: float) -> CallLate:
-        return CallLate(f"{self._name} did not answer {method} within {limit:g} s")
+    def _late(self, call: Call, limit: float) -> CallLate:
+        return CallLate(f"{self._name} did not answer {call.method} within {limit:g} s")
 
     def _failed(self, method: str, error: RayError) -> ComponentFailure:
         if not isinstance(error, RayActorError):

@@ -2,10 +2,12 @@
 
     place = place_at(address, logs)
     engine = place.start(EngineHost, "engine0", settings, name="engine0", gpus=1)
-    url = await engine.call("start", limit=300)
+    url = await engine.call(lambda host: host.start(), limit=300)
     engine.end()
 
 Invariants
+- `call` and `ask` get a function that makes one call of one asynchronous method. It gets a
+  `Recorder` here; the call is made of the object in its process.
 - A call ends within its limit, which counts only time in which the caller could run, and its
   method goes on when the caller has died, was cancelled or has stopped waiting.
 - Errors of this package reach the caller as they are. Any other is a defect of the method:
@@ -15,13 +17,19 @@ Invariants
 - What is placed ends with the process that started it, however that ends.
 """
 
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from megatron_async.errors import ComponentFailure, ProcessKilled
 
 UNLIMITED: Final = 1_000_000_000
 """`restarts` without end."""
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
 
 
 class PlacedLost(ProcessKilled):
@@ -40,20 +48,44 @@ class CallFailed(ComponentFailure):
     """A method has raised what is no error of this package: its type, first line and log."""
 
 
-class Placed(Protocol):
+@dataclass(frozen=True)
+class Call:
+    """A call of a method by its name, as it travels to the process of the object."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+    def on(self, target: object) -> Any:
+        """Make the call."""
+        return getattr(target, self.method)(*self.arguments)
+
+
+class Recorder:
+    """Stands for an object in another process: calling a method of it returns the `Call`."""
+
+    def __getattr__(self, method: str) -> Callable[..., Call]:
+        return lambda *arguments: Call(method, arguments)
+
+
+def recorded(what: Callable[[Any], Any]) -> Call:
+    """Return the call that `what` makes of the object that it gets."""
+    return cast(Call, what(Recorder()))
+
+
+class Placed(Protocol[T_co]):
     """An object in a process of its own. Calls raise what the method raises, and see above."""
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
-        """Call it; asynchronous methods run at once, blocking ones one after another."""
+    def call(self, what: Callable[[T_co], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
+        """Make a call of the object. `what` is asked for it now, not when the result is awaited."""
 
     def ask(
         self,
-        method: str,
-        *arguments: Any,
+        what: Callable[[T_co], Awaitable[R]],
+        *,
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
-    ) -> Any:
-        """Call it from code that blocks. What `while_waiting` raises, twice a second, ends it."""
+    ) -> R:
+        """Make it from code that blocks. What `while_waiting` raises, twice a second, ends it."""
 
     def end(self) -> None:
         """Kill it and all that it started. A second call does nothing."""
@@ -70,21 +102,21 @@ class Place(Protocol):
 
     def start(
         self,
-        what: type,
+        what: Callable[..., T],
         *arguments: Any,
         name: str,
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> Placed:
+    ) -> Placed[T]:
         """Make `what(*arguments)` in a new process; returns at once, and calls wait for it.
 
         `gpus`: of its own, as CUDA_VISIBLE_DEVICES there. `here`: on this machine, and to be
         found by its name. Raises ComponentFailure when so many GPUs are not there.
         """
 
-    def find(self, name: str) -> Placed:
-        """Return what was started `here` under this name, by any process."""
+    def find(self, name: str, what: Callable[..., T]) -> Placed[T]:
+        """Return what was started `here` under this name, by any process: a `what`."""
 
     def close(self) -> None:
         """Leave; the place itself ends with whoever opened it."""

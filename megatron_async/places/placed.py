@@ -5,24 +5,20 @@ Invariants
 - An object that could not be made raises that at every call; its process stays.
 """
 
-import asyncio
-import inspect
 import pickle
 import traceback
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_async.errors import one_line
-from megatron_async.places.place import CallFailed
-from megatron_async.runtime.outcome import outcome_of
+from megatron_async.places.place import Call, CallFailed
 
 _OURS = __name__.partition(".")[0]
 
 
-def request_of(method: str, arguments: tuple[Any, ...]) -> bytes:
+def request_of(call: Call) -> bytes:
     """Pack a call."""
-    return pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
 
 
 def result_of(reply: bytes, asked: str, log: str) -> Any:
@@ -42,10 +38,9 @@ def result_of(reply: bytes, asked: str, log: str) -> Any:
 
 
 class PlacedObject:
-    """`what(*arguments)`, from `begin` on."""
+    """`what(*arguments)`."""
 
-    def __init__(self, what: type, *arguments: Any) -> None:
-        self._blocking = ThreadPoolExecutor(1, "blocking")
+    def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
         try:
             self._object = what(*arguments)
             self._failed: Exception | None = None
@@ -57,17 +52,8 @@ class PlacedObject:
         try:
             if self._failed is not None:
                 raise self._failed
-            method, arguments = pickle.loads(request)
-            called = getattr(self._object, method)
-            if inspect.iscoroutinefunction(called):
-                value = await called(*arguments)
-            else:
-                loop = asyncio.get_running_loop()
-                value, raised = await loop.run_in_executor(
-                    self._blocking, outcome_of, called, *arguments
-                )
-                if raised is not None:
-                    raise raised
+            call: Call = pickle.loads(request)
+            value = await call.on(self._object)  # bounded: by its caller
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             if _can_be_sent(error):

@@ -1,5 +1,7 @@
 """Episodes of a run: from the scheduler's `StartEpisode` and `StepEnvironment` to its events.
 
+`play` plays an episode of an evaluation by the same calls of the same workers, without a store.
+
 Invariants
 - An environment gets an answer only when that is committed; what it sends back is in the store, in
   one transaction, before the scheduler hears of it.
@@ -11,22 +13,40 @@ Invariants
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+
 from megatron_async.config import RunConfig
+from megatron_async.config.environment import AgentConfig, EpisodeConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import ReplayDiffers
 from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.background import Background
+from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.episodes import TurnOutcome
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, RequestKey, TrajectoryState, Turn
+from megatron_async.trajectory.types import (
+    LEFT,
+    FinishReason,
+    IntArray,
+    PolicyVersion,
+    RequestKey,
+    TrajectoryState,
+    Turn,
+    last_of,
+)
+
+_logger = logging.getLogger(__name__)
 
 PLAYED: Final = "played_seconds"
 """In a stored answer: for how long its episode had been played when the environment replied."""
@@ -79,8 +99,9 @@ class Episodes:
 
     def recovered(self, groups: Sequence[ev.RecoveredGroup]) -> None:
         """Open episodes of a life before go on, with the time for which they had been played."""
-        members = [known for group in groups for known in group.trajectories]
-        for known in members if self._episodes is not None else ():
+        if self._episodes is None:
+            return
+        for known in (known for group in groups for known in group.trajectories):
             if known.state in (TrajectoryState.WAITING, TrajectoryState.PARTIAL):
                 turns = self._store.load_trajectory(known.trajectory_id).turns
                 before = (turns[-2].answer or {}).get(PLAYED, 0.0) if len(turns) > 1 else 0.0
@@ -226,7 +247,8 @@ class Episodes:
     def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
         """Count a failure of an environment; return what follows from it."""
         lost = isinstance(error, ReplayDiffers)  # with a worker hundreds are, at once
-        self._failures += not lost
+        if not lost:
+            self._failures += 1
         self._warn(trajectory_id, str(error))
         if self._failures >= FAILURES:
             self._background.fail(
@@ -241,3 +263,87 @@ class Episodes:
             self._store.episodes.end_episode(call, FinishReason.LENGTH)
             return ev.EpisodeEnded(trajectory_id)
         return ev.EnvironmentFailed(trajectory_id, again=wanted != "drop")
+
+
+@dataclass
+class PlayedEpisode:
+    """An episode's turns and its end, the tokens of each answer, and the versions of them all."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    versions: Counter[PolicyVersion] = field(default_factory=Counter)
+    end: FinishReason | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the last answer that counts."""
+        return self.answers[last_of(self.turns).number]
+
+    def add(self, response: ResponseTokens) -> None:
+        """Take an answer."""
+        self.answers.append(response.token_ids)
+        self.versions += response.versions
+
+    def end_as(self, reason: str, left: Sequence[int]) -> None:
+        """Note its end, and the turns that do not count."""
+        self.end = FinishReason(reason)
+        for number in left:
+            turn = self.turns[number]
+            self.turns[number] = replace(turn, answer={**(turn.answer or {}), LEFT: True})
+
+
+async def play(
+    held: HeldEpisodes,
+    number: int,
+    payload: Mapping[str, Any],
+    wanted: Wanted,
+    name: str,
+    engines: SharedEngines,
+    settings: EpisodeConfig,
+    longest: int | None,
+) -> PlayedEpisode | None:
+    """Play an episode; None where its environment fails or engines refuse it.
+
+    `number` and `name` are unique among those under way. Raises EngineError.
+    """
+    began, played = time.monotonic(), PlayedEpisode()
+    branches: list[IntArray] = []  # up to the end of each turn
+    try:
+        opened = await held.begin(number, payload, room_after(longest, 0, wanted.limit))
+        ids = opened.token_ids
+        played.turns.append(Turn(0, None, 0, opened.messages, state=opened.state))
+        while True:
+            turn = played.turns[-1]
+            response = await respond(wanted, ids, f"{name}.{turn.number}", engines)
+            if response is None:
+                return None
+            played.add(response)
+            ids = np.concatenate([ids, np.asarray(response.token_ids, np.int32)])
+            branches.append(ids)
+            late = time.monotonic() - began > settings.episode_seconds
+            stepped = await held.step(
+                number,
+                payload,
+                played.turns,
+                response.token_ids,
+                logprobs=response.logprobs if isinstance(settings, AgentConfig) else (),
+                room=room_after(longest, len(ids), wanted.limit),
+                last=late or turn.number + 1 >= settings.max_turns,
+            )
+            played.turns[-1] = replace(
+                turn, end=response.end, reward=stepped.reward, answer=stepped.answer, state=None
+            )
+            if stepped.ended is not None:
+                played.end_as(stepped.ended, stepped.left)
+                return played
+            assert stepped.token_ids is not None
+            parent = stepped.parent
+            before = branches[parent] if parent is not None else ids[:0]
+            ids = np.concatenate([before, stepped.token_ids])
+            following = Turn(turn.number + 1, parent, 0, stepped.messages, state=stepped.state)
+            played.turns.append(following)
+    except (EnvironmentFault, ComponentFailure) as error:
+        _logger.warning("episode %s failed: %s", name, error)
+        return None
+    finally:
+        await held.forget(number)

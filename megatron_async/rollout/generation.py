@@ -194,9 +194,10 @@ class Generation:
             tasks = [request.task for request in self._unended(left) if request.task is not None]
             if tasks:
                 await asyncio.wait(tasks, timeout=_ABORT_WAIT_SECONDS)
-            held = slot.evidence.held_since(asked)
-            heard = heard and not held
-            tries += not held and len(self._unended(left)) == len(left)
+            if slot.evidence.held_since(asked):
+                heard = False
+            elif len(self._unended(left)) == len(left):
+                tries += 1
         for request in self._unended(requests):
             why = f"engine {slot.engine_id} did not end it when it was aborted"
             self._cut_off(request, "abort_ignored", why)
@@ -337,7 +338,8 @@ class Generation:
         del self._requests[trajectory_id]
         self._statistics.running_changed(len(self._requests))
         if request.complete or self.end_if_complete(trajectory_id):
-            self._feed((ev.TurnEnded if self._episodes else ev.Finished)(trajectory_id))
+            ended = ev.TurnEnded if self._episodes else ev.Finished
+            self._feed(ended(trajectory_id))
             return
         self._store.end_request(request.key)
         self._feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))

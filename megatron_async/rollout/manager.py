@@ -31,8 +31,7 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.evaluate import Evaluation, Evaluator
-from megatron_async.rollout.evaluations import Evaluations
+from megatron_async.rollout.evaluate import Evaluation, Evaluations, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed

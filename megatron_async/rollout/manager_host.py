@@ -7,14 +7,17 @@ Invariants
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from megatron_async.config import RunConfig
 from megatron_async.files.disk import naming_disk_errors
+from megatron_async.places.place import Call, recorded
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.tasks.base import Task
+
+if TYPE_CHECKING:
+    from megatron_async.rollout.manager import RolloutManager
 
 MANAGER_NAME: Final = "rollout-manager"
 
@@ -36,7 +39,7 @@ class ManagerHost:
     def __init__(self, config_yaml: str, run_directory: str, place_address: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._arguments = (config_yaml, run_directory, place_address)
-        self._manager: Any = None
+        self._manager: RolloutManager | None = None
         self._starting: asyncio.Task[None] | None = None
 
     def _begin(self) -> asyncio.Task[None]:
@@ -82,19 +85,19 @@ class ManagerHost:
         await self._manager.start()
         search_rarely()
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        """Any other method is the manager's, once it has started."""
-
-        async def call(*arguments: Any) -> Any:
-            with naming_disk_errors():
-                await asyncio.shield(self._begin())  # bounded: every engine's start is
-                return await getattr(self._manager, method)(*arguments)
-
-        return call
+    async def on_manager(self, call: Call) -> Any:
+        """Make a call of the manager, once it has started."""
+        with naming_disk_errors():
+            await asyncio.shield(self._begin())  # bounded: every engine's start is
+            return await call.on(self._manager)
 
     async def status(self) -> dict[str, Any]:
         """The manager's status; empty until it has started. Raises what its start raised."""
         if self._begin().done():
             with naming_disk_errors():
                 self._begin().result()
-        return {} if self._manager is None else self._manager.status()  # type: ignore[no-any-return]
+        return {} if self._manager is None else self._manager.status()
+
+    async def stop(self) -> None:
+        """Stop the manager, once it has started."""
+        await self.on_manager(recorded(lambda manager: manager.stop()))

@@ -80,12 +80,13 @@ class TaskPrompts:
         self._passed_over = 0
         self._file: LineFile | None = None
         if config.pools:
-            self._restore(file)
+            if file.exists():
+                self._restore(file)
             self._file = LineFile(file)
 
     def _restore(self, file: Path) -> None:
         last: tuple[int, int] | None = None
-        for line in json_lines(file.read_bytes()) if file.exists() else ():
+        for line in json_lines(file.read_bytes()):
             match line:
                 case {"group": int(group), "position": int(position)}:
                     if group < self._group and (last is None or group >= last[0]):

@@ -33,10 +33,8 @@ none, and what arrived meanwhile counts for the next."""
 
 
 _OF_HELD = ("restored", "steps_repeated", "workers_lost", "replay_differs")
-_OF_AGENTS = (
-    *("turns_replayed", "turns_left", "forks", "forks_repeated", "forks_shortened"),
-    *("forks_thread", "forks_tools", "forks_answer", "forks_message"),
-)
+_FORKS = ("forks", "forks_repeated", "forks_shortened", "forks_thread", "forks_tools")
+_OF_AGENTS = ("turns_replayed", "turns_left", *_FORKS, "forks_answer", "forks_message")
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
-from megatron_async.runtime.child_process import module_command, start_child
+from megatron_async.places.child_process import ChildProcess, module_command
 from megatron_async.scoring.frames import (
     BLOCKING,
     END_ID,
@@ -72,7 +72,7 @@ class ScorerProcess:
         self._replies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._replies.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._keeper = start_child(
+            self._keeper = ChildProcess(
                 module_command(_MODULE, settings.model_dump_json(), kind),
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
@@ -95,12 +95,13 @@ class ScorerProcess:
                 raise UserError(first["user_error"])
         except (ScorerTimeout, ScorerCrash) as error:
             self.end()
-            killed = self._keeper.returncode < 0 or (self._exit_code or 0) < 0
             names = ", ".join(part.name for part in self._settings.parts)
-            hangs = StartHangs if isinstance(error, ScorerTimeout) else ComponentFailure
-            raise (ProcessKilled if killed else hangs)(
-                f"a scorer process of reward {names} did not start ({error}): {self._output}"
-            ) from error
+            why = f"a scorer process of reward {names} did not start ({error}): {self._output}"
+            if self._keeper.returncode < 0 or (self._exit_code or 0) < 0:
+                raise ProcessKilled(why) from error
+            if isinstance(error, ScorerTimeout):
+                raise StartHangs(why) from error
+            raise ComponentFailure(why) from error
         except BaseException:
             self.end()
             raise
@@ -155,10 +156,7 @@ class ScorerProcess:
                     self._reply(END_ID, min(deadline, now + _CONTINUE_SECONDS))
         if not _ready(self._ended, deadline - time.monotonic()):
             self._keeper.kill()
-        # Before the keeper is reaped, so that the group's number cannot have become another's.
-        with suppress(ProcessLookupError):
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-        self._keeper.wait(_END_TIMEOUT_SECONDS)
+        self._keeper.reap()
         self._replies.close()
         for descriptor in (self._ended, self._scorer):
             if descriptor is not None:

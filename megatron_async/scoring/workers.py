@@ -16,7 +16,7 @@ process, `PlacedScorerPool` one on whichever machine has room, both as many as t
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
-from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
+from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost, R
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.process import (
@@ -166,33 +166,33 @@ async def scored(
         pool.close()
 
 
-class PlacedWorker(ScorerWorker):
+class PlacedWorker(_LocalWorker):
     """A worker whose process starts before it is needed, while engines do."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         super().__init__(settings)
         with suppress(UserError, ComponentFailure):  # `score` meets it again
-            self.start()
+            self.worker.start()
 
 
 class _Placed:
     """A worker in a process of the place, asked again when that has died."""
 
-    def __init__(self, placed: Placed, limit_seconds: float) -> None:
+    def __init__(self, placed: Placed[PlacedWorker], limit_seconds: float) -> None:
         self._placed = placed
         self._limit = limit_seconds
 
     async def start(self) -> list[bool]:
-        return await self._ask(1, "start")  # type: ignore[no-any-return]
+        return await self._ask(1, lambda worker: worker.start())
 
     async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
-        return await self._ask(len(work), "score", work)  # type: ignore[no-any-return]
+        return await self._ask(len(work), lambda worker: worker.score(work))
 
-    async def _ask(self, pieces: int, *what: Any) -> Any:
+    async def _ask(self, pieces: int, what: Callable[[PlacedWorker], Awaitable[R]]) -> R:
         limit = pieces * self._limit + _SLACK_SECONDS
         for left in reversed(range(_STARTS)):
             try:
-                return await self._placed.call(*what, limit=limit)
+                return await self._placed.call(what, limit=limit)
             except PlacedLost:
                 if not left:
                     raise

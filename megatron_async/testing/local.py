@@ -10,9 +10,8 @@ Invariants
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import RunConfig
@@ -20,6 +19,7 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
+from megatron_async.places.place import R
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
@@ -80,13 +80,19 @@ class LocalLink(RolloutLink):
         self._wait(self._manager.attach(resume))
 
     def _call(
-        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
-    ) -> Any:
-        return self._wait(getattr(self._manager, method)(self._lineage, *arguments), limit)
+        self,
+        what: Callable[[RolloutManager, int], Awaitable[R]],
+        limit: float,
+        unless_stopped: bool = False,
+    ) -> R:
+        return self._wait(what(self._manager, self._lineage), limit)
 
-    def _wait(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
+    def _wait(self, work: Awaitable[R], limit: float = _CALL_SECONDS) -> R:
+        async def result() -> R:
+            return await work  # bounded: by `limit`
+
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
+            return asyncio.run_coroutine_threadsafe(result(), self._loop).result(limit)
         except TimeoutError as error:
             raise ComponentFailure(f"the rollout side did not answer within {limit:g} s") from error
 

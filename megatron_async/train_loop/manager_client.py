@@ -9,20 +9,23 @@ refuses one that is superseded.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import Place, PlacedDead, PlacedLost
+from megatron_async.places.place import Place, PlacedDead, PlacedLost, R, recorded
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.manager_host import MANAGER_NAME
+from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray
 from megatron_async.weight_sync.http import EngineAddress
+
+if TYPE_CHECKING:
+    from megatron_async.rollout.manager import RolloutManager
 
 _SLACK_SECONDS = 30.0
 _CALL_SECONDS = 60.0
@@ -46,9 +49,12 @@ class RolloutLink(ABC):
 
     @abstractmethod
     def _call(
-        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
-    ) -> Any:
-        """Call the manager for the trainer of this lineage, and wait `limit` seconds at most.
+        self,
+        what: "Callable[[RolloutManager, int], Awaitable[R]]",
+        limit: float,
+        unless_stopped: bool = False,
+    ) -> R:
+        """Make a call of the manager for the trainer of this lineage, for `limit` seconds at most.
 
         `unless_stopped`: given up with StopAsked as soon as the run is asked to stop.
         """
@@ -59,33 +65,41 @@ class RolloutLink(ABC):
         Raises StopAsked when the run was asked to stop before there was one.
         """
         limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
-        return cast("TokenBatch | None", self._call("next_batch", limit, unless_stopped=True))
+        return self._call(
+            lambda manager, lineage: manager.next_batch(lineage), limit, unless_stopped=True
+        )
 
     def drop_batch(self, step: int, reason: str) -> None:
         """The batch of `step` could not be trained on."""
-        self._call("drop_batch", _CALL_SECONDS, step, reason)
+        self._call(
+            lambda manager, lineage: manager.drop_batch(lineage, step, reason), _CALL_SECONDS
+        )
 
     def begin_update(self, number: int) -> list[EngineAddress]:
         """Engines that must receive version `number`, ready for it."""
         settings = self._config
         limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
         limit += _SLACK_SECONDS
-        return cast("list[EngineAddress]", self._call("begin_update", limit, number))
+        return self._call(lambda manager, lineage: manager.begin_update(lineage, number), limit)
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
         """Report engines that were sent version `number`; `verify`: return what they sampled."""
         # What engines sample has as long as the transfer had.
         limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
-        answer = self._call("end_update", limit, number, list(engine_ids), verify)
-        return cast("TokenBatch | None", answer)
+        engines = list(engine_ids)
+        return self._call(
+            lambda manager, lineage: manager.end_update(lineage, number, engines, verify), limit
+        )
 
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
         """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
         limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
-        answer = self._call("verify_update", limit, number, logprobs_T, float32)
-        return cast("UpdateReport", answer)
+        return self._call(
+            lambda manager, lineage: manager.verify_update(lineage, number, logprobs_T, float32),
+            limit,
+        )
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
         """The evaluation of the version that has just been published, after those under way.
@@ -95,16 +109,23 @@ class RolloutLink(ABC):
         limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS  # one may be under way
         # Colocated engines must have come to rest before the trainer has their memory.
         colocated = self._config.engines.placement == "colocated"
-        answer = self._call("evaluate", limit, number, unless_stopped=not colocated)
-        return cast("tuple[Evaluation, ...]", answer)
+        return self._call(
+            lambda manager, lineage: manager.evaluate(lineage, number),
+            limit,
+            unless_stopped=not colocated,
+        )
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the rollout side."""
-        return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))
+        return self._call(lambda manager, lineage: manager.position(lineage), _CALL_SECONDS)
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
         """The manifest of `step` exists now."""
-        self._call("checkpoint_finalised", _CALL_SECONDS, step, list(kept_steps))
+        kept = list(kept_steps)
+        self._call(
+            lambda manager, lineage: manager.checkpoint_finalised(lineage, step, kept),
+            _CALL_SECONDS,
+        )
 
 
 class PlacedLink(RolloutLink):
@@ -115,7 +136,7 @@ class PlacedLink(RolloutLink):
     ) -> None:
         """`stop_asked` is looked at during waits for batches and evaluations."""
         super().__init__(config)
-        self._manager = place.find(MANAGER_NAME)
+        self._manager = place.find(MANAGER_NAME, ManagerHost)
         self._stop_asked = stop_asked
 
     def attach(self, resume: ResumePoint) -> None:
@@ -125,7 +146,7 @@ class PlacedLink(RolloutLink):
         while True:
             left = began + limit - time.monotonic()
             try:
-                self._ask("attach", max(left, _RETRY_SECONDS), resume)
+                self._ask(lambda manager: manager.attach(resume), max(left, _RETRY_SECONDS))
                 return
             except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
                 if left <= 0 or isinstance(lost.__cause__, PlacedDead):
@@ -137,11 +158,19 @@ class PlacedLink(RolloutLink):
             time.sleep(_RETRY_SECONDS)
 
     def _call(
-        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
-    ) -> Any:
-        return self._ask(method, limit, self._lineage, *arguments, unless_stopped=unless_stopped)
+        self,
+        what: "Callable[[RolloutManager, int], Awaitable[R]]",
+        limit: float,
+        unless_stopped: bool = False,
+    ) -> R:
+        return self._ask(lambda manager: what(manager, self._lineage), limit, unless_stopped)
 
-    def _ask(self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False) -> Any:
+    def _ask(
+        self,
+        what: "Callable[[RolloutManager], Awaitable[R]]",
+        limit: float,
+        unless_stopped: bool = False,
+    ) -> R:
         """The answer, for which this process waits `limit` seconds of its life at most."""
 
         def while_waiting() -> None:
@@ -149,7 +178,11 @@ class PlacedLink(RolloutLink):
                 raise StopAsked
 
         try:
-            return self._manager.ask(method, *arguments, limit=limit, while_waiting=while_waiting)
+            call = recorded(what)
+            found: R = self._manager.ask(
+                lambda host: host.on_manager(call), limit=limit, while_waiting=while_waiting
+            )
+            return found
         except (NotAttached, PlacedLost) as error:
             raise ManagerLost(str(error)) from error
         except EngineError as error:

@@ -9,7 +9,7 @@ import os
 import sys
 
 from megatron_async.config import RunConfig
-from megatron_async.places.lifeline import follow_parent
+from megatron_async.places.child_process import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.garbage_collection import unsearched
 from megatron_async.train_loop.attempt import begin_attempt

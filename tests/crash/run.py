@@ -421,8 +421,8 @@ class RunUnderFire:
         """What is done to an engine explains that it is given up (`checks.py`)."""
         url = ""
         if engine is not None:
-            arguments = engine.cmdline()
-            url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+            [port] = [word for word in engine.cmdline() if word.startswith("--port=")]
+            url = f"http://127.0.0.1:{port.removeprefix('--port=')}"
         Account(faults_file(self.directory.path)).add(kind=kind, engine=url)
 
     def _kill_tree(self) -> None:

@@ -95,7 +95,7 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
             "cuda",
             awaits_weights=True,
         )
-        commands[name] = command[command.index("--model-path") :]
+        commands[name] = command[command.index(f"--model-path={config.model.path}") :]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_arguments"],
         cwd=ROOT,

@@ -32,7 +32,7 @@ from megatron_async.engines.sglang.process import (
 )
 from megatron_async.engines.sglang.server import KEY_VARIABLE, take_key
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.lifeline import LIFELINE_VARIABLE
+from megatron_async.places.child_process import LIFELINE_VARIABLE, ChildProcess
 from tests.engine import EngineUnderTest
 from tests.listening import documented, listening
 
@@ -40,7 +40,7 @@ RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
 import http.server, subprocess, sys
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
 hold_lifeline()
@@ -163,14 +163,14 @@ def test_nobody_else_gets_the_port_of_a_server_that_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ports = _pretend(monkeypatch, _SERVER)
-    spawn, stolen = subprocess.Popen, []
+    spawn, stolen = ChildProcess, []
 
     def spawned(*arguments: Any, **options: Any) -> Any:
         with socket.socket() as other:
             stolen.append(other.bind(("127.0.0.1", ports[0])) if ports else None)
         return spawn(*arguments, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", spawned)
+    monkeypatch.setattr(sglang_process, "ChildProcess", spawned)
     with pytest.raises(OSError, match="in use"):
         _process(tmp_path).start()
     assert stolen == []
@@ -200,8 +200,8 @@ def test_the_rendezvous_of_each_start_is_a_file_that_only_this_user_reaches(
         return started(command, env=env, **options)
 
     _pretend(monkeypatch, _SERVER)
-    started = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", spawned)
+    started = ChildProcess
+    monkeypatch.setattr(sglang_process, "ChildProcess", spawned)
     server = _process(tmp_path)
     for _ in range(2):
         server.start()
@@ -261,14 +261,14 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     )
     command = " ".join(server_command(settings, tmp_path, 1234, "cuda"))
     for part in (
-        f"--model-path {tmp_path}",
-        "--port 1234",
-        "--device cuda",
-        "--dtype bfloat16",
-        "--tp-size 2",
+        f"--model-path={tmp_path}",
+        "--port=1234",
+        "--device=cuda",
+        "--dtype=bfloat16",
+        "--tp-size=2",
         "--max-running-requests 9",
         "--context-length 512",
-        "--stream-interval 5",
+        "--stream-interval=5",
         "--weight-version=-1.0",
         "--mem-fraction-static 0.5",
     ):
@@ -276,7 +276,7 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     assert "attention-backend" not in command
     assert "--disable-overlap-schedule" not in command
     on_cpu = " ".join(server_command(settings, tmp_path, 1234, "cpu"))
-    assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+    assert "--attention-backend torch_batched" in on_cpu and "--dtype=float32" in on_cpu
 
 
 def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ class Here:
     def __init__(self, host: EngineHost) -> None:
         self._host = host
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
-        return await getattr(self._host, method)(*arguments)
+    async def call(self, what: Any, *, limit: float) -> Any:
+        return await what(self._host)
 
 
 def test_streams_through_the_engines_host_are_those_of_the_server(

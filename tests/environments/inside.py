@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_async.environments.agents import AgentProcess, AgentWorker
 from megatron_async.environments.worker import EnvironmentProcess, EnvironmentWorker
-from megatron_async.places.place import PlacedLost
+from megatron_async.places.place import PlacedLost, recorded
 
 
 class InsidePlaced:
@@ -27,13 +27,14 @@ class InsidePlaced:
         """What it held is gone."""
         self._object = self._what(*self._arguments)
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
-        self.calls.append(method)
+    async def call(self, what: Any, *, limit: float) -> Any:
+        call = recorded(what)
+        self.calls.append(call.method)
         number = len(self.calls)
         if self._before and number % self._before == 0:
             self.die()
         dies = bool(self._after) and number % self._after == 0
-        returned = await getattr(self._object, method)(*arguments)
+        returned = await call.on(self._object)
         if dies:
             self.die()
             raise PlacedLost("it died")

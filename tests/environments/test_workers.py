@@ -12,7 +12,7 @@ from megatron_async.config import build_config
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import EpisodeUnknown, Opened, Stepped
 from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
-from megatron_async.places.place import PlacedLost
+from megatron_async.places.place import PlacedLost, recorded
 from megatron_async.trajectory.types import Turn
 
 OPENED = Opened(({"role": "user", "content": "Begin."},), np.zeros(1, np.int32), None)
@@ -29,8 +29,10 @@ class Mortal:
         self.forgotten: list[str] = []
         self.waits = 0.01
 
-    async def call(self, method: str, key: str, *arguments: Any, limit: float) -> Any:
+    async def call(self, what: Any, *, limit: float) -> Any:
         life = self.dying
+        call = recorded(what)
+        method, key = call.method, call.arguments[0]
         number = int(key.split(".")[1])
         if method == "step" and key not in self.held:
             raise EpisodeUnknown(key)

@@ -208,7 +208,7 @@ def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
     with local_place(folder, gpus=",".join(GPUS)) as place:
         launcher = HostedEngines(config, folder, place, Host)  # type: ignore[arg-type]
         hosts = [launcher._start_host(index, f"engine{index}") for index in range(engines)]
-        seen = [host.ask("start", limit=120) for host in hosts]
+        seen = [host.ask(lambda one: one.start(), limit=120) for host in hosts]
     return [gpus.split(",") for gpus in seen]
 
 

@@ -211,7 +211,7 @@ def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
     assert not [line for line in lines if key in line]
     model = str(directory.path.parent / "model")
     [server] = [line for line in lines if "engines.sglang.server" in line and model in line]
-    host, port = (server.split(option)[1].split()[0] for option in ("--host", "--port"))
+    host, port = (server.split(option)[1].split()[0] for option in ("--host=", "--port="))
     assert host == node_address()
     answers = []
     for headers in ({}, {"Authorization": f"Bearer {key}"}):

@@ -23,13 +23,13 @@ class Subject:
             raise UserError(refuses)
         self._placed: list[Placed] = []
 
-    def flood(self, megabytes: int) -> None:
+    async def flood(self, megabytes: int) -> None:
         """Print so much, and the last words to standard error."""
         for _ in range(megabytes):
             print("x" * (1 << 20))
         os.write(2, b"last words")
 
-    def pid(self) -> int:
+    async def pid(self) -> int:
         return os.getpid()
 
     async def echo(self, value: Any) -> Any:
@@ -44,7 +44,7 @@ class Subject:
     async def err(self) -> None:
         raise KeyError("nobody's")
 
-    def run_dry(self) -> None:
+    async def run_dry(self) -> None:
         next(iter(()))
 
     async def write_after(self, seconds: float, file: Path) -> str:
@@ -52,7 +52,7 @@ class Subject:
         file.write_text("done")
         return "written"
 
-    def block(self, seconds: float) -> tuple[float, float]:
+    async def block(self, seconds: float) -> tuple[float, float]:
         began = time.monotonic()
         time.sleep(seconds)
         return began, time.monotonic()
@@ -60,7 +60,7 @@ class Subject:
     async def start_process(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
-    def start_large(self) -> int:
+    async def start_large(self) -> int:
         """In a session of its own; the kernel takes a moment to free what it holds."""
         code = "import time; held = b'x' * (1 << 30); print(flush=True); time.sleep(600)"
         command = [sys.executable, "-c", code]
@@ -75,12 +75,13 @@ class Subject:
         """Start a subject from here; its process and one that it has started."""
         place: Place = place_at(address, logs)
         self._placed.append(place.start(Subject, name="another"))
-        pid = await self._placed[-1].call("pid", limit=60)
-        return pid, await self._placed[-1].call("start_process", limit=60)
+        pid = await self._placed[-1].call(lambda one: one.pid(), limit=60)
+        return pid, await self._placed[-1].call(lambda one: one.start_process(), limit=60)
 
 
 if __name__ == "__main__":  # python -m tests.places.subject ADDRESS NAME LIMIT SECONDS FILE
     address, name, limit, seconds, file = sys.argv[1:]
-    found = place_at(address, Path(file).parent).find(name)
+    found = place_at(address, Path(file).parent).find(name, Subject)
     print("asking", flush=True)
-    print(found.ask("write_after", float(seconds), Path(file), limit=float(limit)), flush=True)
+    written = found.ask(lambda one: one.write_after(float(seconds), Path(file)), limit=float(limit))
+    print(written, flush=True)

@@ -26,7 +26,7 @@ from megatron_async.places import local
 from megatron_async.places.local import LocalPlace, local_place
 from megatron_async.places.place import UNLIMITED, CallLate, PlacedDead, PlacedLost
 from tests.places.subject import Subject
-from tests.places.test_contract import LIMIT, gone, until
+from tests.places.test_contract import LIMIT, gone, until, visible
 
 OPENER = """
 import sys, time
@@ -35,7 +35,7 @@ from megatron_async.places.local import local_place
 from tests.places.subject import Subject
 with local_place(Path(sys.argv[1])) as place:
     placed = place.start(Subject, name="subject", restarts=5, here=True)
-    print(place.address, placed.ask("pid", limit=60), flush=True)
+    print(place.address, placed.ask(lambda one: one.pid(), limit=60), flush=True)
     time.sleep(600)
 """
 STRANGER = """
@@ -65,7 +65,7 @@ def test_only_this_user_reaches_the_sockets(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_another_user_who_reaches_a_socket_gets_no_answer(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
-        place.start(Subject, name="subject").ask("pid", limit=LIMIT)
+        place.start(Subject, name="subject").ask(lambda one: one.pid(), limit=LIMIT)
         directory = directory_of(place)
         try:
             for opened in (directory.parent, directory, directory / "subject"):
@@ -79,13 +79,13 @@ def test_another_user_who_reaches_a_socket_gets_no_answer(tmp_path: Path) -> Non
 
 def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
-        pid = place.start(Subject, name="subject").ask("pid", limit=LIMIT)
+        pid = place.start(Subject, name="subject").ask(lambda one: one.pid(), limit=LIMIT)
     assert gone(pid) and not directory_of(place).exists()
 
 
 def test_end_waits_for_descendants_when_they_are_in_another_process_group(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
-        pid = place.start(Subject, name="subject").ask("start_large", limit=LIMIT)
+        pid = place.start(Subject, name="subject").ask(lambda one: one.start_large(), limit=LIMIT)
     assert gone(pid)
 
 
@@ -113,10 +113,10 @@ def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool
 def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
-        psutil.Process(placed.ask("pid", limit=LIMIT)).kill()
+        psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT)).kill()
         why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
         with pytest.raises(PlacedDead, match=why):
-            placed.ask("pid", limit=LIMIT)
+            placed.ask(lambda one: one.pid(), limit=LIMIT)
 
 
 @pytest.mark.parametrize("what", ["socket", "directory"])
@@ -124,9 +124,9 @@ def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) ->
     """As by what cleans up /tmp; also for whoever has found the object by its name."""
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
-        placed.ask("pid", limit=LIMIT)
+        placed.ask(lambda one: one.pid(), limit=LIMIT)
         socket_file = directory_of(place) / "subject"
-        found = place.find("subject")
+        found = place.find("subject", Subject)
         if what == "socket":
             socket_file.unlink()
         else:
@@ -136,10 +136,10 @@ def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) ->
             r"removed while it ran; exclude /tmp/megatron-async-\d+ from what cleans up"
         )
         with pytest.raises(ComponentFailure, match=sentence):
-            placed.ask("pid", limit=LIMIT)
+            placed.ask(lambda one: one.pid(), limit=LIMIT)
         died = rf"subject has died \(waiting for pid\), or its socket {socket_file} was removed"
         with pytest.raises(PlacedDead, match=died):  # found by its name
-            found.ask("pid", limit=LIMIT)
+            found.ask(lambda one: one.pid(), limit=LIMIT)
 
 
 def test_call_names_the_death_when_the_process_ends_while_the_failure_is_explained(
@@ -169,7 +169,7 @@ def test_call_names_the_death_when_the_process_ends_while_the_failure_is_explain
 def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
-        placed.ask("flood", 9, limit=LIMIT)
+        placed.ask(lambda one: one.flood(9), limit=LIMIT)
     logs = list(tmp_path.glob("subject.log*"))
     assert sum(log.stat().st_size for log in logs) <= 2 << 20
     assert (tmp_path / "subject.log").read_text().endswith("last words")
@@ -179,13 +179,13 @@ def test_each_death_is_explained_by_its_own_cause(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject", restarts=1)
         for ending in (signal.SIGKILL, signal.SIGTERM):
-            process = psutil.Process(placed.ask("pid", limit=LIMIT))
+            process = psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT))
 
             def kill(process: psutil.Process = process, ending: signal.Signals = ending) -> None:
                 process.send_signal(ending)
 
             with pytest.raises(PlacedLost, match=f"was killed by {ending.name}"):
-                placed.ask("block", 300, limit=LIMIT, while_waiting=kill)
+                placed.ask(lambda one: one.block(300), limit=LIMIT, while_waiting=kill)
 
 
 def test_what_dies_at_once_is_started_again_ever_more_slowly(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_engines_that_start_at_once_get_different_gpus(
     monkeypatch.setattr(local, "visible_gpus", two)
     with local_place(tmp_path) as place, ThreadPoolExecutor(2) as threads:
         placed = threads.map(lambda name: place.start(Subject, name=name, gpus=1), "ab")
-        found = {one.ask("variable", "CUDA_VISIBLE_DEVICES", limit=LIMIT) for one in placed}
+        found = {one.ask(visible, limit=LIMIT) for one in placed}
     assert found == {"0", "1"}
 
 
@@ -237,7 +237,7 @@ def test_more_gpus_than_there_are_is_a_sentence(tmp_path: Path) -> None:
 def test_without_gpus_of_its_own_a_process_sees_those_of_the_place(tmp_path: Path) -> None:
     with local_place(tmp_path, gpus="3,5") as place:
         placed = place.start(Subject, name="subject")
-        assert placed.ask("variable", "CUDA_VISIBLE_DEVICES", limit=LIMIT) == "3,5"
+        assert placed.ask(visible, limit=LIMIT) == "3,5"
 
 
 def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_socket_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None:
     with local_place(tmp_path) as place, socket.socket(socket.AF_UNIX) as left:
         left.bind(str(directory_of(place) / "subject"))
-        assert place.start(Subject, name="subject").ask("echo", 1, limit=LIMIT) == 1
+        assert place.start(Subject, name="subject").ask(lambda one: one.echo(1), limit=LIMIT) == 1
 
 
 def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
@@ -261,25 +261,25 @@ def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject", restarts=1)
         for _ in range(2):
-            psutil.Process(placed.ask("pid", limit=LIMIT)).kill()
+            psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT)).kill()
             (tmp_path / "subject.log").unlink()
             until(lambda: (tmp_path / "subject.log").exists() or not _socket(place).exists(), 20)
         with pytest.raises(PlacedDead, match="subject has died"):
-            placed.ask("pid", limit=LIMIT)
+            placed.ask(lambda one: one.pid(), limit=LIMIT)
 
 
 def test_a_child_that_somebody_else_waited_for_is_started_again(tmp_path: Path) -> None:
     """Code of the user's beside a run may wait for any child; here the system does."""
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject", restarts=1)
-        process = psutil.Process(placed.ask("pid", limit=LIMIT))
+        process = psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT))
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             process.kill()
             until(lambda: not psutil.pid_exists(process.pid), 20)
         finally:
             signal.signal(signal.SIGCHLD, before)
-        assert placed.ask("pid", limit=LIMIT) != process.pid
+        assert placed.ask(lambda one: one.pid(), limit=LIMIT) != process.pid
 
 
 def _socket(place: LocalPlace) -> Path:
@@ -296,7 +296,7 @@ def test_a_process_that_the_system_refuses_is_no_matter_of_its_log(
 
     with local_place(tmp_path) as place:
         open_before = len(list(Path("/proc/self/fd").iterdir()))
-        monkeypatch.setattr(subprocess, "Popen", refuse)
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
         why = r"^subject cannot be started: Resource temporarily unavailable"
         with pytest.raises(ComponentFailure, match=why):
             place.start(Subject, name="subject")
@@ -311,7 +311,7 @@ def test_a_call_keeps_its_limit_when_the_socket_takes_no_more_calls(
     """Calls that were given up stay in the queue of a process that is stopped."""
     with local_place(tmp_path) as place, ExitStack() as callers:
         placed = place.start(Subject, name="subject")
-        stopped = psutil.Process(placed.ask("pid", limit=LIMIT))
+        stopped = psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT))
         stopped.suspend()
         with suppress(BlockingIOError):
             for _ in range(10_000):
@@ -320,8 +320,8 @@ def test_a_call_keeps_its_limit_when_the_socket_takes_no_more_calls(
                 caller.connect(str(_socket(place)))
         with pytest.raises(CallLate):
             if waits == "blocking":
-                placed.ask("pid", limit=1)
+                placed.ask(lambda one: one.pid(), limit=1)
             else:
-                asyncio.run(placed.call("pid", limit=1))
+                asyncio.run(placed.call(lambda one: one.pid(), limit=1))
         stopped.resume()
-        assert placed.ask("echo", 1, limit=LIMIT) == 1
+        assert placed.ask(lambda one: one.echo(1), limit=LIMIT) == 1

@@ -21,7 +21,9 @@ MOST_BYTES_A_CALL = 1024
 
 async def call(placed: Placed, times: int) -> None:
     for _ in range(times // 100):
-        await asyncio.gather(*(placed.call("echo", 1, limit=LIMIT) for _ in range(100)))
+        await asyncio.gather(
+            *(placed.call(lambda one: one.echo(1), limit=LIMIT) for _ in range(100))
+        )
     await asyncio.sleep(3)  # Ray's processes report once a second
 
 

@@ -56,8 +56,8 @@ def test_a_manager_that_dies_comes_back_on_the_node_of_its_store(nodes: tuple[An
     while len(found) <= RESTARTS:
         assert time.monotonic() < deadline
         try:
-            found.append(manager.ask("where", limit=60))
-            manager.ask("die", limit=60)
+            found.append(manager.ask(lambda one: one.where(), limit=60))
+            manager.ask(lambda one: one.die(), limit=60)
         except PlacedLost:
             time.sleep(0.2)  # it is being started again
     assert found == [node] * (RESTARTS + 1)

@@ -17,6 +17,7 @@ from megatron_async.config.environment import AgentConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.environments.worker import Opened, Stepped
+from megatron_async.rollout.episodes import play
 from megatron_async.rollout.evaluate import (
     Answered,
     Estimate,
@@ -26,7 +27,6 @@ from megatron_async.rollout.evaluate import (
     majority_is_right,
     pass_at_k,
 )
-from megatron_async.rollout.play import play
 from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.rollout.scoring import conversation_of
 from megatron_async.trajectory.types import PolicyVersion, Prompt

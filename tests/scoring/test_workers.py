@@ -169,9 +169,9 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
     with local_place(tmp_path) as place:
         pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
 
-        async def pids() -> list[int]:
-            found = [worker._placed.call("pid", limit=60) for worker in pool.workers]  # type: ignore[attr-defined]
-            return [*await asyncio.gather(*found)]
+        def pids() -> list[int]:
+            below = psutil.Process().children(recursive=True)
+            return [one.pid for one in below if any("process_main" in w for w in one.cmdline())]
 
         async def score_all() -> tuple[list[tuple[float | None, dict[str, float]]], list[int]]:
             prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]
@@ -185,7 +185,7 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
             await asyncio.sleep(0)
             worker, *_ = psutil.Process().children()
             worker.kill()
-            return await asyncio.gather(*scores), await pids()
+            return await asyncio.gather(*scores), pids()
 
         scores, found = asyncio.run(score_all())
         pool.close()

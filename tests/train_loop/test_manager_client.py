@@ -11,9 +11,9 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import PlacedDead, PlacedLost
+from megatron_async.places.place import PlacedDead, PlacedLost, Recorder, recorded
 from megatron_async.rollout.manager import RolloutManager
-from megatron_async.rollout.manager_host import MANAGER_NAME
+from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint
 from megatron_async.train_loop.manager_client import ManagerLost, PlacedLink, RolloutLink
 from megatron_async.train_loop.stop import StopAsked
@@ -26,8 +26,8 @@ class NotingLink(PlacedLink):
         self._config = config
         self.limits: dict[str, float] = {}
 
-    def _call(self, method: str, limit: float, *arguments: Any, **options: Any) -> Any:
-        self.limits[method] = limit
+    def _call(self, what: Any, limit: float, unless_stopped: bool = False) -> Any:
+        self.limits[what(Recorder(), 0).method] = limit
 
 
 def test_an_evaluation_may_take_longer_than_an_update() -> None:
@@ -48,14 +48,13 @@ class Manager:
         self.trouble = list(absent)
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
 
-    def find(self, name: str) -> Manager:
-        assert name == MANAGER_NAME
+    def find(self, name: str, what: type) -> Manager:
+        assert (name, what) == (MANAGER_NAME, ManagerHost)
         return self
 
-    def ask(
-        self, method: str, *arguments: Any, limit: float, while_waiting: Callable[[], None]
-    ) -> None:
-        self.asked.append((method, arguments))
+    def ask(self, what: Any, *, limit: float, while_waiting: Callable[[], None]) -> None:
+        [call] = recorded(what).arguments
+        self.asked.append((call.method, call.arguments))
         if self.trouble:
             raise self.trouble.pop(0)
         while_waiting()

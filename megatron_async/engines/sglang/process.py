@@ -7,8 +7,7 @@
 
 Invariants
 - A server lives in a process group of its own; `stop` returns when no process of the group is
-  left. If whoever started it dies without `stop`, the server ends itself (a lifeline pipe, see
-  server.py); a death signal would be tied to the starting thread, not to the process.
+  left. If whoever started it dies without `stop`, the server ends itself (a lifeline).
 - `start` never waits longer than `engines.start_timeout_seconds`, and notices at once when the
   process ends. Either failure is a ComponentFailure that quotes the cause from the log.
 - No port is fixed: the kernel picks a free one, and a start that loses the race for it is
@@ -18,15 +17,12 @@ Invariants
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
@@ -43,12 +39,11 @@ from megatron_async.engines.sglang.server import (
     DIRECTORY_VARIABLE,
     KEY_VARIABLE,
 )
-from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory, temporary_files
 from megatron_async.models.architecture import read_config_json, yarn_context
-from megatron_async.places.lifeline import LIFELINE_VARIABLE
-from megatron_async.runtime.child_process import module_command, start_child, wait_until_ended
+from megatron_async.places.child_process import ChildProcess, module_command
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -57,7 +52,6 @@ _PORT_ATTEMPTS = 3
 _POLL_SECONDS = 0.1
 _HEALTH_SECONDS = 2.0
 _TERMINATE_SECONDS = 3.0
-_KILL_SECONDS = 10.0
 _LOG_TAIL_CHARACTERS = 1500
 _PORT_TAKEN = "address already in use"
 # What a fresh server reports to hold: no version of any run, until the first update has verified.
@@ -96,22 +90,23 @@ def server_command(
     dtype = resolve_dtype(settings, device)
     command = [
         *module_command("megatron_async.engines.sglang.server"),
-        *("--model-path", str(model_path)),
-        *("--host", settings.host),
-        *("--port", str(port)),
-        *("--device", device),
-        *("--dtype", dtype),
-        *([] if dtype == "float32" else ["--enable-fp32-lm-head"]),
-        *("--tp-size", str(settings.tensor)),
+        f"--model-path={model_path}",
+        f"--host={settings.host}",
+        f"--port={port}",
+        f"--device={device}",
+        f"--dtype={dtype}",
+        f"--tp-size={settings.tensor}",
         f"--weight-version={NO_VERSION}",
-        *("--stream-interval", str(settings.stream_interval)),
+        f"--stream-interval={settings.stream_interval}",
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
         "--enable-metrics",
-        *("--log-level", "info"),
-        *("--log-level-http", "warning"),
-        *("--decode-log-interval", "500"),
+        "--log-level=info",
+        "--log-level-http=warning",
+        "--decode-log-interval=500",
     ]
+    if dtype != "float32":
+        command.append("--enable-fp32-lm-head")
     if device == "cpu":
         # An idle scheduler otherwise polls without pause and takes the trainer's cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
@@ -207,10 +202,10 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
     """The command line of one simulated server."""
     return [
         *module_command("megatron_async.engines.simulated.server"),
-        *("--model-path", str(model_path)),
-        *("--port", str(port)),
+        f"--model-path={model_path}",
+        f"--port={port}",
         f"--weight-version={NO_VERSION}",
-        *("--settings", settings.model_dump_json(exclude={"api_key"})),
+        f"--settings={settings.model_dump_json(exclude={'api_key'})}",
     ]
 
 
@@ -226,10 +221,8 @@ class SGLangProcess:
     log_path: Path
     gpus: Sequence[str] | None = None
     awaits_weights: bool = False
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _lifeline: int | None = field(default=None, init=False)
+    _process: ChildProcess | None = field(default=None, init=False)
     _url: str = field(default="", init=False)
-    _log_begins: int = field(default=0, init=False)
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     @property
@@ -260,50 +253,24 @@ class SGLangProcess:
         for attempt in range(_PORT_ATTEMPTS):
             with hold_port(self.settings.host) as held:
                 port = int(held.getsockname()[1])
-                self._spawn(port)
+                server = self._spawn(port)
                 try:
-                    self._wait_until_ready(port, deadline)
+                    self._wait_until_ready(server, port, deadline)
                     return
                 except BaseException as error:
                     self.stop()
                     last = attempt + 1 == _PORT_ATTEMPTS
-                    if last or not self._port_taken() or not isinstance(error, ComponentFailure):
+                    if last or not _port_taken(server) or not isinstance(error, ComponentFailure):
                         raise
 
     def stop(self) -> None:
         """End the server and all its processes; returns when none is left. Idempotent."""
         process, self._process, self._url = self._process, None, ""
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)  # a server that is not hung ends itself now
         with self._files:
             if process is not None:
-                _end_group(process)
+                process.end(_TERMINATE_SECONDS)
 
-    def _log(self) -> str:
-        """The server's output since this start."""
-        if not self.log_path.exists():
-            return ""
-        with self.log_path.open("rb") as file:
-            file.seek(self._log_begins)
-            return file.read().decode(errors="replace")
-
-    def _port_taken(self) -> bool:
-        """Return whether this start has met a port of somebody else: its own, or an inner one."""
-        return _PORT_TAKEN in self._log()[-_LOG_TAIL_CHARACTERS:].lower()
-
-    def _why(self) -> str:
-        """Return the cause of a death from the log of this start, or else the end of that log."""
-        text = self._log()
-        cause = cause_in_log(text)
-        if cause is not None:
-            return f": {cause}; its log is {self.log_path}"
-        tail = text[-_LOG_TAIL_CHARACTERS:]
-        if tail != text:
-            tail = tail.partition("\n")[2] or tail  # from a line's start
-        return f"; the end of its log ({self.log_path}):\n{tail.strip()}"
-
-    def _spawn(self, port: int) -> None:
+    def _spawn(self, port: int) -> ChildProcess:
         device = resolve_device(self.settings)
         environment = server_environment(self.settings, device, self.gpus, os.environ)
         if self.settings.kind == "simulated":
@@ -316,40 +283,24 @@ class SGLangProcess:
             environment |= rendezvous_of_ranks(self.settings, shared, port)
             environment |= temporary_files(shared, environment)
             environment[DIRECTORY_VARIABLE] = str(shared)
-        read_end, write_end = os.pipe()
-        environment[LIFELINE_VARIABLE] = str(read_end)
-        try:
-            with writing(self.log_path):
-                self.log_path.parent.mkdir(parents=True, exist_ok=True)
-                if self.settings.api_key:  # SGLang logs all of its settings, the key included.
-                    self.log_path.touch(mode=0o600)
-                    self.log_path.chmod(0o600)  # An earlier start may have had no key.
-                log = self.log_path.open("ab")
-            with log:
-                self._log_begins = log.tell()
-                self._process = start_child(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(read_end,),
-                )
-        except BaseException:
-            os.close(write_end)
-            raise
-        finally:
-            os.close(read_end)
-        self._lifeline = write_end
+        with writing(self.log_path):
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            if self.settings.api_key:  # SGLang logs all of its settings, the key included.
+                self.log_path.touch(mode=0o600)
+                self.log_path.chmod(0o600)  # An earlier start may have had no key.
+        self._process = ChildProcess(
+            command, log=self.log_path, lifeline=True, env=environment, stdin=subprocess.DEVNULL
+        )
+        return self._process
 
-    def _wait_until_ready(self, port: int, deadline: float) -> None:
+    def _wait_until_ready(self, server: ChildProcess, port: int, deadline: float) -> None:
         while True:
-            if not self.alive():
-                code = None if self._process is None else self._process.returncode
-                kind = ProcessKilled if code is not None and code < 0 else ComponentFailure
+            if server.poll() is not None:
+                code = server.returncode
+                kind = ProcessKilled if code < 0 else ComponentFailure
                 raise kind(
                     f"the inference server ended with exit code {code} before it was ready"
-                    f"{self._why()}"
+                    f"{server.why()}"
                 )
             url = f"http://{self.settings.host}:{port}"
             with contextlib.suppress(EngineCallError):
@@ -357,32 +308,16 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
-            if self._port_taken():  # SGLang may live on without ever listening
-                raise ComponentFailure(f"the inference server found its port taken{self._why()}")
+            if _port_taken(server):  # SGLang may live on without ever listening
+                raise ComponentFailure(f"the inference server found its port taken{server.why()}")
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     "the inference server was not ready within engines.start_timeout_seconds = "
-                    f"{self.settings.start_timeout_seconds:g}{self._why()}"
+                    f"{self.settings.start_timeout_seconds:g}{server.why()}"
                 )
             time.sleep(_POLL_SECONDS)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the leader to end, then kill whatever is left of its group, and wait for all of it."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_TERMINATE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_KILL_SECONDS)
-    left = []
-    for member in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(member.pid) == process.pid:
-                left.append(member)
-    if not wait_until_ended(left, _KILL_SECONDS):
-        raise ComponentFailure(
-            f"processes of inference server {process.pid} outlived SIGKILL by "
-            f"{_KILL_SECONDS:g} seconds"
-        )
+def _port_taken(server: ChildProcess) -> bool:
+    """Return whether this start has met a port of somebody else: its own, or an inner one."""
+    return _PORT_TAKEN in server.output()[-_LOG_TAIL_CHARACTERS:].lower()

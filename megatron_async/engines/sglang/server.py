@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 from megatron_async.runtime.garbage_collection import unsearched
 
 # The key that clients must show: every user of a machine can read command lines.
@@ -103,9 +103,10 @@ def install() -> None:
         return
     ahead = updater.AheadHooks()
     drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
+    if on_cpu:
+        hooks.put_in([drawn])
     hooks.put_in(
         [
-            *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
             (_LOADS, _loads_in_own_directory, "AROUND", "each start leaves a file"),
             (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
@@ -142,7 +143,9 @@ def main() -> None:
     hold_lifeline(_remove_files)
     key = take_key()
     # One word: a key may begin with a dash.
-    arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
+    arguments = sys.argv[1:]
+    if key:
+        arguments.append(f"--api-key={key}")
     with unsearched(frozen=True):
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints.http_server import app

@@ -36,7 +36,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.sglang.queue import URGENT
 from megatron_async.engines.sglang.server import take_key
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.places.lifeline import hold_lifeline
+from megatron_async.places.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30

@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 from megatron_async.config.reward import SandboxConfig
 from megatron_async.errors import UserError
+from megatron_async.places.child_process import ChildProcess
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _END_SECONDS: Final = 10.0  # for the launcher to end what runs, on a busy machine
@@ -106,13 +107,12 @@ class Sandbox:
                 file.write(text.encode())
                 file.seek(0)
             fds = (described.fileno(), reported.fileno())
-            launcher = subprocess.Popen(
+            launcher = ChildProcess(
                 [sys.executable, "-I", "-S", str(LAUNCHER), *map(str, fds)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=fds,
-                start_new_session=True,
             )
             with launcher:
                 texts, cause = self._read(launcher, began + seconds + _END_SECONDS)
@@ -127,9 +127,7 @@ class Sandbox:
             seconds=time.monotonic() - began,
         )
 
-    def _read(
-        self, launcher: subprocess.Popen[bytes], deadline: float
-    ) -> tuple[tuple[str, str], Cause]:
+    def _read(self, launcher: ChildProcess, deadline: float) -> tuple[tuple[str, str], Cause]:
         """Read what it prints until it ends; end it for too much of that, or at the deadline."""
         assert launcher.stdout is not None and launcher.stderr is not None
         found = (bytearray(), bytearray())
@@ -153,9 +151,7 @@ class Sandbox:
         if cause:
             launcher.terminate()  # it ends what it started
             deadline = time.monotonic() + _END_SECONDS
-        try:
-            launcher.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if not launcher.ended_within(max(0.0, deadline - time.monotonic())):
             launcher.kill()
             cause = cause or "seconds"
         output, errors = (text.decode(errors="replace") for text in found)
