@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
@@ -57,13 +57,13 @@ from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRel
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.places.local import local_place
-from megatron_async.places.place import Placed
+from megatron_async.places.place import MethodCall, Placed, recorded
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.scoring.count import ScorerCount
 from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import PolicyVersion, Prompt
+from megatron_async.trajectory.types import CHUNK_TOKENS, PolicyVersion, Prompt
 
 _LIMIT_SECONDS = 300.0
 _TICK_SECONDS = 0.005
@@ -128,8 +128,9 @@ class Relays:
         self._relays: dict[str, StreamRelay] = {}
         search_rarely()  # as an engine's host does
 
-    async def serve(self, engine_id: str, url: str, settings: EngineConfig, chunk: int) -> None:
-        self._relays[engine_id] = StreamRelay(SGLangClient(engine_id, url, settings), chunk)
+    async def serve(self, engine_id: str, url: str, settings: EngineConfig) -> None:
+        client = SGLangClient(engine_id, url, settings)
+        self._relays[engine_id] = StreamRelay(client, CHUNK_TOKENS)
 
     async def update(self, of: str, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         self._relays[of].update(started, cancelled)
@@ -148,17 +149,21 @@ class Relays:
 class _Part:
     """One engine's relay in a host that has several."""
 
-    host: Placed
+    host: Placed[Any]
     engine_id: str
 
-    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
-        return await self.host.call(method, self.engine_id, *arguments, limit=limit)
+    async def call(self, what: Any, *, limit: float) -> Any:
+        call = recorded(what)
+        of_engine = MethodCall(call.method, (self.engine_id, *call.arguments))
+        return await self.host.call(lambda _: cast(Any, of_engine), limit=limit)
 
 
 class Launcher:
     """Engines that are there already, read by `hosts` in turn, or (without any) from here."""
 
-    def __init__(self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed]) -> None:
+    def __init__(
+        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed[Any]]
+    ) -> None:
         self._config, self._urls, self._hosts = config, urls, hosts
         self._pace = Pace()
 
@@ -167,8 +172,8 @@ class Launcher:
         server = await SGLangClient.connect(engine_id, url, engines)
         if not self._hosts:
             return server
-        host, chunk = self._hosts[index % len(self._hosts)], self._config.store.chunk_tokens
-        await host.call("serve", engine_id, url, engines, chunk, limit=_LIMIT_SECONDS)
+        host = self._hosts[index % len(self._hosts)]
+        await host.call(lambda host: host.serve(engine_id, url, engines), limit=_LIMIT_SECONDS)
         part: Any = _Part(host, engine_id)
         calls = HostCalls(part, engine_id, _LIMIT_SECONDS)
         return RelayedEngine(server, calls, self._pace)
@@ -212,7 +217,7 @@ class Run:
     """One manager over stub engines."""
 
     def __init__(
-        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed], folder: Path
+        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed[Any]], folder: Path
     ) -> None:
         task: Any = Counting()
         self._config, self._urls, self._hosts = config, urls, hosts
@@ -245,7 +250,9 @@ class Run:
         print(phase, file=sys.stderr)
 
     async def _host_seconds(self) -> float:
-        asked = [host.call("cpu_seconds", limit=_LIMIT_SECONDS) for host in self._hosts]
+        asked = [
+            host.call(lambda one: one.cpu_seconds(), limit=_LIMIT_SECONDS) for host in self._hosts
+        ]
         return float(sum(await asyncio.gather(*asked)))
 
     @property

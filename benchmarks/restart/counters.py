@@ -111,11 +111,11 @@ def count_steps(module: ModuleType) -> None:
     """
     if "megatron_async.engines.simulated.server" not in sys.orig_argv:
         return  # another process imports the module for what it says of an engine
-    SimulatedEngine, counters = module.SimulatedEngine, Counters.of_this_process("engine")
-    step, pause = SimulatedEngine._step, SimulatedEngine.pause
+    engine_class, counters = module.SimulatedEngine, Counters.of_this_process("engine")
+    step, pause = engine_class._step, engine_class.pause
     busy_since = 0.0
 
-    def counted_step(engine: SimulatedEngine) -> None:
+    def counted_step(engine: Any) -> None:
         nonlocal busy_since
         running = [(trajectory_of(name), one) for name, one in engine._running.items()]
         step(engine)
@@ -129,27 +129,27 @@ def count_steps(module: ModuleType) -> None:
             counters.waited(now - busy_since)
         busy_since = now if engine._running else 0.0
 
-    async def counted_pause(engine: SimulatedEngine, mode: PauseMode) -> None:
+    async def counted_pause(engine: Any, mode: PauseMode) -> None:
         counters["pauses"] += bool(engine._running)
         await pause(engine, mode)
 
-    SimulatedEngine._step = counted_step  # type: ignore[method-assign, assignment]
-    SimulatedEngine.pause = counted_pause  # type: ignore[method-assign, assignment]
+    engine_class._step = counted_step
+    engine_class.pause = counted_pause
 
 
 def count_back_pressure(module: ModuleType) -> None:
     """Count the waits of streams that are not read on, since the store has not written a chunk."""
     if not any(word.endswith("-host") for word in sys.orig_argv):
         return  # the rollout manager, which holds the other ends of the relays
-    StreamRelay, counters = module.StreamRelay, Counters.of_this_process("relay")
-    room = StreamRelay._room
+    relay_class, counters = module.StreamRelay, Counters.of_this_process("relay")
+    room = relay_class._room
 
-    async def counted_room(relay: StreamRelay, stream: int) -> None:
+    async def counted_room(relay: Any, stream: int) -> None:
         began = time.monotonic()
         await room(relay, stream)
         counters.waited(time.monotonic() - began)
 
-    StreamRelay._room = counted_room  # type: ignore[method-assign, assignment]
+    relay_class._room = counted_room
 
 
 # ------------------------------------------------------------ in the manager and the trainer

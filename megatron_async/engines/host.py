@@ -25,6 +25,7 @@ from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.places.place import Place, Placed
 from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.trajectory.types import CHUNK_TOKENS
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 T = TypeVar("T")
@@ -45,7 +46,6 @@ class EngineHost:
         model_path: str,
         settings_json: str,
         log_path: str,
-        chunk_tokens: int,
         shared_index: int | None = None,
         vocabulary: int | None = None,
     ) -> None:
@@ -60,7 +60,6 @@ class EngineHost:
             settings = settings.model_copy(update={"host": node_address()})
         dtype = resolve_dtype(settings, resolve_device(settings))
         self._settings = settings = settings.model_copy(update={"dtype": dtype})
-        self._chunk_tokens = chunk_tokens
         self._vocabulary = vocabulary
         gpus = None
         if shared_index is not None:
@@ -86,7 +85,7 @@ class EngineHost:
     async def serve(self, url: str) -> str:
         """Relay the streams of the server at `url`. Raises EngineError."""
         client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
-        self._relay = StreamRelay(client, self._chunk_tokens)
+        self._relay = StreamRelay(client, CHUNK_TOKENS)
         search_rarely()
         return url
 
@@ -231,7 +230,6 @@ class HostedEngines:
             str(self._config.model.path),
             self._settings.model_dump_json(),
             str((self._log_directory / f"engine{index}.log").resolve()),
-            self._config.store.chunk_tokens,
             index if shared else None,
             vocabulary_of(self._config.model.path),
             name=f"engine{index}-host",

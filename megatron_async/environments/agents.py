@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_async.config.environment import AgentConfig
+from megatron_async.config.environment import AgentConfig, EpisodeConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
@@ -67,13 +67,14 @@ class AgentWorker:
     """Episodes of one agent, by the keys that callers give them."""
 
     def __init__(
-        self, settings: str, task: str, model_path: str, sampling: str, scored: bool
+        self, settings: str, episode: str, task: str, model_path: str, sampling: str, scored: bool
     ) -> None:
         """Take settings as JSON; `scored`: rewards come from scorers too. Raises UserError."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         _pass_proxies()
         self._settings = AgentConfig.model_validate_json(settings)
+        self._episode = EpisodeConfig.model_validate_json(episode)
         self._scored = scored
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
@@ -81,12 +82,12 @@ class AgentWorker:
             TaskConfig.model_validate_json(task),
             tokenizer,
             stops,
-            self._settings.tool_parser,
+            self._episode.tool_parser,
             vocabulary_of(model_path),
         )
         self._stops = frozenset(stops)
-        threads = ThreadPoolExecutor(self._settings.threads, "agent")
-        self._program = program_of(self._settings, threads)
+        threads = ThreadPoolExecutor(self._episode.threads, "agent")
+        self._program = program_of(self._settings, threads, self._episode.memory_mib)
         self._gateway = Gateway(SamplingConfig.model_validate_json(sampling))
         self._attempts: dict[str, _Attempt] = {}
 
@@ -151,7 +152,7 @@ class AgentWorker:
         attempt = await self._start(key, payload, turns)
         async with attempt.lock:
             with self._limit():
-                await attempt.calls.until_asked(turns[-1].number, self._settings.step_seconds)
+                await attempt.calls.until_asked(turns[-1].number, self._episode.step_seconds)
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
@@ -162,7 +163,7 @@ class AgentWorker:
         longest, turn = 0, 0
         try:
             while True:
-                last = turn + 1 >= self._settings.max_turns
+                last = turn + 1 >= self._episode.max_turns
                 stepped = await self.step(_REHEARSAL, answer, turn, 1 << 31, last)
                 if stepped.token_ids is None:
                     break
@@ -179,7 +180,7 @@ class AgentWorker:
             self._gateway.end(attempt.key)
             attempt.program.cancel()
             attempt.calls.end()  # a thread that waits for an answer has no other end
-            await asyncio.wait([attempt.program], timeout=self._settings.step_seconds)
+            await asyncio.wait([attempt.program], timeout=self._episode.step_seconds)
         return None
 
     # ------------------------------------------------------------ one attempt
@@ -251,7 +252,7 @@ class AgentWorker:
         `most`: tokens that its input may have. None: the program has ended, or has had its time
         since a call that was too long or too late.
         """
-        calls, seconds, full = attempt.calls, self._settings.step_seconds, False
+        calls, seconds, full = attempt.calls, self._episode.step_seconds, False
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic() if full else seconds
@@ -264,8 +265,8 @@ class AgentWorker:
             try:
                 if last:
                     raise CallRefused(
-                        f"this episode has had its {self._settings.max_turns} answers "
-                        "(agent.max_turns) or its time (agent.episode_seconds)",
+                        f"this episode has had its {self._episode.max_turns} answers "
+                        "(episode.max_turns) or its time (episode.seconds)",
                         "messages",
                         code=TOO_LONG,
                     )
@@ -341,7 +342,7 @@ class AgentWorker:
         except TimeoutError as error:
             raise EnvironmentFault(
                 f"{self._settings.shown} made no call and did not end for "
-                f"{self._settings.step_seconds:g} s (agent.step_seconds)"
+                f"{self._episode.step_seconds:g} s (episode.step_seconds)"
             ) from error
 
 
@@ -357,14 +358,14 @@ class AgentProcess(AgentWorker):
     """A worker of agents that has its process for itself."""
 
     def __init__(
-        self, settings: str, task: str, model_path: str, sampling: str, scored: bool
+        self, settings: str, episode: str, task: str, model_path: str, sampling: str, scored: bool
     ) -> None:
-        super().__init__(settings, task, model_path, sampling, scored)
+        super().__init__(settings, episode, task, model_path, sampling, scored)
         self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
         self._watch: asyncio.Task[None] | None = None
-        limit_memory(self._settings.memory_mib)
+        limit_memory(self._episode.memory_mib)
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
         if self._watch is None:
-            self._watch = asyncio.create_task(watch_loop(self._settings.step_seconds, self._log))
+            self._watch = asyncio.create_task(watch_loop(self._episode.step_seconds, self._log))
         return await super()._start(key, payload, turns)

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 import psutil
 
-from megatron_async.config.environment import EnvironmentConfig
+from megatron_async.config.environment import EnvironmentConfig, EpisodeConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.environments.conversation import Conversation
@@ -110,18 +110,19 @@ class _Episode:
 class EnvironmentWorker:
     """Episodes of one environment class, by the keys that callers give them."""
 
-    def __init__(self, settings: str, task: str, model_path: str) -> None:
-        """Take both settings as JSON. Raises UserError for what does not fit them."""
+    def __init__(self, settings: str, episode: str, task: str, model_path: str) -> None:
+        """Take settings as JSON. Raises UserError for what does not fit them."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._settings = EnvironmentConfig.model_validate_json(settings)
+        self._episode = EpisodeConfig.model_validate_json(episode)
         self._build = environment_builder(self._settings.name, self._settings.arguments)
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
         tools = tools_of(built(self._build, self._settings.name), self._settings.name)
         schemas = described(tools, self._settings.name)
-        parser = self._settings.tool_parser
+        parser = self._episode.tool_parser
         self.conversation = Conversation(
             TaskConfig.model_validate_json(task),
             tokenizer,
@@ -135,7 +136,7 @@ class EnvironmentWorker:
             self.reader = CallReader(parser, schemas)
             self.reader.check()  # which imports what reads calls, before memory is limited
         self._stops = frozenset(stops)
-        self._threads = Threads(self._settings.threads)
+        self._threads = Threads(self._episode.threads)
         self._episodes: dict[str, _Episode] = {}
 
     async def begin(self, key: str, payload: Mapping[str, Any], _room: int | None = None) -> Opened:
@@ -241,7 +242,7 @@ class EnvironmentWorker:
             if player.tools and self.reader is None:
                 raise UserError(
                     f"environment.name is {self._settings.name!r}, a class of tools, and "
-                    "environment.tool_parser is not set: name the form in which the model calls "
+                    "episode.tool_parser is not set: name the form in which the model calls "
                     "them"
                 )
             await player.state()
@@ -271,8 +272,8 @@ class EnvironmentWorker:
         return None
 
     def _player(self) -> Player:
-        settings = self._settings
-        return Player(self._build, settings.name, self._threads, settings.step_seconds)
+        name, seconds = self._settings.name, self._episode.step_seconds
+        return Player(self._build, name, self._threads, seconds)
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
@@ -280,7 +281,7 @@ class EnvironmentWorker:
         try:
             yield
         except EnvironmentHung:
-            if self._threads.hung >= max(1, self._settings.threads // 2):
+            if self._threads.hung >= max(1, self._episode.threads // 2):
                 # The reply goes out first.
                 asyncio.get_running_loop().call_later(_EXIT_SECONDS, self._end)
             raise
@@ -292,15 +293,15 @@ class EnvironmentWorker:
 class EnvironmentProcess(EnvironmentWorker):
     """A worker that has its process for itself: its memory is limited, and it may end it."""
 
-    def __init__(self, settings: str, task: str, model_path: str) -> None:
-        super().__init__(settings, task, model_path)
+    def __init__(self, settings: str, episode: str, task: str, model_path: str) -> None:
+        super().__init__(settings, episode, task, model_path)
         self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
         self._watch: asyncio.Task[None] | None = None
-        limit_memory(self._settings.memory_mib)
+        limit_memory(self._episode.memory_mib)
 
     def _player(self) -> Player:
         if self._watch is None:
-            watch = watch_loop(self._settings.step_seconds, self._log)
+            watch = watch_loop(self._episode.step_seconds, self._log)
             self._watch = asyncio.get_running_loop().create_task(watch)
         return super()._player()
 

@@ -77,13 +77,14 @@ class _Door:
 
 
 class EnvironmentWorkers:
-    """`environment.workers` processes of `place`, started when made; they end with it."""
+    """`episode.workers` processes of `place`, started when made; they end with it."""
 
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
-        self._settings = config.episodes
+        self._settings = config.episode
         arguments: tuple[Any, ...] = (
-            config.episodes.model_dump_json(),
+            config.player.model_dump_json(),
+            config.episode.model_dump_json(),
             config.task.model_dump_json(),
             model_path or config.model.path,
         )
@@ -95,7 +96,7 @@ class EnvironmentWorkers:
             arguments += (config.sampling.model_dump_json(), config.scores)
         self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
             place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
-            for index in range(config.episodes.workers)
+            for index in range(config.episode.workers)
         ]
         self._doors = [_Door() for _ in self._workers]
 

@@ -33,7 +33,7 @@ from megatron_async.places.child_process import (
     module_command,
     wait_until_ended,
 )
-from megatron_async.places.place import Call, CallLate, PlacedDead, PlacedLost, R, T, recorded
+from megatron_async.places.place import CallLate, MethodCall, PlacedDead, PlacedLost, R, T, recorded
 from megatron_async.places.placed import request_of, result_of
 from megatron_async.runtime.time_limits import AwakeTimeout
 
@@ -140,7 +140,7 @@ class LocalPlaced(Generic[T]):
     def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
         return self._called(recorded(what), limit)
 
-    async def _called(self, call: Call, limit: float) -> Any:
+    async def _called(self, call: MethodCall, limit: float) -> Any:
         deaths = self._deaths()
         try:
             async with AwakeTimeout(limit):
@@ -173,10 +173,10 @@ class LocalPlaced(Generic[T]):
         if self._process is not None:
             self._process.end()
 
-    def _result(self, reply: bytes, call: Call) -> Any:
+    def _result(self, reply: bytes, call: MethodCall) -> Any:
         return result_of(reply, f"{self._path.name} failed in {call.method}", str(self._log))
 
-    def _late(self, call: Call, limit: float) -> CallLate:
+    def _late(self, call: MethodCall, limit: float) -> CallLate:
         return CallLate(f"{self._path.name} did not answer {call.method} within {limit:g} s")
 
     def _deaths(self) -> int:

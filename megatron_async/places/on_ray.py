@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.places.place import (
     UNLIMITED,
-    Call,
     CallLate,
+    MethodCall,
     PlacedDead,
     PlacedLost,
     R,
@@ -129,7 +129,7 @@ class RayPlaced(Generic[T]):
     def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
         return self._called(recorded(what), limit)
 
-    async def _called(self, call: Call, limit: float) -> Any:
+    async def _called(self, call: MethodCall, limit: float) -> Any:
         try:
             reply = self._begin(call)
             async with AwakeTimeout(limit):
@@ -166,7 +166,7 @@ class RayPlaced(Generic[T]):
         if self._actor is not None:
             ray.kill(self._actor)
 
-    def _begin(self, call: Call) -> Any:
+    def _begin(self, call: MethodCall) -> Any:
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name)
@@ -174,11 +174,11 @@ class RayPlaced(Generic[T]):
                 raise PlacedLost(f"{self._name} is not there: not started yet, or dead") from error
         return self._actor.handle.remote(request_of(call))
 
-    def _result(self, reply: bytes, call: Call) -> Any:
+    def _result(self, reply: bytes, call: MethodCall) -> Any:
         logs = f"{ray_directory()} on its node"
         return result_of(reply, f"{self._name} failed in {call.method}", logs)
 
-    def _late(self, call: Call, limit: float) -> CallLate:
+    def _late(self, call: MethodCall, limit: float) -> CallLate:
         return CallLate(f"{self._name} did not answer {call.method} within {limit:g} s")
 
     def _failed(self, method: str, error: RayError) -> ComponentFailure:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_async.errors import one_line
-from megatron_async.places.place import Call, CallFailed
+from megatron_async.places.place import CallFailed, MethodCall
 
 _OURS = __name__.partition(".")[0]
 
 
-def request_of(call: Call) -> bytes:
+def request_of(call: MethodCall) -> bytes:
     """Pack a call."""
     return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
 
@@ -52,7 +52,7 @@ class PlacedObject:
         try:
             if self._failed is not None:
                 raise self._failed
-            call: Call = pickle.loads(request)
+            call: MethodCall = pickle.loads(request)
             value = await call.on(self._object)  # bounded: by its caller
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - it is the caller's

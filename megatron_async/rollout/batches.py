@@ -24,5 +24,5 @@ def packed_as(
         branch_points=branch_points,
         temperature=config.sampling.temperature,
         mask_before=emitted.mask_before,
-        discount=config.episodes.turn_discount,
+        discount=config.environment.turn_discount,
     )

@@ -197,7 +197,7 @@ class RolloutDriver:
         while True:
             await asyncio.sleep(settings.health_interval_seconds)
             for slot in await self._monitor.look():
-                self._generation.end_silent(slot, settings.request_timeout_seconds)
+                self._generation.end_silent(slot, settings.silence_seconds)
 
     # ------------------------------------------------------------ the trainer's side
 

@@ -302,7 +302,7 @@ def test_the_engines_of_a_run_await_their_first_update(
 
     monkeypatch.setattr(sglang_process, "server_command", command)
     settings = EngineConfig(device="cuda", start_timeout_seconds=20.0).model_dump_json()
-    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"), 8)
+    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"))
     with pytest.raises(ComponentFailure, match="no such model: elephant"):
         asyncio.run(host.start())
     [asked] = commands

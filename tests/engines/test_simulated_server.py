@@ -28,7 +28,7 @@ SETTINGS = EngineConfig(
     kind="simulated",
     api_key="secret",
     stream_interval=4,
-    simulated=SimulatedEngineConfig(mean_length=1000, step_seconds=0.002, seed=3),
+    simulated=SimulatedEngineConfig(mean_length=1000, step_seconds=0.002),
 )
 PROMPT = [5, 9, 17]
 
@@ -229,7 +229,7 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
-        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), 8)
+        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"))
         await host.serve(process.url)
         placed: Any = Here(host)
         there = await SGLangClient.connect("e", process.url, SETTINGS)

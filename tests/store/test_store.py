@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
-from megatron_async.store import schema as schema
+from megatron_async.store import buffers, schema
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.packing import pack_groups
@@ -48,7 +47,7 @@ async def test_further_columns_come_back_with_their_tokens_and_what_has_none_has
         tokens = tokens_of(0, start, count)[0]
         return tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
 
-    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(chunk_tokens=8))
+    store = TrajectoryStore.open(tmp_path / STORE)
     store.add_group(prompt(), 1)
     request, start, lengths = store.begin_request(0), 0, []
     for kinds, count in (((), 5), ((routes,), 20), ((routes, teacher), 9), ((teacher,), 1)):
@@ -159,9 +158,11 @@ async def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancel
     await store.close()
 
 
-async def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> None:
-    settings = StoreConfig(chunk_tokens=64, chunk_seconds=0.2)
-    store = TrajectoryStore.open(tmp_path / STORE, settings)
+async def test_a_chunk_is_written_when_full_when_old_or_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "CHUNK_SECONDS", 0.2)
+    store = TrajectoryStore.open(tmp_path / STORE)
     i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
     store.begin_request(i)
     append(store, i, 0, 40)
@@ -312,6 +313,7 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.reader import StoreReader
+from megatron_async.store import buffers, schema
 path = Path({str(tmp_path / STORE)!r})
 print(len(StoreReader(path).summaries()))
 try:
