@@ -116,12 +116,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     def torchrun(*_: Any, environment: Mapping[str, str], **__: Any) -> None:
         raise Started(environment)
 
-    def child(_command: Any, _log: Any, environment: Mapping[str, str]) -> None:
-        raise Started(environment)
+    def child(_command: Any, env: Mapping[str, str], **_: Any) -> None:
+        raise Started(env)
 
     for module in (node, supervisor, rank_job):
         monkeypatch.setattr(module, "torchrun", torchrun)
-    monkeypatch.setattr(node, "Child", child)
+    monkeypatch.setattr(node, "ChildProcess", child)
     for name in tuple(os.environ):
         if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_", "PYTORCH_", "RAY_ADDRESS")):
             monkeypatch.delenv(name)
