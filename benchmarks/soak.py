@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
-from benchmarks.starts import kind_of
+from benchmarks.reporting import made, table
+from benchmarks.starts import kind_of, launch
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 
@@ -43,8 +40,9 @@ _SETTINGS = (
     "task.scorer_workers=2",
     "store={chunk_tokens: 32, compact_after_checkpoints: 1}",
     "checkpoint={every_steps: 100, export_hf: false}",
-    *("sampling.max_new_tokens=16", "eval.prompts=4", "eval.every_steps=1000"),
-    *("telemetry.progress=lines", "telemetry.tensorboard=false"),
+    "sampling.max_new_tokens=16",
+    "eval.prompts=4",
+    "eval.every_steps=1000",
 )
 
 
@@ -99,21 +97,11 @@ def look(directory: RunDirectory, root: psutil.Process, step: int, seconds: floa
 
 def soak(root: Path, steps: int, settings: list[str]) -> list[Look]:
     """Run so many steps, and look."""
-    directory, log = RunDirectory(root / "soak"), root / "soak.log"
-    command = [sys.executable, "-m", "megatron_async.cli", "train", "--config", "config.yaml"]
+    directory = RunDirectory(root / "soak")
     began, looks = time.monotonic(), list[Look]()
     wanted = [round(share * steps) for share in _SHARES]
-    # A few more: the last look is at a run that goes on.
-    own = ["name=soak", f"root={root}", f"steps={steps + 100}"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *_SETTINGS, *own, *settings],
-            cwd=root,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    # The run has a few steps more, so that it is still running at the last look.
+    process, log = launch(root, "soak", [*_SETTINGS, f"steps={steps + 100}", *settings])
     family = psutil.Process(process.pid)
     progress = _Steps(directory.metrics_file)
     try:
@@ -161,14 +149,10 @@ def report(looks: list[Look]) -> str:
                 cell.append(str(value))
             before, step = use.cpu_seconds, one.step
         rows.append([kind, *(" ".join(cell) for cell in cells)])
-    head = ["process", "number", "MiB", "descriptors", "threads", "CPU ms a step"]
-    files = [
-        [str(one.step), f"{one.seconds:.0f}", str(one.files), f"{one.mib:.1f}"] for one in looks
-    ]
-    return (
-        f"{table(head, rows)}\n\n{table(['steps', 'seconds', 'files', 'MiB'], files)}"
-        f"\n\n`{command_line('benchmarks.soak')}`, {os.cpu_count()} cores\n"
-    )
+    processes = table("process | number | MiB | descriptors | threads | CPU ms a step", rows)
+    files = [(one.step, f"{one.seconds:.0f}", one.files, f"{one.mib:.1f}") for one in looks]
+    sizes = table("steps | seconds | files | MiB", files)
+    return f"{processes}\n\n{sizes}\n\n{made('benchmarks.soak')}"
 
 
 def main() -> None:

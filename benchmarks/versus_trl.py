@@ -41,9 +41,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line
+from benchmarks import reporting
 from benchmarks.quickstart_adam import quickstart_adam
-from benchmarks.rows import Row, append, missing, read, spread
+from benchmarks.reporting import RESULTS, ROOT, Row, append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
@@ -52,7 +52,6 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 REQUIREMENTS = Path(__file__).with_name("versus_trl_requirements.txt")
 SYSTEMS = ("trl", "megatron_async")
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -100,7 +99,7 @@ def train_here(config: RunConfig) -> Row:
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     first = lines[0]["time"] - lines[0]["time/step"] - evaluations[0]["eval/seconds"]
     return {
-        "version": commit(),
+        "version": reporting.commit(),
         "startup_seconds": first - began,
         "wall_seconds": ended - began,
         "step_seconds": [line["time/step"] for line in lines],
@@ -109,12 +108,6 @@ def train_here(config: RunConfig) -> Row:
         # Answers come from the version that was due and from those that followed meanwhile.
         "accuracies": [[int(e["eval/version_newest"]), e["eval/accuracy"]] for e in evaluations],
     }
-
-
-def commit() -> str:
-    """The commit of the working tree."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def train_with_trl(config: RunConfig, environment: Path, scratch: Path, microbatch: int) -> Row:
@@ -174,38 +167,35 @@ def seconds_to(row: Row, target: float) -> float | None:
 
 def table(rows: Sequence[Row], target: float = TARGET) -> str:
     """Markdown: for each distribution, both systems and the ratios of equal seeds."""
-    out = [
-        f"| lengths | system | runs | start-up s | s/step | tokens/s | reward, last quarter "
-        f"| accuracy before → after | s to {target:.0%} |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    ratios: list[str] = []
+    header = (
+        "lengths | system | runs | start-up s | s/step | tokens/s | reward, last quarter "
+        f"| accuracy before → after | s to {target:.0%}"
+    )
+    lines, ratios = [], list[str]()
     for distribution in DISTRIBUTIONS:
         for system in SYSTEMS:
             of = [r for r in rows if (r["distribution"], r["system"]) == (distribution, system)]
             if of:
-                out.append(_table_row(distribution, system, of, target))
+                lines.append([distribution, system, *_cells(of, target)])
         ratios += _ratios(distribution, rows, target)
-    return "\n".join([*out, "", *ratios])
+    return "\n".join([reporting.table(header, lines), "", *ratios])
 
 
-def _table_row(distribution: str, system: str, rows: Sequence[Row], target: float) -> str:
-    def mean_step(row: Row) -> float:
-        return statistics.mean(row["step_seconds"])
-
+def _cells(rows: Sequence[Row], target: float) -> list[str]:
+    """Return the cells of one system's runs, from their number on."""
     reached = [seconds_to(row, target) for row in rows]
     known = [value for value in reached if value is not None]
     never = f", {len(reached) - len(known)} never" if len(known) < len(reached) else ""
-    cells = (
+    return [
+        str(len(rows)),
         spread([row["startup_seconds"] for row in rows], 0),
-        spread([mean_step(row) for row in rows]),
+        spread([statistics.mean(row["step_seconds"]) for row in rows]),
         spread([sum(row["tokens"]) / sum(row["step_seconds"]) for row in rows], 0),
         spread([statistics.mean(_last_quarter(row["rewards"])) for row in rows], 3),
         f"{spread([100 * row['accuracies'][0][1] for row in rows], 1)} → "
         f"{spread([100 * row['accuracies'][-1][1] for row in rows], 1)} %",
         spread(known, 0) + never,
-    )
-    return f"| {distribution} | {system} | {len(rows)} | {' | '.join(cells)} |"
+    ]
 
 
 def _last_quarter(values: Sequence[float]) -> Sequence[float]:
@@ -244,7 +234,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")
     parser.add_argument("--pieces", type=int, default=1000, help="make at most so many")
     parser.add_argument("--environment", type=Path, default=ROOT / "runs" / "versus_trl-env")
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/versus_trl.jsonl")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "versus_trl.jsonl")
     parser.add_argument(
         "--trl-microbatch", type=int, default=64, help="sequences that TRL trains on at once"
     )
@@ -262,11 +252,8 @@ def main() -> None:
         ]
         for key in missing(wanted, read(options.rows))[: options.pieces]:
             append(options.rows, key | measure(key, options))
-    text = table(read(options.rows))
-    print(text)
-    if options.out is not None:
-        command = command_line("benchmarks.versus_trl")
-        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+    title = "Beside TRL's GRPOTrainer"
+    reporting.publish("benchmarks.versus_trl", title, table(read(options.rows)), options.out)
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:

@@ -6,8 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -53,14 +51,9 @@ def rates(_stage: Stage) -> Findings:
 
 def loss(_stage: Stage) -> Findings:
     """`is_loss` against copy bandwidth and its eager reference."""
-    from benchmarks.kernels_gpu import LOSSES, measure_rates, time_loss
+    from benchmarks.kernels_gpu import loss_rows, measure_rates
 
-    rate = measure_rates()
-    rows: list[dict[str, Any]] = []
-    for name in LOSSES:
-        for millions in (1, 16, 64):
-            rows.append(asdict(time_loss(name, millions, rate)))
-            torch.cuda.empty_cache()
+    rows = loss_rows(measure_rates())
     large = [row["copy_share"] for row in rows if row["millions"] > 1]
     eager = [row["eager_ms"] / row["kernel_ms"] for row in rows if row["millions"] == 1]
     return Findings(
@@ -75,19 +68,10 @@ def loss(_stage: Stage) -> Findings:
 
 
 def head(_stage: Stage) -> Findings:
-    """`token_logprob` alone, all rows and a quarter of them."""
-    from benchmarks.kernels_gpu import HEADS, SHARES, measure_rates, time_head
-    from benchmarks.kernels_peers import OURS
+    """`token_logprob` by itself, with all rows and with a quarter of them."""
+    from benchmarks.kernels_gpu import head_rows, measure_rates
 
-    rate = measure_rates()
-    rows: list[dict[str, Any]] = []
-    for tokens in (4096, 16_384):
-        for shape in HEADS:
-            for share in SHARES:
-                timing = time_head(OURS, shape, tokens, share, rate)
-                rows.append({"head": shape.name, "tokens": tokens, "share": share})
-                rows[-1] |= asdict(timing)
-                torch.cuda.empty_cache()
+    rows = head_rows(measure_rates())
     full = [row for row in rows if row["share"] == 1.0 and row["tokens"] == 16_384]
     forward, both = (min(row[key] for row in full) for key in ("forward_share", "both_share"))
     return Findings(
@@ -100,23 +84,7 @@ def head(_stage: Stage) -> Findings:
 
 
 def peers(_stage: Stage) -> Findings:
-    """The other libraries on the same inputs, where they can be imported."""
-    from benchmarks.kernels_gpu import HEADS, measure_rates, time_head
-    from benchmarks.kernels_peers import peers as all_peers
+    """Other implementations of the head on the same inputs, where they can be imported."""
+    from benchmarks.kernels_gpu import measure_rates, peer_rows
 
-    rate = measure_rates()
-    tokens = 4096
-    rows: list[dict[str, Any]] = []
-    for shape in HEADS:
-        for peer in all_peers(tokens, shape.vocab, torch.cuda.mem_get_info()[0]):
-            row: dict[str, Any] = {"head": shape.name, "tokens": tokens, "name": peer.name}
-            rows.append(row)
-            if peer.run is None:
-                row["left_out"] = peer.reason
-                continue
-            try:
-                row |= asdict(time_head(peer, shape, tokens, 1.0, rate))
-            except RuntimeError as error:  # out of memory and compilers' errors among them
-                row["left_out"] = f"{type(error).__name__}: {str(error)[:300]}"
-            torch.cuda.empty_cache()
-    return Findings({"rows": rows})
+    return Findings({"rows": peer_rows(measure_rates())})

@@ -9,7 +9,8 @@ there is no straggler, so at equal requests in flight nothing may be gained.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import UNIFORM, parser, point, table, write
+from benchmarks.papers.report import UNIFORM, parser, point, write
+from benchmarks.reporting import table
 
 CONFIG = "copris-7b-16gpu"
 CONCURRENCIES = (512, 1024, 1536, 2048, "auto")
@@ -36,15 +37,7 @@ def main() -> None:
                 f"{s.off_policy:.0%}",
             )
         )
-    header = (
-        "N'",
-        "tokens/s",
-        "x sync",
-        "engine idle",
-        "recomputed",
-        "lag mean / max",
-        "off-policy",
-    )
+    header = "N' | tokens/s | x sync | engine idle | recomputed | lag mean / max | off-policy"
     equal = f"schedule.concurrency={IN_A_BATCH}"
     control = point(CONFIG, *STEPS, *UNIFORM, equal).tokens_per_second
     control_sync = point(CONFIG, *STEPS, *UNIFORM, equal, "schedule.preset=sync").tokens_per_second

@@ -23,10 +23,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.report import table, write
-from benchmarks.papers.training import NO_MEASURE, bench, training_parser
+from benchmarks.papers.report import write
+from benchmarks.papers.training import NO_MEASURE, bench, training_parser, training_table
 from megatron_async.config.load import merge
 
+COLUMNS = ("accuracy before", "after", "reward, last quarter", "ESS", "mean lag")
 ON: dict[str, Any] = {"algorithm": {"recipe": "copris"}}
 OFF: dict[str, Any] = {"algorithm": {"recipe": "copris", "correction": {"preset": "disabled"}}}
 
@@ -61,23 +62,11 @@ def main() -> None:
     ]
     for model in [options.model, *([options.second_model] if options.second_model else [])]:
         with bench(model, options) as engine:
-            done = [
-                engine.train(name.replace(" ", "-").replace(",", ""), overrides)
+            done = {
+                name: engine.train(name.replace(" ", "-").replace(",", ""), overrides)
                 for name, overrides in runs(options).items()
-            ]
-        rows = [
-            (
-                name,
-                f"{t.before:.1f} %",
-                f"{t.after:.1f} %",
-                f"{t.final_reward:.3f}",
-                f"{t.mean('off_policy/ess'):.3f}",
-                f"{t.mean('rollout/lag_mean'):.2f}",
-            )
-            for name, t in zip(runs(options), done, strict=True)
-        ]
-        header = ("run", "accuracy before", "after", "reward, last quarter", "ESS", "mean lag")
-        parts += [f"Model `{model}`:", table(header, rows)]
+            }
+        parts += [f"Model `{model}`:", training_table("run", done, *COLUMNS)]
     if options.second_model is None:
         parts.append("**The second model size was not run** (`--second-model` was not given).")
     parts.append(NO_MEASURE)

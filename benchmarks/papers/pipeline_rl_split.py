@@ -11,7 +11,8 @@ takes no time the best T is the smallest.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import CONFIGS, parser, point, table, write
+from benchmarks.papers.report import CONFIGS, parser, point, write
+from benchmarks.reporting import table
 from megatron_async.config import load_config
 from megatron_async.simulate.build import group_source, trainer_costs
 from megatron_async.simulate.statistics import Summary
@@ -87,14 +88,8 @@ def main() -> None:
     }
     fastest = max(free, key=lambda t: free[t])
     header = (
-        "g_max",
-        "T",
-        "N'",
-        "largest lag",
-        "generation alone",
-        "training alone",
-        "together",
-        "over the smaller",
+        "g_max | T | N' | largest lag | generation alone | training alone | together "
+        "| over the smaller"
     )
     write(
         options,

@@ -10,7 +10,8 @@ lengths there is nothing to hide, so k must gain nothing (at equal requests in f
 
 from __future__ import annotations
 
-from benchmarks.papers.report import UNIFORM, parser, point, table, write
+from benchmarks.papers.report import UNIFORM, parser, point, write
+from benchmarks.reporting import table
 
 CONFIG = "async-7b-32gpu"
 LEVELS = (0, 1, 2, 4)
@@ -46,13 +47,7 @@ def rows(*overrides: str) -> list[tuple[object, ...]]:
 def main() -> None:
     options = parser(__doc__, "prime_rl_level").parse_args()
     header = (
-        "k",
-        "tokens/s",
-        "x k = 0",
-        "engines idle",
-        "trainer idle",
-        "lag mean / max",
-        "dropped as stale",
+        "k | tokens/s | x k = 0 | engines idle | trainer idle | lag mean / max | dropped as stale"
     )
     write(
         options,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from benchmarks.papers.report import parser
 from benchmarks.quickstart_adam import quickstart_adam
+from benchmarks.reporting import table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.sglang.process import SGLangProcess
@@ -35,13 +35,12 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run: metrics by step, greedy accuracy before and after in percent, wall time."""
+    """One finished run: metrics by step, and greedy accuracy before and after in percent."""
 
     name: str
     lines: list[Line]
     before: float
     after: float
-    seconds: float
 
     def mean(self, metric: str) -> float:
         """Over the steps that have it; nan when none has."""
@@ -60,6 +59,34 @@ class Training:
         """Mean over the last quarter of the steps."""
         rewards = self.series("rollout/reward_mean")
         return float(np.mean(rewards[-max(1, len(rewards) // 4) :]))
+
+    def columns(self) -> dict[str, str]:
+        """Return the cells of this run's row in a table of trainings, by their header."""
+        lag = self.mean("rollout/lag_mean")
+        most = self.largest("rollout/lag_max")
+        return {
+            "accuracy before": f"{self.before:.1f} %",
+            "after": f"{self.after:.1f} %",
+            "reward, last quarter": f"{self.final_reward:.3f}",
+            "ESS": f"{self.mean('off_policy/ess'):.3f}",
+            "mean lag": f"{lag:.2f}",
+            "largest lag": f"{most:.0f}",
+            "lag mean / max": f"{lag:.2f} / {most:.0f}",
+            "generations": str(len(self.lines)),
+            "s/step": f"{self.mean('time/step'):.2f}",
+        }
+
+
+def training_table(first: str, runs: Mapping[str, Training], *columns: str) -> str:
+    """Return a Markdown table with a row for each run.
+
+    Args:
+        first: The header of the first column, which has the names in `runs`.
+        runs: The trainings by name.
+        columns: The headers of the other columns, from `Training.columns`.
+    """
+    rows = [[name, *(run.columns()[column] for column in columns)] for name, run in runs.items()]
+    return table(" | ".join([first, *columns]), rows)
 
 
 def training_parser(doc: str | None, name: str, steps: int) -> argparse.ArgumentParser:
@@ -89,7 +116,6 @@ def train(config: RunConfig, url: str) -> Training:
     """Train to the end on the engine at `url`. Raises what a large run would raise."""
     directory = RunDirectory.create(config)
     pool = LocalScorerPool(config.scorers, config.model.path)
-    began = time.monotonic()
     try:
         train_locally(config, directory, [url], pool)
     finally:
@@ -100,7 +126,6 @@ def train(config: RunConfig, url: str) -> Training:
         read_metrics(directory.metrics_file),
         100 * evaluations[0]["eval/accuracy"],
         100 * evaluations[-1]["eval/accuracy"],
-        time.monotonic() - began,
     )
 
 
@@ -124,17 +149,24 @@ def configure(
 
 
 @contextmanager
+def engine(config: RunConfig, log: Path) -> Iterator[str]:
+    """Start an engine of the run's model, yield its URL and stop it at the end."""
+    process = SGLangProcess(Path(config.model.path), config.engines, log)
+    process.start()
+    try:
+        yield process.url
+    finally:
+        process.stop()
+
+
+@contextmanager
 def bench(model: Path, options: argparse.Namespace) -> Iterator[Bench]:
-    """Start an engine for `model`, stop it at the end."""
+    """Start an engine for `model` and stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
-        engines = configure("engine", {}, model, root, options).engines
-        process = SGLangProcess(model, engines, root / "engine.log")
-        process.start()
-        try:
-            yield Bench(model, root, options, process.url)
-        finally:
-            process.stop()
+        config = configure("engine", {}, model, root, options)
+        with engine(config, root / "engine.log") as url:
+            yield Bench(model, root, options, url)
 
 
 NO_MEASURE = "Two CPU cores, possibly shared: seconds compare runs of one table at best. One seed."

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.reporting import RESULTS, Row, append, commit, missing, publish, read
 from benchmarks.restart.report import report
 from benchmarks.restart.run import RestartedRun, killed_run, scratch_run
-from benchmarks.rows import Row, append, missing, read
-from benchmarks.versus_trl import commit
 from tests.crash.run import prepare
 
-RESULTS = Path(__file__).parents[1] / "results"
 _PROBLEMS = 1000  # a batch may hold none twice
 
 
@@ -49,7 +47,7 @@ def measure(piece: Row, root: Path, options: argparse.Namespace) -> Row:
         row = scratch_run(run)
     else:
         share = random.Random(f"{options.seed} {name}").uniform(*options.moments)
-        row = killed_run(run, share * total, options.stream_interval)
+        row = killed_run(run, share * total)
     shutil.rmtree(run.directory.path)
     made = {"date": str(datetime.date.today()), "commit": commit()}
     return {**piece, **row, **made}
@@ -85,8 +83,8 @@ def main() -> None:
         for piece in missing(wanted, read(options.rows)):
             append(options.rows, row := measure(piece, root, options))
             print(json.dumps(row), flush=True)
-            options.out.write_text(report(read(options.rows), options))
-    options.out.write_text(report(read(options.rows), options))
+    text = report(read(options.rows), options)
+    publish("benchmarks.restart", "Everything killed, and resumed", text, options.out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ pytest.importorskip("triton")
 
 from megatron_async_kernels.triton_tiles import ARCHITECTURES
 
-from benchmarks.compiled.ahead_of_time import compile_kernel
-from benchmarks.compiled.head_builds import head_builds
-from benchmarks.compiled.loss_builds import loss_builds
+from benchmarks.compiled import compile_kernel, head_builds, loss_builds
 
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
