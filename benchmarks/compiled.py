@@ -65,13 +65,11 @@ class KernelBuild:
 class Resources:
     """What one compiled kernel needs: registers per thread, bytes of spills and shared memory."""
 
-    name: str
+    build: KernelBuild
     arch: int
     registers: int
     spill_bytes: int
     shared: int
-    warps: int
-    stages: int
     tensor_core: str
 
     @property
@@ -102,13 +100,11 @@ def compile_kernel(build: KernelBuild, arch: int) -> Resources:
     )
     ptx = compiled.asm["ptx"]
     return Resources(
-        name=build.name,
+        build=build,
         arch=arch,
         registers=_registers(compiled.asm["cubin"]),
         spill_bytes=_spill_bytes(ptx, arch),
         shared=int(compiled.metadata.shared),
-        warps=build.warps,
-        stages=build.stages,
         tensor_core=_matrix_instruction(ptx),
     )
 
@@ -121,11 +117,11 @@ def markdown_table(rows: Iterable[Resources]) -> str:
     )
     cells = [
         (
-            row.name,
+            row.build.name,
             f"sm_{row.arch}",
             row.tensor_core,
-            row.warps,
-            row.stages,
+            row.build.warps,
+            row.build.stages,
             row.registers,
             row.spill_bytes,
             f"{row.shared / 1024:.1f}",

@@ -17,15 +17,14 @@ Every run appends its row to --rows; a run that has a row there is not made agai
 from __future__ import annotations
 
 import argparse
-import datetime
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks import reporting
-from benchmarks.reporting import RESULTS, ROOT, Row, append, missing, read, spread
+from benchmarks.reporting import ROOT, Row, read, spread
 from megatron_async.telemetry.metrics import read_metrics
 
 EXAMPLES: Final = {"guessing_game": "games", "calculator": "conversations"}
@@ -177,21 +176,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
     parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "episodes.jsonl")
     parser.add_argument("--controls", type=int, default=1, help="seeds that have a control")
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    reporting.piece_options(parser, "episodes")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parsed()
     wanted = pieces(options.examples, options.seeds, options.controls)
-    todo: list[Any] = [] if options.table else missing(wanted, read(options.rows))
-    for key in todo[: options.pieces]:
-        row: Row = measure(key, options.folder.absolute())
-        append(options.rows, {**key, **row, "date": f"{datetime.date.today()}"})
-        print(key, row, flush=True)
+    folder = options.folder.absolute()
+    reporting.make_missing(wanted, read(options.rows), options, lambda key: measure(key, folder))
     print(table(read(options.rows)))
 
 

@@ -15,20 +15,19 @@ weights that are not the trainer's, or its log-probs are at another temperature.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.papers.training import configure, engine, train, training_parser
+from benchmarks.papers.training import Training, configure, engine, train, training_parser
 from benchmarks.reporting import publish, table
 from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.client import SGLangClient
@@ -46,42 +45,17 @@ ON_POLICY, OTHER_TEMPERATURE = "none", "log-probs at temperature 0.7 for 1"
 SAMPLING_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Usual:
-    """Reports of the checks of one training."""
-
-    engine: str
-    trainer: str
-    means: Sequence[float]
-    largest: float
-    drift: float | None
-
-    @property
-    def rule(self) -> RatioCheck:
-        """The rule as this run has taught it."""
-        rule = RatioCheck(tolerance=None, temperature=1.0)
-        for mean in self.means[:BASELINE_UPDATES]:
-            rule.learn([RatioError(mean, mean)])
-        return rule
-
-
 def precision(engine: str, trainer: str) -> dict[str, Any]:
+    """Return the settings of a pair of precisions."""
     return {"engines": {"dtype": engine}, "model": {"dtype": trainer}}
 
 
-def usual(engine: str, trainer: str, url: str, root: Path, options: argparse.Namespace) -> Usual:
-    """Train, and read what the checks reported."""
-    name = f"{engine}-{trainer}"
-    run = train(configure(name, precision(engine, trainer), options.model, root, options), url)
-    means = run.series("weights/probe_mean_error")
-    drifts = run.series("weights/probe_drift")
-    return Usual(
-        engine,
-        trainer,
-        means,
-        run.largest("weights/probe_max_error"),
-        max(drifts) if drifts else None,
-    )
+def rule_of(run: Training) -> RatioCheck:
+    """Return the rule with what it has learned from the run's checks."""
+    rule = RatioCheck(tolerance=None, temperature=1.0)
+    for mean in run.series("weights/probe_mean_error")[:BASELINE_UPDATES]:
+        rule.learn([RatioError(mean, mean)])
+    return rule
 
 
 def changed(model: Path, folder: Path, change: Mapping[str, torch.Tensor]) -> Path:
@@ -172,33 +146,38 @@ def errors(
     return found
 
 
-def usual_row(of: Usual) -> list[object]:
+def usual_row(pair: Sequence[str], run: Training) -> list[object]:
     """Return the row of one training in the table of usual errors."""
-    means, exact = of.means, of.engine == of.trainer == "float32"
-    baseline = of.rule.baseline
+    means, rule = run.series("weights/probe_mean_error"), rule_of(run)
+    exact = set(pair) == {"float32"}
+    errors = (
+        min(means),
+        statistics.median(means),
+        max(means),
+        run.largest("weights/probe_max_error"),
+    )
+    baseline = "" if exact or rule.baseline is None else f"{rule.baseline:.1e}"
+    drifts = run.series("weights/probe_drift")
     return [
-        of.engine,
-        of.trainer,
+        *pair,
         len(means),
-        f"{min(means):.1e}",
-        f"{statistics.median(means):.1e}",
-        f"{max(means):.1e}",
-        f"{of.largest:.1e}",
-        "" if exact or baseline is None else f"{baseline:.1e}",
-        f"{of.rule.limit(exact=exact):.1e}",
-        "" if of.drift is None else f"{of.drift:.2f}",
+        *(f"{error:.1e}" for error in errors),
+        baseline,
+        f"{rule.limit(exact=exact):.1e}",
+        f"{max(drifts):.2f}" if drifts else "",
     ]
 
 
-def defect_rows(of: Usual, found: Mapping[str, RatioError]) -> list[list[object]]:
+def defect_rows(
+    pair: Sequence[str], run: Training, found: Mapping[str, RatioError]
+) -> list[list[object]]:
     """Return a row for each defect: its errors, and whether a check stops at them."""
-    exact = of.engine == of.trainer == "float32"
+    exact = set(pair) == {"float32"}
     rows: list[list[object]] = []
     for defect, error in found.items():
-        rules = (RatioCheck(tolerance=None, temperature=1.0), of.rule)
+        rules = (RatioCheck(tolerance=None, temperature=1.0), rule_of(run))
         words = ["passes" if rule.passes(error, exact=exact) else "stops" for rule in rules]
-        errors = [f"{error.mean:.1e}", f"{error.largest:.1e}"]
-        rows.append([of.engine, of.trainer, defect, *errors, *words])
+        rows.append([*pair, defect, f"{error.mean:.1e}", f"{error.largest:.1e}", *words])
     return rows
 
 
@@ -229,10 +208,13 @@ def main() -> None:
             with engine(settings, root / f"{dtype}.log") as url:
                 samples = asyncio.run(sampled(settings, url, models, options.prompts))
                 for trainer in trainers:
-                    of = usual(dtype, trainer, url, root, options)
-                    usual_rows.append(usual_row(of))
-                    config = configure("d", precision(dtype, trainer), options.model, root, options)
-                    rows += defect_rows(of, errors(config, samples))
+                    pair = (dtype, trainer)
+                    config = configure(
+                        "-".join(pair), precision(*pair), options.model, root, options
+                    )
+                    run = train(config, url)
+                    usual_rows.append(usual_row(pair, run))
+                    rows += defect_rows(pair, run, errors(config, samples))
                     print(usual_rows[-1], *rows, sep="\n", file=sys.stderr, flush=True)
     text = "\n\n".join([table(USUAL_HEADER, usual_rows), table(DEFECT_HEADER, rows)])
     publish("benchmarks.half_precision", "Ratios in half precision", text, options.out)

@@ -2,8 +2,6 @@
 
 Each measurement runs in a separate process, which resets and reads the kernel's high-water mark of
 its resident memory (`/proc/self/clear_refs`, `VmHWM`), so that nothing before it counts.
-
-    python -m benchmarks.kernels_cpu '{"mode": "chunked", "tokens": 64, "vocab": 512, "hidden": 16}'
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ class Measured:
 
 
 def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
-    """Measure in a fresh process.
+    """Measure in a new process.
 
-    Raises
-        subprocess.CalledProcessError: the process failed.
+    Raises:
+        subprocess.CalledProcessError: The process failed.
     """
     finished = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels_cpu", json.dumps(asdict(case))],
@@ -53,7 +51,7 @@ def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
         text=True,
         timeout=timeout_seconds,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        env={"OMP_NUM_THREADS": "1", **os.environ},
     )
     return Measured(**json.loads(finished.stdout.splitlines()[-1]))
 
@@ -81,10 +79,9 @@ def measure(case: Case) -> Measured:
                 workspace_bytes=case.workspace_mib * MIB,
             )
             assert isinstance(logprobs_T, torch.Tensor)
-            logprobs_T.sum().backward()
         else:
             logprobs_T, _ = reference_token_logprob(hidden_TD[:rows], weight_VD, targets_T[:rows])
-            logprobs_T.sum().backward()
+        logprobs_T.sum().backward()
 
     if case.mode == "chunked":
         step(8)

@@ -6,6 +6,7 @@ as soon as it has ended, and a piece that has a row is not made again.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -14,7 +15,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,28 @@ def read(file: Path) -> list[Row]:
 def missing(wanted: Iterable[Row], rows: Sequence[Row]) -> list[Row]:
     """Return the keys of `wanted` that no row contains, in their order."""
     return [key for key in wanted if not any(key.items() <= row.items() for row in rows)]
+
+
+def piece_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a comparison that is made in pieces: `--pieces`, `--rows`, `--table`."""
+    file = RESULTS / f"{name}.jsonl"
+    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
+    parser.add_argument("--rows", type=Path, default=file, help="the file of rows")
+    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+
+
+def make_missing(
+    wanted: Iterable[Row],
+    rows: Sequence[Row],
+    options: argparse.Namespace,
+    measure: Callable[[Row], Row],
+) -> None:
+    """Make each piece of `wanted` that has no row in `rows`; append its row to `options.rows`."""
+    todo = [] if options.table else missing(wanted, rows)
+    for key in todo[: options.pieces]:
+        row = {**key, **measure(key), "date": f"{datetime.date.today()}"}
+        append(options.rows, row)
+        print(row, file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -73,10 +97,20 @@ def command_line(module: str) -> str:
     return shlex.join(["python", "-m", module, *kept])
 
 
+@cache
 def commit() -> str:
-    """Return the short hash of the working tree's commit."""
+    """Return the short hash of this tree's commit, or `unknown` without git.
+
+    GPU_CHECK_COMMIT names it where the tree was copied without its history.
+    """
+    if (given := os.environ.get("GPU_CHECK_COMMIT")) is not None:
+        return given
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def made(module: str) -> str:

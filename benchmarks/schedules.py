@@ -4,28 +4,24 @@
     python -m benchmarks.schedules --presets sync copris --pieces 4     # four runs of those
     python -m benchmarks.schedules --table                         # of the rows there are
 
-Time. Every trajectory's response length is forced (a recorded length per trajectory id), once
+Lengths. Every trajectory's response length is forced (a recorded length per trajectory id), once
 long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
-show no gain. The model is the quickstart's architecture with random weights: with forced lengths
-the time does not depend on its content. Everything else is the real run: SGLang, Megatron
-under torchrun. All figures are per optimizer step of the same number of trajectories: a batch of
-`rapid` is H times as large and is taken in H minibatches.
+show no gain. The model is the quickstart's architecture with random weights; everything else is the
+real run: SGLang, Megatron under torchrun. All figures are per optimizer step of the same number of
+trajectories: a batch of `rapid` is H times as large and is taken in H minibatches.
 
-Equal work. Schedules are compared by trained tokens for each second in which requests may run. A
-step's seconds are not comparable: the same number of trajectories are other ones, and of another
-length, where a schedule takes those that end first and continues the rest. That evens out over a
-run, not over its first steps, which are not measured.
+Equal work. Schedules are compared by trained tokens for each second in which requests may run. The
+seconds of a step are not comparable, because a schedule that takes the responses that end first
+trains on shorter ones. That evens out over a run, but not over its first steps, which are not
+measured.
 
 Sizes. On a CPU core a decode step of this model costs about 4.6 ms and 0.1 to 0.2 ms more for each
-running request. At the default of 32 requests the constant part still counts, as it does on a GPU,
-where decode is bound by memory; with hundreds of requests a CPU is bound by arithmetic, an idle
-slot costs nothing, and no schedule can gain.
+running request. At the default of 32 requests the constant part still counts, as it does on a GPU.
+With hundreds of requests an idle slot costs nothing, and no schedule can gain.
 
-Repetitions. The schedules alternate, each repetition runs all of them once, and a ratio is of two
-runs of one repetition: the machine's speed changes within minutes. Ratios that spread by more than
-25 % of their median are void, and printed as such: the machine was not quiet. Every run appends its
-row to --rows; runs that have a row there are not made again, so the comparison can be made in
-pieces.
+Repetitions. The schedules alternate, and a ratio is of two runs of one repetition, because the
+machine's speed changes within minutes. Ratios that spread by more than 25 % of their median are
+void, and printed as such.
 
 Prints Markdown; with --out, also writes it with the command, the date and the machine.
 """
@@ -33,8 +29,6 @@ Prints Markdown; with --out, also writes it with the command, the date and the m
 from __future__ import annotations
 
 import argparse
-import datetime
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quickstart_adam import quickstart_adam
-from benchmarks.reporting import RESULTS, Row, append, missing, publish, read, spread, table
+from benchmarks.papers.training import quickstart_adam
+from benchmarks.reporting import Row, make_missing, piece_options, publish, read, spread, table
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
@@ -211,9 +205,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=32, help="N' of the others")
     parser.add_argument("--longest", type=int, default=1024, help="longest response, tokens")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "schedules.jsonl")
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    piece_options(parser, "schedules")
     parser.add_argument("--out", type=Path, help="write the table here too")
     return parser.parse_args(arguments)
 
@@ -241,11 +233,7 @@ def recorded(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     options = parsed()
-    todo = [] if options.table else missing(pieces(options), recorded(options))
-    for key in todo[: options.pieces]:
-        row = {**key, **measure(key, options), "date": f"{datetime.date.today()}"}
-        append(options.rows, row)
-        print(row, file=sys.stderr, flush=True)
+    make_missing(pieces(options), recorded(options), options, lambda key: measure(key, options))
     text = "\n\n".join([describe_lengths(options.longest), time_table(recorded(options))])
     publish("benchmarks.schedules", "Schedules on the real engine", text, options.out)
 

@@ -27,23 +27,17 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.papers.training import engine
-from benchmarks.quickstart_adam import quickstart_adam
+from benchmarks.papers.training import engine, quickstart_adam, run_on
 from benchmarks.reporting import publish, table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.environments.workers import EnvironmentWorkers
-from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
-from megatron_async.scoring.interface import NoScorers
-from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
 from megatron_async.simulate.statistics import Summary
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
-from megatron_async.testing.local import train_locally
 
 GOAL = 0.15
 BATCHES = (1, 8, 24, 48, 96)
@@ -85,20 +79,6 @@ def measure_engine(config: RunConfig, url: str, cost_model: Path) -> None:
     cost_model.write_text(yaml.safe_dump(asyncio.run(run()), sort_keys=False))
 
 
-def train(config: RunConfig, url: str) -> RunDirectory:
-    """A whole run in this process, on the engine at `url`."""
-    directory = RunDirectory.create(config)
-    pool = LocalScorerPool(config.scorers, config.model.path)
-    scorers = pool if config.scores else NoScorers()
-    try:
-        with local_place(directory.logs) as place:
-            workers = EnvironmentWorkers(config, place) if config.plays else None
-            train_locally(config, directory, [url], scorers, workers)
-    finally:
-        pool.close()
-    return directory
-
-
 def response_lengths(directory: RunDirectory) -> list[int]:
     """Return the lengths of the finished responses in the run's store."""
     with closing(StoreReader(directory.store_file)) as reader:
@@ -110,7 +90,7 @@ def measure_both(base: dict[str, Any], root: Path) -> RunDirectory:
     config = build_config(base)
     with engine(config, root / "engine.log") as url:
         measure_engine(config, url, root / COST_MODEL)
-        return train(config, url)
+        return run_on(config, url)
 
 
 def predict(

@@ -63,19 +63,6 @@ class Sample:
         return sum(map(len, self.segments))
 
 
-@dataclass(frozen=True)
-class Drift:
-    """KL of what sampled to the newest weights, per response token."""
-
-    arm: str
-    lag: int
-    tokens: int
-    mean_token_lag: float
-    k1: float
-    k3: float
-    ess: float
-
-
 async def sample(
     client: SGLangClient,
     config: RunConfig,
@@ -150,20 +137,15 @@ def pack(samples: Sequence[Sample], step: int, temperature: float) -> TokenBatch
     return pack_groups(groups, step=step, lineage=0, branch_points={}, temperature=temperature)
 
 
-def drift(arm: str, lag: int, batch: TokenBatch, newest_T: FloatArray) -> Drift:
-    """Both estimators of KL(sampled by || newest) over response tokens, and the ESS share."""
+def drift(batch: TokenBatch, newest_T: FloatArray) -> list[str]:
+    """Return a row's figures: both estimators of KL(sampled by || newest), and the ESS share."""
     scored = batch.loss_mask_T > 0
     log_ratio = (newest_T - batch.rollout_logprobs_T)[scored].astype(np.float64)
     ratio = np.exp(log_ratio)
-    return Drift(
-        arm,
-        lag,
-        int(scored.sum()),
-        float(batch.lag_T[scored].mean()),
-        float(-log_ratio.mean()),
-        float((ratio - 1 - log_ratio).mean()),
-        float(ratio.sum() ** 2 / (ratio.size * (ratio**2).sum())),
-    )
+    k1, k3 = float(-log_ratio.mean()), float((ratio - 1 - log_ratio).mean())
+    ess = float(ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()))
+    tokens, lag = int(scored.sum()), float(batch.lag_T[scored].mean())
+    return [f"{tokens:,}", f"{lag:.2f}", f"{k1:.2e}", f"{k3:.2e}", f"{ess:.4f}"]
 
 
 def versions_of_a_training(options: argparse.Namespace, root: Path, url: str) -> list[Path]:
@@ -221,8 +203,8 @@ async def sample_arms(
     return results
 
 
-def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Drift]:
-    """Return the KL of every arm at every lag."""
+def measure_drift(options: argparse.Namespace, root: Path, url: str) -> str:
+    """Return a table with the drift of every arm at every lag."""
     paths = versions_of_a_training(options, root, url)
     config = configure("drift", {}, options.model, root, options)
     config = config.with_section("model", path=str(paths[-1]))
@@ -232,28 +214,9 @@ def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Dri
         trainer = PolicyTrainer(config)
         for (arm, lag), samples in sampled.items():
             batch = pack(samples, len(paths) - 1, config.sampling.temperature)
-            rows.append(drift(arm, lag, batch, trainer.compute_logprobs(batch)))
-    return rows
-
-
-def drift_table(rows: Sequence[Drift]) -> str:
-    """Return a Markdown table with a row for each arm and lag."""
+            rows.append([arm, lag, *drift(batch, trainer.compute_logprobs(batch))])
     header = "sampled | g | response tokens | mean token lag | KL, k1 | KL, k3 | ESS share"
-    return table(
-        header,
-        [
-            (
-                r.arm,
-                r.lag,
-                f"{r.tokens:,}",
-                f"{r.mean_token_lag:.2f}",
-                f"{r.k1:.2e}",
-                f"{r.k3:.2e}",
-                f"{r.ess:.4f}",
-            )
-            for r in rows
-        ],
-    )
+    return table(header, rows)
 
 
 def main() -> None:
@@ -275,7 +238,7 @@ def main() -> None:
         fine = {"engines": {"stream_interval": 4}}
         config = configure("engine", fine, options.model, root, options)
         with engine(config, root / "engine.log") as url:
-            text = drift_table(measure_drift(options, root, url))
+            text = measure_drift(options, root, url)
     publish("benchmarks.stale_kv", "What old KV caches do to ratios", text, options.out)
 
 

@@ -1,12 +1,11 @@
 """What a start costs: wall to the first submitted request, CPU seconds and memory by process.
 
-    python -m benchmarks.starts [--runs 3] [--loaded 8] [SETTING=VALUE]...
+    python -m benchmarks.starts [--runs 3] [SETTING=VALUE]...
 
 Each run is `megatron-async train` of a tiny model with a real engine on CPU; it ends by SIGKILL
 after its first request, whose time its recorded events have. CPU seconds are those at that moment.
 Memory is what each process has for itself and its share of what several have (PSS), read once, at
-most half a second later: reading it takes time of the process that is read. `--loaded` is the
-number of processes that do nothing but count meanwhile.
+most half a second later: reading it takes time of the process that is read.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,19 +154,6 @@ def start(root: Path, name: str, settings: Sequence[str]) -> Start:
     return Start(at - began, list(found.values()))
 
 
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that take all the time that they get."""
-    counting = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(counting) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def report(starts: list[Start]) -> str:
     """Return a table of the median start: its processes by CPU time."""
     median = sorted(starts, key=lambda start: start.wall_seconds)[len(starts) // 2]
@@ -192,18 +178,16 @@ def report(starts: list[Start]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--loaded", type=int, default=0, help="busy processes beside it")
     parser.add_argument("settings", nargs="*", help="SETTING=VALUE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         build_tiny_model(root / "model", seed=1)
         (root / "config.yaml").write_text(json.dumps({"model": {"path": str(root / "model")}}))
-        with busy(options.loaded):
-            starts = []
-            for number in range(options.runs):
-                starts.append(start(root, f"run{number}", options.settings))
-                print(f"start {number}: {starts[-1].wall_seconds:.1f} s", flush=True)
+        starts = []
+        for number in range(options.runs):
+            starts.append(start(root, f"run{number}", options.settings))
+            print(f"start {number}: {starts[-1].wall_seconds:.1f} s", flush=True)
         print(report(starts))
 
 

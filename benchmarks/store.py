@@ -18,8 +18,6 @@ Prints one table; with --out, also writes it with the command, the date and the 
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
 - replica: the copy of a checkpoint into the run directory.
 - damaged: opening the same file with a page of zeros in its middle, which the replica replaces.
-- bare SQLite: the same chunks as one value each, 64 trajectories a transaction, without CRC and
-  event loop: what the engine itself costs.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -45,7 +42,6 @@ from megatron_async.store.recovery import copy_database
 from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.writer import Job
-from megatron_async.trajectory.columns import blob
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -250,33 +246,6 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     ]
 
 
-def chunk_values(trajectories: int, chunks: int) -> Iterator[list[tuple[bytes, bytes]]]:
-    """(key, value) of each chunk, 64 to a transaction."""
-    data = blob([(np.arange(CHUNK, dtype=np.int32), np.linspace(-3, 0, CHUNK, dtype=np.float32))])
-    for chunk in range(chunks):
-        for first in range(0, trajectories, 64):
-            keys = range(first, min(first + 64, trajectories))
-            yield [(b"%08d.%06d" % (i, chunk), data) for i in keys]
-
-
-def bare_sqlite(directory: Path, trajectories: int, chunks: int) -> float:
-    """Seconds for all chunks: WAL, synchronous=NORMAL, as the store has it."""
-    connection = sqlite3.connect(directory / "bare.sqlite", isolation_level=None)
-    connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("CREATE TABLE chunks (key BLOB, data BLOB)")
-    connection.execute("CREATE INDEX by_key ON chunks (key)")
-    start = time.perf_counter()
-    for values in chunk_values(trajectories, chunks):
-        connection.execute("BEGIN")
-        connection.executemany("INSERT INTO chunks VALUES (?, ?)", values)
-        connection.execute("COMMIT")
-    took = time.perf_counter() - start
-    connection.close()
-    return took
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -285,17 +254,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of each trajectory")
     parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=arguments.directory))
-    try:
-        rows = asyncio.run(measure(directory, arguments.trajectories, arguments.tokens))
-        chunks = -(-arguments.tokens // CHUNK)
-        total = arguments.trajectories * chunks * CHUNK
-        took = bare_sqlite(directory, arguments.trajectories, chunks)
-        rows.append(("bare SQLite", f"{total / took / 1e6:.2f} M tokens/s"))
-        load = f"{os.cpu_count()}, {os.getloadavg()[0]:.1f}"
-        rows.append(("processors, load of the last minute (its own included)", load))
-    finally:
-        shutil.rmtree(directory)
+    with tempfile.TemporaryDirectory(
+        prefix="store-benchmark-", dir=arguments.directory
+    ) as directory:
+        sizes = (arguments.trajectories, arguments.tokens)
+        rows = asyncio.run(measure(Path(directory), *sizes))
+    rows.append(("load of the last minute (its own included)", f"{os.getloadavg()[0]:.1f}"))
     text = table("what | measured", rows) + f"\n\nSQLite {sqlite3.sqlite_version}"
     publish("benchmarks.store", "The trajectory store", text, arguments.out)
 

@@ -101,8 +101,8 @@ def stub_engines(engines: int, processes: int, interval: int, rate: float) -> It
     try:
         for place in range(processes):
             share = len(range(place, engines, processes))
-            command = [sys.executable, "-m", "benchmarks.stub_engine", "--engines", str(share)]
-            command += ["--interval", str(interval), "--rate", str(rate)]
+            command = [sys.executable, "-m", "benchmarks.stub_engine"]
+            command += [str(share), str(interval), str(rate)]
             started.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )

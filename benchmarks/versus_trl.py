@@ -28,12 +28,10 @@ of answers of 190 tokens is in nearly every batch of answers of 30.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -42,8 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import reporting
-from benchmarks.quickstart_adam import quickstart_adam
-from benchmarks.reporting import RESULTS, ROOT, Row, append, missing, read, spread
+from benchmarks.papers.training import quickstart_adam
+from benchmarks.reporting import ROOT, Row, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
@@ -69,6 +67,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 }
 SEEDS = (1, 2, 3)
 TARGET = 0.85
+TRL_MICROBATCH = 64
 _PIECE_LIMIT_SECONDS = 1500
 
 
@@ -110,7 +109,7 @@ def train_here(config: RunConfig) -> Row:
     }
 
 
-def train_with_trl(config: RunConfig, environment: Path, scratch: Path, microbatch: int) -> Row:
+def train_with_trl(config: RunConfig, environment: Path, scratch: Path) -> Row:
     """One run of TRL in its own environment. Raises CalledProcessError when it fails."""
     python = trl_environment(environment)
     task = build_task(config.task, config.model.path, config.eval)
@@ -127,7 +126,7 @@ def train_with_trl(config: RunConfig, environment: Path, scratch: Path, microbat
         "out": str(scratch / "trl.json"),
         "work": str(scratch / "trl"),
         "began": time.time(),
-        "microbatch": microbatch,
+        "microbatch": TRL_MICROBATCH,
     }
     file = scratch / "job.json"
     file.write_text(json.dumps(job))
@@ -186,20 +185,17 @@ def _cells(rows: Sequence[Row], target: float) -> list[str]:
     reached = [seconds_to(row, target) for row in rows]
     known = [value for value in reached if value is not None]
     never = f", {len(reached) - len(known)} never" if len(known) < len(reached) else ""
+    rewards = [row["rewards"][-max(1, len(row["rewards"]) // 4) :] for row in rows]
     return [
         str(len(rows)),
         spread([row["startup_seconds"] for row in rows], 0),
         spread([statistics.mean(row["step_seconds"]) for row in rows]),
         spread([sum(row["tokens"]) / sum(row["step_seconds"]) for row in rows], 0),
-        spread([statistics.mean(_last_quarter(row["rewards"])) for row in rows], 3),
+        spread(list(map(statistics.mean, rewards)), 3),
         f"{spread([100 * row['accuracies'][0][1] for row in rows], 1)} → "
         f"{spread([100 * row['accuracies'][-1][1] for row in rows], 1)} %",
         spread(known, 0) + never,
     ]
-
-
-def _last_quarter(values: Sequence[float]) -> Sequence[float]:
-    return values[-max(1, len(values) // 4) :]
 
 
 def _ratios(distribution: str, rows: Sequence[Row], target: float) -> Iterator[str]:
@@ -232,42 +228,34 @@ def main() -> None:
     parser.add_argument("--seed", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many")
     parser.add_argument("--environment", type=Path, default=ROOT / "runs" / "versus_trl-env")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "versus_trl.jsonl")
-    parser.add_argument(
-        "--trl-microbatch", type=int, default=64, help="sequences that TRL trains on at once"
-    )
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    reporting.piece_options(parser, "versus_trl")
     parser.add_argument("--out", type=Path, help="write the table here, too")
     options = parser.parse_args()
-    if not options.table:
-        if options.model is None:
-            parser.error("--model is needed: the quickstart leaves one in runs/quickstart/sft")
-        wanted = [
-            {"distribution": name, "seed": seed, "system": system, "steps": options.steps}
-            for seed in options.seed
-            for name in options.distribution
-            for system in options.system
-        ]
-        for key in missing(wanted, read(options.rows))[: options.pieces]:
-            append(options.rows, key | measure(key, options))
-    title = "Beside TRL's GRPOTrainer"
-    reporting.publish("benchmarks.versus_trl", title, table(read(options.rows)), options.out)
+    if options.model is None and not options.table:
+        parser.error("--model is needed: the quickstart leaves one in runs/quickstart/sft")
+    wanted = [
+        {"distribution": name, "seed": seed, "system": system, "steps": options.steps}
+        for seed in options.seed
+        for name in options.distribution
+        for system in options.system
+    ]
+    reporting.make_missing(
+        wanted, reporting.read(options.rows), options, lambda key: measure(key, options)
+    )
+    text = table(reporting.read(options.rows))
+    reporting.publish("benchmarks.versus_trl", "Beside TRL's GRPOTrainer", text, options.out)
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:
     """One piece."""
-    print(key, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as scratch:
         config = settings_of(key["distribution"], key["seed"], Path(scratch), options)
         if key["system"] == "trl":
-            found = train_with_trl(
-                config, options.environment, Path(scratch), options.trl_microbatch
-            )
+            found = train_with_trl(config, options.environment, Path(scratch))
         else:
             found = train_here(config)
-    return {**found, "date": f"{datetime.date.today()}", "cores": os.cpu_count()}
+    return {**found, "cores": os.cpu_count()}
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -91,21 +90,12 @@ class RawLink:
     """
 
     def __init__(self, size: int, count: int) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            2,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         self._buffers = torch.ones(count, size, dtype=torch.uint8)
-        numbers = [str(number) for number in (port, size, count)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.weights", "--receive", *numbers]
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=receive, args=(store.port, size, count), daemon=True
         )
+        self._process.start()
         self._group = _group(store, 0)
         self.measure()
 
@@ -119,7 +109,7 @@ class RawLink:
     def close(self) -> None:
         self._buffers[0, 0] = 0
         _broadcast(self._group, self._buffers[0])
-        self._process.wait(60)
+        self._process.join(60)
 
 
 # ------------------------------------------------------------ trainer and engine
@@ -383,11 +373,7 @@ def main() -> None:
         help="beside `distributed`, which is always measured",
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--receive", type=int, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.receive:
-        receive(*arguments.receive)
-        return
     with tempfile.TemporaryDirectory() as folder:
         text = measure(arguments, Path(folder))
     publish("benchmarks.weights", "What a weight update costs", text, arguments.out)

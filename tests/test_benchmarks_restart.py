@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.restart import counters
-from benchmarks.restart.__main__ import folder_of_runs, measure, parsed
-from benchmarks.restart.report import goals, report
+from benchmarks.restart.__main__ import folder_of_runs, goals, measure, parsed, report
 from benchmarks.restart.run import lengths, losses, settings
 from megatron_async.config import build_config
 from megatron_async.trajectory.batch import TokenBatch
@@ -123,4 +122,5 @@ def test_a_small_run_is_killed_and_resumed() -> None:
     assert 0 < found["lost_mean"] <= found["lost_largest"] < found["generated"]
     assert 0 < found["first_request"] < found["first_token"] < found["batch"] < found["trained"]
     assert found["engine_pauses"] == 0
-    assert "| tokens lost per unfinished response, mean |" in report([found], options)
+    row = {"kind": "kill", "number": 0, "date": "2026-11-28", **found}
+    assert "| tokens lost per unfinished response, mean |" in report([row], options)

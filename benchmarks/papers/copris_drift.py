@@ -32,11 +32,11 @@ def by_quarter(run: Training, metric: str) -> str:
 def main() -> None:
     options = training_parser(__doc__, "copris_drift", steps=60).parse_args()
     recipe = {"algorithm": {"recipe": "copris"}}
-    with bench(options.model, options) as engine:
-        done = [engine.train("sync", {**recipe, "schedule": {"preset": "sync"}})]
+    with bench(options.model, options) as train:
+        done = [train("sync", {**recipe, "schedule": {"preset": "sync"}})]
         for n in CONCURRENCIES:
             schedule = {"preset": "copris", "concurrency": n}
-            done.append(engine.train(f"copris-{n}", {**recipe, "schedule": schedule}))
+            done.append(train(f"copris-{n}", {**recipe, "schedule": schedule}))
     rows = []
     for run in done:
         quarters = [by_quarter(run, metric) for metric in METRICS.values()]
@@ -44,7 +44,6 @@ def main() -> None:
         rows.append([run.name, *quarters, columns["largest lag"], columns["after"]])
     write(
         options,
-        "copris_drift",
         "CoPRIS: drift over a long run",
         [
             "Source (arXiv 2511.05589): no published figure of drift was found; the abstract only "

@@ -33,20 +33,16 @@ OFF: dict[str, Any] = {"algorithm": {"recipe": "copris", "correction": {"preset"
 
 
 def runs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    stale = {
-        "schedule": {"preset": "copris", "updates_per_batch": options.stale_updates},
-        "optimizer": {"lr": options.lr},
-    }
-    fresh = {
-        "schedule": {"preset": "sync", "updates_per_batch": 1},
-        "optimizer": {"lr": options.lr},
-    }
-    return {
+    """Return the changes of the four runs by name."""
+    stale = {"schedule": {"preset": "copris", "updates_per_batch": options.stale_updates}}
+    fresh = {"schedule": {"preset": "sync", "updates_per_batch": 1}}
+    found = {
         "stale, IS on": merge(stale, ON),
         "stale, IS off": merge(stale, OFF),
         "on-policy, IS on (control)": merge(fresh, ON),
         "on-policy, IS off (control)": merge(fresh, OFF),
     }
+    return {name: {**run, "optimizer": {"lr": options.lr}} for name, run in found.items()}
 
 
 def main() -> None:
@@ -61,16 +57,16 @@ def main() -> None:
         "from a description only, its figures were not found."
     ]
     for model in [options.model, *([options.second_model] if options.second_model else [])]:
-        with bench(model, options) as engine:
+        with bench(model, options) as train:
             done = {
-                name: engine.train(name.replace(" ", "-").replace(",", ""), overrides)
+                name: train(name.replace(" ", "-").replace(",", ""), overrides)
                 for name, overrides in runs(options).items()
             }
         parts += [f"Model `{model}`:", training_table("run", done, *COLUMNS)]
     if options.second_model is None:
         parts.append("**The second model size was not run** (`--second-model` was not given).")
     parts.append(NO_MEASURE)
-    write(options, "copris_importance", "CoPRIS: importance sampling on and off", parts)
+    write(options, "CoPRIS: importance sampling on and off", parts)
 
 
 if __name__ == "__main__":

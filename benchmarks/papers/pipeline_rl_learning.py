@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     algorithm = {"recipe": "pipeline_rl"}
     runs = {}
-    with bench(options.model, options) as engine:
+    with bench(options.model, options) as train:
         for g in UPDATES:
             schedule = {
                 "preset": "sync",
@@ -31,13 +31,12 @@ def main() -> None:
                 "concurrency": options.groups * g * GROUP,
             }
             size = {"steps": options.steps // g, "schedule": schedule, "algorithm": algorithm}
-            runs[f"conventional, G = {g}"] = engine.train(f"g{g}", size)
+            runs[f"conventional, G = {g}"] = train(f"g{g}", size)
         for kv in ("keep", "recompute"):
             in_flight = {"schedule": {"preset": "pipeline", "kv": kv}, "algorithm": algorithm}
-            runs[f"in flight, KV cache: {kv}"] = engine.train(f"pipeline-{kv}", in_flight)
+            runs[f"in flight, KV cache: {kv}"] = train(f"pipeline-{kv}", in_flight)
     write(
         options,
-        "pipeline_rl_learning",
         "PipelineRL: learning per sample",
         [
             "Source (arXiv 2509.19128v1, section 5): reward by samples is the same for G = 8, G = "

@@ -69,18 +69,10 @@ def main() -> None:
             training = training_alone(trainers)
             smaller = min(generation.tokens_per_second, training)
             speeds[trainers] = together.tokens_per_second
-            rows.append(
-                (
-                    bound,
-                    trainers,
-                    n,
-                    together.lag_max,
-                    f"{generation.tokens_per_second:,.0f}",
-                    f"{training:,.0f}",
-                    f"{together.tokens_per_second:,.0f}",
-                    f"{together.tokens_per_second / smaller:.2f}",
-                )
-            )
+            speed = [generation.tokens_per_second, training, together.tokens_per_second]
+            cells = [f"{tokens:,.0f}" for tokens in speed]
+            over = f"{together.tokens_per_second / smaller:.2f}"
+            rows.append((bound, trainers, n, together.lag_max, *cells, over))
         best[bound] = max(speeds, key=lambda t: speeds[t]) if speeds else 0
     free = {
         t: point(CONFIG, *split(t), *FREE_TRAINER, "schedule.concurrency=3072").tokens_per_second
@@ -93,7 +85,6 @@ def main() -> None:
     )
     write(
         options,
-        "pipeline_rl_split",
         "PipelineRL: T training GPUs of 128 under a lag bound (simulated, tokens/s)",
         [
             "Source (arXiv 2509.19128v1, section 4 and appendix A.3): throughput = min(generation, "

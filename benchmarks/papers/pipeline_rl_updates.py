@@ -62,7 +62,6 @@ def main() -> None:
     ]
     write(
         options,
-        "pipeline_rl_updates",
         "PipelineRL: G updates a generation, 7B, 128 GPUs (simulated)",
         [
             "Source (arXiv 2509.19128v1, section 5 and appendix A.4): about 2 x the samples a "

@@ -19,13 +19,12 @@ def main() -> None:
     options = training_parser(__doc__, "prime_rl_learning", steps=20).parse_args()
     recipe = {"recipe": "prime_rl"}
     runs = {}
-    with bench(options.model, options) as engine:
+    with bench(options.model, options) as train:
         for k in LEVELS:
             schedule = {"preset": "async", "max_async_level": k}
-            runs[str(k)] = engine.train(f"k{k}", {"schedule": schedule, "algorithm": recipe})
+            runs[str(k)] = train(f"k{k}", {"schedule": schedule, "algorithm": recipe})
     write(
         options,
-        "prime_rl_learning",
         "PRIME-RL: learning under asynchrony",
         [
             "Source: Prime Intellect's announcement of INTELLECT-2 reports that its ablations "

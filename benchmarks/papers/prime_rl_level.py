@@ -30,17 +30,10 @@ def rows(*overrides: str) -> list[tuple[object, ...]]:
     out: list[tuple[object, ...]] = []
     for level in LEVELS:
         s = point(CONFIG, f"schedule.max_async_level={level}", *overrides)
-        out.append(
-            (
-                level,
-                f"{s.tokens_per_second:,.0f}",
-                f"{s.tokens_per_second / base:.2f}",
-                f"{s.engine_idle:.0%}",
-                f"{s.trainer_idle:.0%}",
-                f"{s.lag_mean:.2f} / {s.lag_max}",
-                f"{s.wasted:.1%}",
-            )
-        )
+        idle = (f"{s.engine_idle:.0%}", f"{s.trainer_idle:.0%}")
+        speed = (f"{s.tokens_per_second:,.0f}", f"{s.tokens_per_second / base:.2f}")
+        lag = f"{s.lag_mean:.2f} / {s.lag_max}"
+        out.append((level, *speed, *idle, lag, f"{s.wasted:.1%}"))
     return out
 
 
@@ -51,7 +44,6 @@ def main() -> None:
     )
     write(
         options,
-        "prime_rl_level",
         "PRIME-RL: how far inference may run ahead, 7B, 32 GPUs (simulated)",
         [
             'Source (prime-rl\'s documentation, page "Async", of a version that still has '

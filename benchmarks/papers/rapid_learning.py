@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     options = parser.parse_args()
     rows = []
-    with bench(options.model, options) as engine:
+    with bench(options.model, options) as train:
         for h in UPDATES:
             groups = GROUPS_PER_UPDATE * h
             schedule = {
@@ -41,7 +41,7 @@ def main() -> None:
                 "algorithm": {"recipe": "rapid"},
                 "optimizer": {"lr": options.lr},
             }
-            run = engine.train(f"h{h}", overrides)
+            run = train(f"h{h}", overrides)
             figures = (
                 run.mean("off_policy/staleness"),
                 run.mean("off_policy/clipped_generations"),
@@ -52,7 +52,6 @@ def main() -> None:
             rows.append([h, *(f"{value:.4g}" for value in figures)])
     write(
         options,
-        "rapid_learning",
         "RAPID: H updates a generation, trained",
         [
             "Source (abstract of arXiv 2510.03515): 11–34 % less time at similar or better "

@@ -139,7 +139,6 @@ def main() -> None:
     run_header = f"benchmark | algorithm | updates | minutes | {saving} | published"
     write(
         options,
-        "rapid_updates",
         "RAPID: H updates a generation, 0.5B, four GPUs (simulated)",
         [
             "Source: 11 % (MATH, H = 4), 32 % (MiniF2F, H = 8) and 34 % (MBPP+, H = 8) less time "

@@ -29,14 +29,15 @@ def point(config: str, *overrides: str) -> Summary:
     return simulate(load_config(CONFIGS / f"{config}.yaml", list(overrides)))
 
 
-def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+def parser(doc: str | None, script: str) -> argparse.ArgumentParser:
     """Return a parser with the option that every script has."""
     out = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    file = RESULTS / "papers" / f"{name}.md"
+    file = RESULTS / "papers" / f"{script}.md"
     out.add_argument("--out", type=Path, default=file, help="Markdown file to write")
+    out.set_defaults(script=script)
     return out
 
 
-def write(options: argparse.Namespace, script: str, title: str, parts: Sequence[str]) -> None:
+def write(options: argparse.Namespace, title: str, parts: Sequence[str]) -> None:
     """Print the parts, and write them to `options.out` with the command that made them."""
-    publish(f"benchmarks.papers.{script}", title, "\n\n".join(parts), options.out)
+    publish(f"benchmarks.papers.{options.script}", title, "\n\n".join(parts), options.out)

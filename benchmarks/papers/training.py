@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,23 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.report import parser
-from benchmarks.quickstart_adam import quickstart_adam
-from benchmarks.reporting import table
+from benchmarks.reporting import ROOT, table
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import NoScorers
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 
 GROUP = 8
+ADAM: dict[str, Any] = {
+    "optimizer": {"name": "adam", "lr": 2e-4, "schedule": "constant", "warmup_steps": 5},
+    "sft": {"optimizer": {"name": "adam", "lr": 3e-3}},
+}
 Line = dict[str, Any]
 
 
@@ -89,6 +95,17 @@ def training_table(first: str, runs: Mapping[str, Training], *columns: str) -> s
     return table(" | ".join([first, *columns]), rows)
 
 
+def quickstart_adam() -> dict[str, Any]:
+    """Return the quickstart's settings with Adam, which the tables in results/ were measured with.
+
+    The quickstart itself has trained with Muon since 23 November 2026; Adam is the optimizer that
+    all compared systems have. The model that those tables begin with is of `launch/quickstart.sh`
+    with `sft.optimizer.name=adam sft.optimizer.lr=3e-3 sft.steps=900 sft.examples=57600
+    model.dtype=float32`.
+    """
+    return merge(read_yaml(ROOT / "configs" / "quickstart.yaml"), ADAM)
+
+
 def training_parser(doc: str | None, name: str, steps: int) -> argparse.ArgumentParser:
     """Options that every script with a training has. `steps` is the default."""
     out = parser(doc, name)
@@ -99,34 +116,27 @@ def training_parser(doc: str | None, name: str, steps: int) -> argparse.Argument
     return out
 
 
-class Bench:
-    """A warm engine; `train` runs one configuration on it."""
-
-    def __init__(self, model: Path, root: Path, options: argparse.Namespace, url: str) -> None:
-        self._model, self._root, self._options, self._url = model, root, options, url
-
-    def train(self, name: str, overrides: dict[str, Any]) -> Training:
-        """Train to the end. Raises what a large run would raise."""
-        print(name, file=sys.stderr, flush=True)
-        config = configure(name, overrides, self._model, self._root, self._options)
-        return train(config, self._url)
+def run_on(config: RunConfig, url: str) -> RunDirectory:
+    """Make a whole run in this process, on the engine at `url`. Raises what any run would raise."""
+    directory = RunDirectory.create(config)
+    pool = LocalScorerPool(config.scorers, config.model.path)
+    scorers = pool if config.scores else NoScorers()
+    try:
+        with local_place(directory.logs) as place:
+            workers = EnvironmentWorkers(config, place) if config.plays else None
+            train_locally(config, directory, [url], scorers, workers)
+    finally:
+        pool.close()
+    return directory
 
 
 def train(config: RunConfig, url: str) -> Training:
-    """Train to the end on the engine at `url`. Raises what a large run would raise."""
-    directory = RunDirectory.create(config)
-    pool = LocalScorerPool(config.scorers, config.model.path)
-    try:
-        train_locally(config, directory, [url], pool)
-    finally:
-        pool.close()
+    """Train to the end on the engine at `url`."""
+    print(config.name, file=sys.stderr, flush=True)
+    directory = run_on(config, url)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
-    return Training(
-        config.name,
-        read_metrics(directory.metrics_file),
-        100 * evaluations[0]["eval/accuracy"],
-        100 * evaluations[-1]["eval/accuracy"],
-    )
+    before, after = (100 * evaluations[i]["eval/accuracy"] for i in (0, -1))
+    return Training(config.name, read_metrics(directory.metrics_file), before, after)
 
 
 def configure(
@@ -160,13 +170,14 @@ def engine(config: RunConfig, log: Path) -> Iterator[str]:
 
 
 @contextmanager
-def bench(model: Path, options: argparse.Namespace) -> Iterator[Bench]:
-    """Start an engine for `model` and stop it at the end."""
+def bench(
+    model: Path, options: argparse.Namespace
+) -> Iterator[Callable[[str, dict[str, Any]], Training]]:
+    """Start an engine for `model`; yield a function that trains a named configuration on it."""
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
-        config = configure("engine", {}, model, root, options)
-        with engine(config, root / "engine.log") as url:
-            yield Bench(model, root, options, url)
+        with engine(configure("engine", {}, model, root, options), root / "engine.log") as url:
+            yield lambda name, changes: train(configure(name, changes, model, root, options), url)
 
 
 NO_MEASURE = "Two CPU cores, possibly shared: seconds compare runs of one table at best. One seed."
