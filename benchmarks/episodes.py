@@ -17,17 +17,16 @@ Every run appends its row to --rows; a run that has a row there is not made agai
 from __future__ import annotations
 
 import argparse
-import datetime
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.rows import Row, append, missing, read, spread
+from benchmarks import reporting
+from benchmarks.reporting import ROOT, Row, read, spread
 from megatron_async.telemetry.metrics import read_metrics
 
-ROOT: Final = Path(__file__).parents[1]
 EXAMPLES: Final = {"guessing_game": "games", "calculator": "conversations"}
 PRESETS: Final = ("copris", "pipeline")
 LONGEST_SECONDS: Final = 900.0
@@ -140,28 +139,35 @@ def pieces(examples: Sequence[str], seeds: int, controls: int = 1) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: success before and after, in points gained, a line for each kind of run."""
-    out = [
-        "| example | schedule | rewards | seeds | before, % | after, % | gained, points "
-        "| turns, first and last batch | lag, most | s a run |",
-        "|---|---|---|--:|---|---|---|---|--:|---|",
-    ]
+    header = (
+        "example | schedule | rewards | seeds | before, % | after, % | gained, points "
+        "| turns, first and last batch | lag, most | s a run"
+    )
+    lines = []
     kinds = dict.fromkeys((r["example"], r["preset"], r["shuffled"]) for r in rows)
     for example, preset, shuffled in sorted(kinds):
         kind = {"example": example, "preset": preset, "shuffled": shuffled}
         of = [row for row in rows if kind.items() <= row.items()]
-        gained = [100 * (row["after"] - row["before"]) for row in of]
-        out.append(
-            f"| {example} | {preset} | {'shuffled' if shuffled else 'own'} | {len(of)} "
-            f"| {spread([100 * row['before'] for row in of], 1)} "
-            f"| {spread([100 * row['after'] for row in of], 1)} | {spread(gained, 1)} "
-            f"| {spread([row['turns_first'] for row in of], 1)}, "
-            f"{spread([row['turns_last'] for row in of], 1)} "
-            f"| {max(row['lag_max'] for row in of):.0f} | {spread([r['seconds'] for r in of], 0)} |"
+        turns = [spread([row[name] for row in of], 1) for name in ("turns_first", "turns_last")]
+        lines.append(
+            (
+                example,
+                preset,
+                "shuffled" if shuffled else "own",
+                len(of),
+                spread([100 * row["before"] for row in of], 1),
+                spread([100 * row["after"] for row in of], 1),
+                spread([100 * (row["after"] - row["before"]) for row in of], 1),
+                ", ".join(turns),
+                f"{max(row['lag_max'] for row in of):.0f}",
+                spread([row["seconds"] for row in of], 0),
+            )
         )
+    text = reporting.table(header, lines)
     short = [row for row in rows if not row["shuffled"] and row["after"] - row["before"] < GOAL]
     if short:
-        out.append(f"\nBelow {100 * GOAL:.0f} points: {', '.join(map(name_of, short))}.")
-    return "\n".join(out)
+        text += f"\n\nBelow {100 * GOAL:.0f} points: {', '.join(map(name_of, short))}."
+    return text
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -170,21 +176,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
     parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/episodes.jsonl")
     parser.add_argument("--controls", type=int, default=1, help="seeds that have a control")
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    reporting.piece_options(parser, "episodes")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parsed()
     wanted = pieces(options.examples, options.seeds, options.controls)
-    todo: list[Any] = [] if options.table else missing(wanted, read(options.rows))
-    for key in todo[: options.pieces]:
-        row: Row = measure(key, options.folder.absolute())
-        append(options.rows, {**key, **row, "date": f"{datetime.date.today()}"})
-        print(key, row, flush=True)
+    folder = options.folder.absolute()
+    reporting.make_missing(wanted, read(options.rows), options, lambda key: measure(key, folder))
     print(table(read(options.rows)))
 
 

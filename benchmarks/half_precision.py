@@ -15,25 +15,22 @@ weights that are not the trainer's, or its log-probs are at another temperature.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.command import command_line
-from benchmarks.papers.training import configure, train, training_parser
+from benchmarks.papers.training import Training, configure, engine, train, training_parser
+from benchmarks.reporting import publish, table
 from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.save import COPIED_SUFFIXES
 from megatron_async.rollout import probe
 from megatron_async.tasks import build_task
@@ -48,42 +45,17 @@ ON_POLICY, OTHER_TEMPERATURE = "none", "log-probs at temperature 0.7 for 1"
 SAMPLING_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Usual:
-    """Reports of the checks of one training."""
-
-    engine: str
-    trainer: str
-    means: Sequence[float]
-    largest: float
-    drift: float | None
-
-    @property
-    def rule(self) -> RatioCheck:
-        """The rule as this run has taught it."""
-        rule = RatioCheck(tolerance=None, temperature=1.0)
-        for mean in self.means[:BASELINE_UPDATES]:
-            rule.learn([RatioError(mean, mean)])
-        return rule
-
-
 def precision(engine: str, trainer: str) -> dict[str, Any]:
+    """Return the settings of a pair of precisions."""
     return {"engines": {"dtype": engine}, "model": {"dtype": trainer}}
 
 
-def usual(engine: str, trainer: str, url: str, root: Path, options: argparse.Namespace) -> Usual:
-    """Train, and read what the checks reported."""
-    name = f"{engine}-{trainer}"
-    run = train(configure(name, precision(engine, trainer), options.model, root, options), url)
-    means = run.series("weights/probe_mean_error")
-    drifts = run.series("weights/probe_drift")
-    return Usual(
-        engine,
-        trainer,
-        means,
-        run.largest("weights/probe_max_error"),
-        max(drifts) if drifts else None,
-    )
+def rule_of(run: Training) -> RatioCheck:
+    """Return the rule with what it has learned from the run's checks."""
+    rule = RatioCheck(tolerance=None, temperature=1.0)
+    for mean in run.series("weights/probe_mean_error")[:BASELINE_UPDATES]:
+        rule.learn([RatioError(mean, mean)])
+    return rule
 
 
 def changed(model: Path, folder: Path, change: Mapping[str, torch.Tensor]) -> Path:
@@ -174,40 +146,48 @@ def errors(
     return found
 
 
-def usual_row(of: Usual) -> str:
-    means = of.means
-    baseline = of.rule.baseline
-    exact = of.engine == of.trainer == "float32"
-    limit = of.rule.limit(exact=exact)
-    drift = "" if of.drift is None else f"{of.drift:.2f}"
-    return (
-        f"| {of.engine} | {of.trainer} | {len(means)} | {min(means):.1e} "
-        f"| {statistics.median(means):.1e} | {max(means):.1e} | {of.largest:.1e} "
-        f"| {'' if exact or baseline is None else f'{baseline:.1e}'} | {limit:.1e} | {drift} |"
+def usual_row(pair: Sequence[str], run: Training) -> list[object]:
+    """Return the row of one training in the table of usual errors."""
+    means, rule = run.series("weights/probe_mean_error"), rule_of(run)
+    exact = set(pair) == {"float32"}
+    errors = (
+        min(means),
+        statistics.median(means),
+        max(means),
+        run.largest("weights/probe_max_error"),
     )
-
-
-def defect_rows(of: Usual, found: Mapping[str, RatioError]) -> list[str]:
-    exact = of.engine == of.trainer == "float32"
-    new = RatioCheck(tolerance=None, temperature=1.0)
-
-    def word(rule: RatioCheck, error: RatioError) -> str:
-        return "passes" if rule.passes(error, exact=exact) else "stops"
-
+    baseline = "" if exact or rule.baseline is None else f"{rule.baseline:.1e}"
+    drifts = run.series("weights/probe_drift")
     return [
-        f"| {of.engine} | {of.trainer} | {defect} | {error.mean:.1e} | {error.largest:.1e} "
-        f"| {word(new, error)} | {word(of.rule, error)} |"
-        for defect, error in found.items()
+        *pair,
+        len(means),
+        *(f"{error:.1e}" for error in errors),
+        baseline,
+        f"{rule.limit(exact=exact):.1e}",
+        f"{max(drifts):.2f}" if drifts else "",
     ]
 
 
-USUAL_HEAD = """\
-| engine | trainer | checks | mean error: least | median | most | largest of a token | baseline \
-| limit then | largest drift |
-|---|---|---|---|---|---|---|---|---|---|"""
-DEFECT_HEAD = """\
-| engine | trainer | defect | mean error | largest of a token | before a baseline | with it |
-|---|---|---|---|---|---|---|"""
+def defect_rows(
+    pair: Sequence[str], run: Training, found: Mapping[str, RatioError]
+) -> list[list[object]]:
+    """Return a row for each defect: its errors, and whether a check stops at them."""
+    exact = set(pair) == {"float32"}
+    rows: list[list[object]] = []
+    for defect, error in found.items():
+        rules = (RatioCheck(tolerance=None, temperature=1.0), rule_of(run))
+        words = ["passes" if rule.passes(error, exact=exact) else "stops" for rule in rules]
+        rows.append([*pair, defect, f"{error.mean:.1e}", f"{error.largest:.1e}", *words])
+    return rows
+
+
+USUAL_HEADER = (
+    "engine | trainer | checks | mean error: least | median | most | largest of a token | baseline "
+    "| limit then | largest drift"
+)
+DEFECT_HEADER = (
+    "engine | trainer | defect | mean error | largest of a token | before a baseline | with it"
+)
 
 
 def main() -> None:
@@ -217,35 +197,27 @@ def main() -> None:
     )
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="engine-trainer")
     options = parser.parse_args()
-    usual_rows, rows = [], list[str]()
+    usual_rows, rows = [], []
     with tempfile.TemporaryDirectory(prefix="half-precision-") as scratch:
         root = Path(scratch)
         models = defects(options.model, root)
         chosen = [pair.split("-") for pair in options.precisions]
-        for dtype in sorted({engine for engine, _ in chosen}):
+        for dtype in sorted({of_engine for of_engine, _ in chosen}):
+            trainers = [trainer for of_engine, trainer in chosen if of_engine == dtype]
             settings = configure("e", precision(dtype, "float32"), options.model, root, options)
-            process = SGLangProcess(options.model, settings.engines, root / f"{dtype}.log")
-            process.start()
-            try:
-                samples = asyncio.run(sampled(settings, process.url, models, options.prompts))
-                for engine, trainer in chosen:
-                    if engine != dtype:
-                        continue
-                    of = usual(engine, trainer, process.url, root, options)
-                    usual_rows.append(usual_row(of))
+            with engine(settings, root / f"{dtype}.log") as url:
+                samples = asyncio.run(sampled(settings, url, models, options.prompts))
+                for trainer in trainers:
+                    pair = (dtype, trainer)
                     config = configure(
-                        "d", precision(engine, trainer), options.model, root, options
+                        "-".join(pair), precision(*pair), options.model, root, options
                     )
-                    found = errors(config.with_section("model", path=str(options.model)), samples)
-                    rows += defect_rows(of, found)
-                    print("\n".join([usual_rows[-1], *rows]), file=sys.stderr, flush=True)
-            finally:
-                process.stop()
-    text = "\n".join([USUAL_HEAD, *usual_rows, "", DEFECT_HEAD, *rows])
-    print(text)
-    if options.out is not None:
-        command = command_line("benchmarks.half_precision")
-        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+                    run = train(config, url)
+                    usual_rows.append(usual_row(pair, run))
+                    rows += defect_rows(pair, run, errors(config, samples))
+                    print(usual_rows[-1], *rows, sep="\n", file=sys.stderr, flush=True)
+    text = "\n\n".join([table(USUAL_HEADER, usual_rows), table(DEFECT_HEADER, rows)])
+    publish("benchmarks.half_precision", "Ratios in half precision", text, options.out)
 
 
 if __name__ == "__main__":

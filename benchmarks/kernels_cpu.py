@@ -1,14 +1,11 @@
 """Peak memory and time of the chunked head against full logits, on the CPU.
 
-Each measurement runs in a process of its own, which resets and reads the kernel's high-water mark
-of its resident memory (`/proc/self/clear_refs`, `VmHWM`), so that nothing before it counts.
-
-    python benchmarks/kernels_cpu.py chunked --tokens 4096 --vocab 32768 --hidden 256
+Each measurement runs in a separate process, which resets and reads the kernel's high-water mark of
+its resident memory (`/proc/self/clear_refs`, `VmHWM`), so that nothing before it counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.reporting import ROOT, table
+
 MIB = 2**20
 
 
@@ -41,22 +39,19 @@ class Measured:
 
 
 def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
-    """Measure in a fresh process.
+    """Measure in a new process.
 
-    Raises
-        subprocess.CalledProcessError: the process failed.
+    Raises:
+        subprocess.CalledProcessError: The process failed.
     """
-    arguments = [str(Path(__file__).resolve()), case.mode]
-    for name, value in asdict(case).items():
-        if name != "mode":
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
     finished = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", "benchmarks.kernels_cpu", json.dumps(asdict(case))],
         check=True,
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
-        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
     )
     return Measured(**json.loads(finished.stdout.splitlines()[-1]))
 
@@ -84,10 +79,9 @@ def measure(case: Case) -> Measured:
                 workspace_bytes=case.workspace_mib * MIB,
             )
             assert isinstance(logprobs_T, torch.Tensor)
-            logprobs_T.sum().backward()
         else:
             logprobs_T, _ = reference_token_logprob(hidden_TD[:rows], weight_VD, targets_T[:rows])
-            logprobs_T.sum().backward()
+        logprobs_T.sum().backward()
 
     if case.mode == "chunked":
         step(8)
@@ -111,37 +105,24 @@ def _memory(field: str) -> int:
     raise ValueError(f"/proc/self/status has no {field}")
 
 
-def table(shapes: list[tuple[int, int, int]], workspace_mib: int) -> str:
-    """Markdown: chunked against full logits; full logits only below 1 GiB of them."""
-    lines = [
-        f"| T | V | D | one copy of the logits (MiB) | chunked, workspace {workspace_mib} MiB: "
-        "extra MiB | s | full logits: extra MiB | s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def memory_table(shapes: list[tuple[int, int, int]], workspace_mib: int) -> str:
+    """Return chunked against full logits; full logits are run only if they take below 1 GiB."""
+    header = (
+        f"T | V | D | one copy of the logits (MiB) | chunked, workspace {workspace_mib} MiB: "
+        "extra MiB | s | full logits: extra MiB | s"
+    )
+    rows = []
     for tokens, vocab, hidden in shapes:
         mine = run_case(Case("chunked", tokens, vocab, hidden, workspace_mib))
-        cells = [str(value) for value in (tokens, vocab, hidden, 4 * tokens * vocab // MIB)]
-        cells += [f"{mine.extra_mib:.0f}", f"{mine.seconds:.1f}"]
+        cells = [f"{mine.extra_mib:.0f}", f"{mine.seconds:.1f}"]
         if 4 * tokens * vocab < 2**30:
             full = run_case(Case("full", tokens, vocab, hidden, workspace_mib))
             cells += [f"{full.extra_mib:.0f}", f"{full.seconds:.1f}"]
         else:
             cells += ["not run", "not run"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("mode", choices=["chunked", "full"])
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--vocab", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
-    parser.add_argument("--workspace-mib", type=int, default=256)
-    options = parser.parse_args()
-    case = Case(options.mode, options.tokens, options.vocab, options.hidden, options.workspace_mib)
-    print(json.dumps(asdict(measure(case))))
+        rows.append([tokens, vocab, hidden, 4 * tokens * vocab // MIB, *cells])
+    return table(header, rows)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(asdict(measure(Case(**json.loads(sys.argv[1]))))))

@@ -1,16 +1,18 @@
-"""Checks and timings of the kernels on one CUDA device, in one call of under eight minutes.
+"""Timings of the kernels on one CUDA device, beside other implementations.
 
 Invariants
 - Shares are of rates measured in the same run: the bf16 matrix rate of an 8192³ product of random
   data, and a device-to-device copy counting reads and writes.
 - Forward counts one product (2·R·V·D operations, R taking-part rows), forward and backward four.
-- A row that would start after the time limit is printed as skipped, never estimated.
+- Every implementation of the head gets the same hidden states, weight and targets, and returns a
+  scalar to differentiate: the mean negative log-prob of the taking-part tokens.
+- An implementation that is not installed, or whose logits do not fit, has its reason in its row.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,14 +24,16 @@ from megatron_async_kernels import (
     describe_backend,
     is_loss,
     policy_loss,
-    reference_token_logprob,
     token_logprob,
 )
 from torch import Tensor
 
-from benchmarks.kernels_peers import Peer, peers
+from benchmarks.reporting import Row, table
 
 MIB = 2**20
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Full logits in bf16, their float32 log-softmax and both gradients must fit beside the inputs.
+EAGER_BYTES_PER_LOGIT = 14
 
 
 @dataclass(frozen=True)
@@ -46,31 +50,20 @@ HEADS = (
     HeadShape("Llama-70B", 128_256, 8192),
     HeadShape("Llama-70B, TP8 shard", 16_032, 8192),
 )
-TOKENS = (4096, 16_384, 65_536)
+TOKENS = (4096, 16_384)
 SHARES = (1.0, 0.25)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured in this run."""
+    """Rates of this device: operations a second of a product, bytes a second of a copy."""
 
     matrix_flops: float
     copy_bytes: float
 
 
-class Clock:
-    """Seconds left of the run's limit."""
-
-    def __init__(self, limit_seconds: float) -> None:
-        self.end = time.monotonic() + limit_seconds
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-
 def milliseconds(function: Callable[[], object], *, repeats: int = 5, warmup: int = 2) -> float:
-    """Median of `repeats` timed by CUDA events."""
+    """Return the median of `repeats` calls, timed by CUDA events."""
     for _ in range(warmup):
         function()
     times = []
@@ -85,6 +78,7 @@ def milliseconds(function: Callable[[], object], *, repeats: int = 5, warmup: in
 
 
 def measure_rates() -> Rates:
+    """Measure the rates that shares refer to."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product_ms = milliseconds(lambda: left @ right, repeats=11, warmup=5)
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")
@@ -93,64 +87,67 @@ def measure_rates() -> Rates:
     return Rates(2 * 8192**3 / product_ms * 1e3, 2 * 2**30 / copy_ms * 1e3)
 
 
-def check_correctness() -> str:
-    """Largest errors against float64 of log-probs, entropy and gradients, as a table."""
-    lines = [
-        "| type | T × V × D | log-prob | entropy | dHidden (relative) | dWeight (relative) |",
-        "|---|---|---|---|---|---|",
-    ]
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for tokens, vocab, hidden in ((1000, 5003, 512), (257, 30_011, 200)):
-            hidden_TD = torch.randn(tokens, hidden, generator=generator, device="cuda").to(dtype)
-            weight_VD = torch.randn(vocab, hidden, generator=generator, device="cuda") / 16
-            weight_VD = weight_VD.to(dtype)
-            targets_T = torch.randint(0, vocab, (tokens,), generator=generator, device="cuda")
-            mask_T = torch.rand(tokens, generator=generator, device="cuda") < 0.7
-            exact = [hidden_TD.double().requires_grad_(), weight_VD.double().requires_grad_()]
-            mine = [hidden_TD.requires_grad_(), weight_VD.requires_grad_()]
-            actual = token_logprob(
-                mine[0], mine[1], targets_T, token_mask=mask_T, return_entropy=True
-            )
-            expected = reference_token_logprob(exact[0], exact[1], targets_T, token_mask_T=mask_T)
-            (actual[0].sum() + 0.1 * actual[1].sum()).backward()
-            (expected[0].sum() + 0.1 * expected[1].sum()).backward()
-            errors = [float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)]
-            for ours, theirs in zip(mine, exact, strict=True):
-                assert ours.grad is not None and theirs.grad is not None
-                scale = float(theirs.grad.abs().max())
-                errors.append(float((ours.grad - theirs.grad).abs().max()) / scale)
-            cells = " | ".join(f"{error:.1e}" for error in errors)
-            lines.append(f"| {dtype} | {tokens} × {vocab} × {hidden} | {cells} |")
-    return "\n".join(lines)
+# ------------------------------------------------------------ the head
 
 
-@dataclass(frozen=True)
-class HeadTiming:
-    """Medians, shares of the measured matrix rate, peak memory above inputs and gradients."""
-
-    forward_ms: float
-    forward_tflops: float
-    forward_share: float
-    both_ms: float
-    both_tflops: float
-    both_share: float
-    extra_mib: float
-
-    def cells(self) -> str:
-        return " | ".join(
-            [
-                *(f"{self.forward_ms:.2f}", f"{self.forward_tflops:.0f}"),
-                *(f"{100 * self.forward_share:.0f} %", f"{self.both_ms:.2f}"),
-                *(f"{self.both_tflops:.0f}", f"{100 * self.both_share:.0f} %"),
-                f"{self.extra_mib:.0f}",
-            ]
-        )
+def ours(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The loss by this project's kernels."""
+    logprobs_T = token_logprob(hidden_TD, weight_VD, targets_T, token_mask=mask_T)
+    assert isinstance(logprobs_T, Tensor)
+    return -logprobs_T.sum() / targets_T.shape[0]
 
 
-def time_head(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Rates) -> HeadTiming:
-    """One implementation on random data; `share` of the rows take part."""
-    assert peer.run is not None
+def eager(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The loss by full logits in the inputs' type; masked tokens are ignored after it."""
+    logits_TV = hidden_TD @ weight_VD.t()
+    losses_T = torch.nn.functional.cross_entropy(logits_TV.float(), targets_T, reduction="none")
+    return (losses_T * mask_T).sum() / targets_T.shape[0]
+
+
+def implementations(tokens: int, vocab: int) -> Mapping[str, LossFunction | str]:
+    """Return each implementation by name, or else the reason why it cannot run."""
+    found: dict[str, LossFunction | str] = {"megatron_async": ours}
+    if EAGER_BYTES_PER_LOGIT * tokens * vocab < 0.8 * torch.cuda.mem_get_info()[0]:
+        found |= {"torch eager": eager, "torch.compile": torch.compile(eager)}
+    else:
+        found |= dict.fromkeys(("torch eager", "torch.compile"), "full logits do not fit")
+    found["liger-kernel"] = found["cut-cross-entropy"] = "not installed"
+    if importlib.util.find_spec("liger_kernel") is not None:
+        found["liger-kernel"] = _liger()
+    if importlib.util.find_spec("cut_cross_entropy") is not None:
+        found["cut-cross-entropy"] = _cut_cross_entropy()
+    return found
+
+
+def _liger() -> LossFunction:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=-100, reduction="sum")
+
+    def run(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
+        labels_T = torch.where(mask_T != 0, targets_T, -100)
+        return loss(weight_VD, hidden_TD, labels_T) / targets_T.shape[0]
+
+    return run
+
+
+def _cut_cross_entropy() -> LossFunction:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def run(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
+        labels_T = torch.where(mask_T != 0, targets_T, -100)
+        total = linear_cross_entropy(hidden_TD, weight_VD, labels_T, reduction="sum")
+        return total / targets_T.shape[0]
+
+    return run
+
+
+def time_head(run: LossFunction, shape: HeadShape, tokens: int, share: float, rates: Rates) -> Row:
+    """Time one implementation on random data, of which `share` of the rows take part.
+
+    Returns:
+        Medians, shares of the measured matrix rate, and the peak memory above inputs and gradients.
+    """
     generator = torch.Generator(device="cuda").manual_seed(1)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     hidden_TD = torch.randn(tokens, shape.hidden, **options).requires_grad_()
@@ -158,7 +155,6 @@ def time_head(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Ra
     targets_T = torch.randint(0, shape.vocab, (tokens,), generator=generator, device="cuda")
     mask_T = torch.rand(tokens, generator=generator, device="cuda") < share
     rows = int(mask_T.sum())
-    run = peer.run
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -168,7 +164,6 @@ def time_head(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Ra
         hidden_TD.grad = weight_VD.grad = None
         run(hidden_TD, weight_VD, targets_T, mask_T).backward()
 
-    repeats = 5 if tokens <= 16_384 else 3
     both()
     hidden_TD.grad = weight_VD.grad = None
     torch.cuda.synchronize()
@@ -177,53 +172,56 @@ def time_head(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Ra
     both()
     results = 2 * (hidden_TD.numel() + weight_VD.numel())
     extra_mib = (torch.cuda.max_memory_allocated() - before - results) / MIB
-    forward_ms = milliseconds(forward, repeats=repeats, warmup=1)
-    both_ms = milliseconds(both, repeats=repeats, warmup=1)
+    forward_ms = milliseconds(forward, warmup=1)
+    both_ms = milliseconds(both, warmup=1)
     product = 2.0 * rows * shape.vocab * shape.hidden
     forward_flops, both_flops = product / forward_ms * 1e3, 4 * product / both_ms * 1e3
-    return HeadTiming(
-        forward_ms=forward_ms,
-        forward_tflops=forward_flops / 1e12,
-        forward_share=forward_flops / rates.matrix_flops,
-        both_ms=both_ms,
-        both_tflops=both_flops / 1e12,
-        both_share=both_flops / rates.matrix_flops,
-        extra_mib=extra_mib,
-    )
+    return {
+        "forward_ms": forward_ms,
+        "forward_tflops": forward_flops / 1e12,
+        "forward_share": forward_flops / rates.matrix_flops,
+        "both_ms": both_ms,
+        "both_tflops": both_flops / 1e12,
+        "both_share": both_flops / rates.matrix_flops,
+        "extra_mib": extra_mib,
+    }
 
 
-def head_table(rates: Rates, clock: Clock) -> str:
-    """All heads, token counts, shares and peers; torch.compile only at the smallest token count."""
-    lines = [
-        "| head | T | share | implementation | forward ms | TFLOP/s | of matrix rate | "
-        "forward+backward ms | TFLOP/s | of matrix rate | extra MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def head_rows(rates: Rates) -> list[Row]:
+    """Time `token_logprob` for every head, with all rows and with a quarter of them."""
+    rows: list[Row] = []
     for tokens in TOKENS:
         for shape in HEADS:
             for share in SHARES:
-                free_bytes = torch.cuda.mem_get_info()[0]
-                for peer in peers(tokens, shape.vocab, free_bytes):
-                    if peer.name == "torch.compile" and tokens != TOKENS[0]:
-                        continue
-                    prefix = f"| {shape.name} | {tokens} | {share:.0%} | {peer.name} | "
-                    if peer.run is None:
-                        lines.append(f"{prefix}{peer.reason} |" + " |" * 6)
-                        continue
-                    if clock.left < 20:
-                        lines.append(f"{prefix}skipped: time limit |" + " |" * 6)
-                        continue
-                    try:
-                        timing = time_head(peer, shape, tokens, share, rates)
-                        lines.append(f"{prefix}{timing.cells()} |")
-                    except torch.OutOfMemoryError:
-                        lines.append(f"{prefix}out of memory |" + " |" * 6)
-                    torch.cuda.empty_cache()
-    return "\n".join(lines)
+                row: Row = {"head": shape.name, "tokens": tokens, "share": share}
+                rows.append(row | time_head(ours, shape, tokens, share, rates))
+                torch.cuda.empty_cache()
+    return rows
+
+
+def peer_rows(rates: Rates) -> list[Row]:
+    """Time all implementations of the head on the same inputs, at the smallest token count."""
+    tokens, rows = TOKENS[0], list[Row]()
+    for shape in HEADS:
+        for name, run in implementations(tokens, shape.vocab).items():
+            row: Row = {"head": shape.name, "tokens": tokens, "name": name}
+            rows.append(row)
+            if isinstance(run, str):
+                row["left_out"] = run
+                continue
+            try:
+                row |= time_head(run, shape, tokens, 1.0, rates)
+            except RuntimeError as error:  # out of memory and compilers' errors among them
+                row["left_out"] = f"{type(error).__name__}: {str(error)[:300]}"
+            torch.cuda.empty_cache()
+    return rows
+
+
+# ------------------------------------------------------------ the loss
 
 
 def loss_inputs(tokens: int, length: int = 2048) -> LossInputs:
-    """`tokens` tokens in sequences of `length`, float32, a fifth of them masked."""
+    """Return `tokens` tokens in sequences of `length`, float32, a fifth of them masked."""
     generator = torch.Generator(device="cuda").manual_seed(2)
 
     def normal(scale: float) -> Tensor:
@@ -252,20 +250,12 @@ LOSSES = {
 }
 
 
-@dataclass(frozen=True)
-class LossTiming:
-    """Medians; `eager_ms` is None where eager ran out of memory."""
+def time_loss(name: str, millions: int, rates: Rates) -> Row:
+    """Time `is_loss` of `LOSSES[name]` beside its eager reference.
 
-    loss: str
-    millions: int
-    kernel_ms: float
-    gb_per_s: float
-    copy_share: float
-    eager_ms: float | None
-
-
-def time_loss(name: str, millions: int, rates: Rates) -> LossTiming:
-    """`is_loss` of `LOSSES[name]`; bytes: each stream read once, the gradient written."""
+    Bytes are counted as each stream read once and the gradient written. `eager_ms` is None if the
+    reference runs out of memory.
+    """
     inputs, config = loss_inputs(millions * 2**20), LOSSES[name]
     counts = Denominators(tokens=float(inputs.mask_T.sum()), sequences=512.0 * millions)
     kernel_ms = milliseconds(
@@ -279,52 +269,48 @@ def time_loss(name: str, millions: int, rates: Rates) -> LossTiming:
         eager_ms = milliseconds(
             lambda: policy_loss(inputs, config, counts, check=False), repeats=3, warmup=1
         )
-    return LossTiming(
-        loss=name,
-        millions=millions,
-        kernel_ms=kernel_ms,
-        gb_per_s=bytes_per_second / 1e9,
-        copy_share=bytes_per_second / rates.copy_bytes,
-        eager_ms=eager_ms,
-    )
+    return {
+        "loss": name,
+        "millions": millions,
+        "kernel_ms": kernel_ms,
+        "gb_per_s": bytes_per_second / 1e9,
+        "copy_share": bytes_per_second / rates.copy_bytes,
+        "eager_ms": eager_ms,
+    }
 
 
-def loss_table(rates: Rates, clock: Clock) -> str:
-    """`is_loss` against its eager reference."""
-    lines = [
-        "| loss | tokens | kernel ms | GB/s | of copy rate | eager ms | eager / kernel |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def loss_rows(rates: Rates) -> list[Row]:
+    """Time all losses at 1, 16 and 64 million tokens."""
+    rows = []
     for name in LOSSES:
         for millions in (1, 16, 64):
-            if clock.left < 10:
-                lines.append(f"| {name} | {millions}M | skipped: time limit | | | | |")
-                continue
-            found = time_loss(name, millions, rates)
-            cells = [f"{found.kernel_ms:.3f}", f"{found.gb_per_s:.0f}"]
-            cells.append(f"{100 * found.copy_share:.0f} %")
-            if found.eager_ms is None:
-                cells += ["out of memory", ""]
-            else:
-                cells += [f"{found.eager_ms:.2f}", f"{found.eager_ms / found.kernel_ms:.1f}"]
-            lines.append(f"| {name} | {millions}M | " + " | ".join(cells) + " |")
+            rows.append(time_loss(name, millions, rates))
             torch.cuda.empty_cache()
-    return "\n".join(lines)
+    return rows
 
 
-def gpu_report(limit_seconds: float) -> str:
-    """The whole report as markdown."""
-    clock = Clock(limit_seconds)
+def _table(rows: list[Row]) -> str:
+    """Return a Markdown table with a column for each name in the rows."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [
+        [f"{value:.4g}" if isinstance(value, float) else value for value in map(row.get, names)]
+        for row in rows
+    ]
+    return table(" | ".join(names), cells)
+
+
+def gpu_report() -> str:
+    """Return the whole report as Markdown."""
     rates = measure_rates()
     parts = [
         f"{describe_backend()}, torch {torch.__version__}",
         f"Measured rates: bf16 product {rates.matrix_flops / 1e12:.0f} TFLOP/s, copy "
         f"{rates.copy_bytes / 1e9:.0f} GB/s.",
-        "### Errors against float64",
-        check_correctness(),
         "### `is_loss`",
-        loss_table(rates, clock),
+        _table(loss_rows(rates)),
         "### `token_logprob`",
-        head_table(rates, clock),
+        _table(head_rows(rates)),
+        "### The head by other implementations",
+        _table(peer_rows(rates)),
     ]
     return "\n\n".join(parts)

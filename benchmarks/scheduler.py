@@ -1,7 +1,7 @@
 """Scheduler speed: events a second at N' in flight, with more and more buffered trajectories.
 
     python -m benchmarks.scheduler [--in-flight 4096] [--buffered 0 10000 100000] [--rounds 5]
-        [--beside TREE] [--out benchmarks/results/scheduler.md]
+        [--out benchmarks/results/scheduler.md]
 
 Each scheduler is brought into a steady state (all slots used, the buffer full), then the buffer
 sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
@@ -10,30 +10,20 @@ reports; before each turn the buffer is filled up again.
 Only `Scheduler.step` counts: its share of a round's time, of the round's CPU time, which other
 processes do not add to. The ratio is that of the time per event to the empty buffer's. It is done
 without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
-Prints one table and, with --out, writes it with the command and the date. With `--beside`, the
-scheduler of another tree of this project runs under the same load in a process of its own: the two
-take turns round by round, so that what else the machine does slows both.
+Prints one table; with --out, also writes it with the command, the date and the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
+from benchmarks.reporting import publish, table
 from megatron_async.config import build_config
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
@@ -43,7 +33,6 @@ ENGINES = 16
 GROUP = 8
 BATCH = 512
 BOUNDS = (None, 64)
-ROOT = Path(__file__).absolute().parents[1]
 
 
 @dataclass
@@ -159,8 +148,8 @@ class Load:
         return share * (time.process_time() - cpu) / (self.events - done)
 
 
-def alone(arguments: argparse.Namespace) -> str:
-    """The table of this tree's scheduler."""
+def measure(arguments: argparse.Namespace) -> str:
+    """Return the table of all bounds and buffer sizes."""
     rows = []
     for bound in BOUNDS:
         loads = [Load(bound, arguments.in_flight, size) for size in arguments.buffered]
@@ -181,103 +170,21 @@ def alone(arguments: argparse.Namespace) -> str:
                     f"{median / base:.2f}",
                 )
             )
-    return table(
-        ("bound k", "buffered", "events/s", "slowest round", "us/event", "x empty buffer"), rows
-    )
-
-
-class OtherProcess:
-    """A load on the scheduler of the tree at `root`, in a process of its own."""
-
-    def __init__(self, root: Path, *load: object) -> None:
-        command = [sys.executable, __file__, "--serve", *map(str, load)]
-        environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        named = self._line().strip()
-        if Path(named) != root / "megatron_async":
-            raise RuntimeError(f"the tree {root} was to be measured, got {named}")
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def round(self) -> float:
-        """Seconds per event in one round."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
-
-
-def serve(bound: str, in_flight: str, buffered: str, events: str) -> None:
-    """Make a round for each line of the standard input."""
-    print(Path(sys.modules["megatron_async"].__file__ or "").parent, flush=True)
-    load = Load(None if bound == "None" else int(bound), int(in_flight), int(buffered))
-    for _ in sys.stdin:
-        print(load.run(int(events)), flush=True)
-
-
-def beside(arguments: argparse.Namespace) -> str:
-    """The table of this tree's scheduler and another's, in turns."""
-    rows = []
-    for bound in BOUNDS:
-        for size in arguments.buffered:
-            load = (bound, arguments.in_flight, size, arguments.events)
-            with ExitStack() as stack:
-                trees = [OtherProcess(root, *load) for root in (ROOT, arguments.beside.absolute())]
-                for tree in trees:
-                    stack.callback(tree.close)
-                rows.append(paired(bound, size, trees, arguments.rounds))
-    head = ("bound k", "buffered", "this tree, events/s", "the other", "this / other", "quartiles")
-    return table(head, rows)
-
-
-def paired(
-    bound: int | None, size: int, trees: Sequence[OtherProcess], rounds: int
-) -> tuple[str, ...]:
-    """A row: medians, and the median and quartiles of the ratio of the two rounds of a pair."""
-    times: list[tuple[float, float]] = []
-    for number in range(rounds):
-        order = (0, 1) if number % 2 else (1, 0)
-        found = {place: trees[place].round() for place in order}
-        times.append((found[0], found[1]))
-    ours, other = (statistics.median(of) for of in zip(*times, strict=True))
-    low, middle, high = statistics.quantiles([theirs / own for own, theirs in times], n=4)
-    return (
-        str(bound or "none"),
-        f"{size:,}",
-        f"{1 / ours:,.0f}",
-        f"{1 / other:,.0f}",
-        f"{middle:.3f}",
-        f"{low:.3f} to {high:.3f}",
-    )
+    header = "bound k | buffered | events/s | slowest round | us/event | x empty buffer"
+    return table(header, rows)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--serve"]:
-        serve(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--in-flight", type=int, default=4096, help="N'")
     parser.add_argument("--buffered", type=int, nargs="+", default=[0, 10_000, 100_000])
     parser.add_argument("--events", type=int, default=40_000, help="events in a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
-    parser.add_argument("--beside", type=Path, help="root of another tree of this project")
     parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
     sizes = f"N' = {arguments.in_flight}, {ENGINES} engines, groups of {GROUP}, B = {BATCH}; "
-    found = alone(arguments) if arguments.beside is None else beside(arguments)
-    text = f"{sizes}medians of {arguments.rounds} rounds.\n\n{found}"
-    print(text)
-    if arguments.out is not None:
-        made = f"`{command_line('benchmarks.scheduler')}`, {datetime.date.today()}"
-        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-        arguments.out.write_text(f"# Scheduler speed\n\n{made}, {machine}\n\n{text}\n")
+    text = f"{sizes}medians of {arguments.rounds} rounds.\n\n{measure(arguments)}"
+    publish("benchmarks.scheduler", "Scheduler speed", text, arguments.out)
 
 
 if __name__ == "__main__":

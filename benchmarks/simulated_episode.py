@@ -12,22 +12,17 @@ length of what the environment sends, and the lengths of answers. Goal: within 1
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from benchmarks import simulated_step
-from benchmarks.command import command_line
-from benchmarks.episodes import ROOT, untrained_model
-from megatron_async.config import build_config
+from benchmarks.episodes import untrained_model
+from benchmarks.reporting import ROOT, publish
 from megatron_async.config.load import merge, read_yaml
-from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
 from megatron_async.store.reader import StoreReader
@@ -95,15 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="simulated-episode-") as scratch:
         root = Path(scratch)
         base = settings(model, root, options)
-        config = build_config(base)
-        process = SGLangProcess(model, config.engines, root / "engine.log")
-        process.start()
-        try:
-            costs = simulated_step.measure_engine(config, process.url)
-            (root / "engine.yaml").write_text(yaml.safe_dump(costs, sort_keys=False))
-            directory = simulated_step.train(config, process.url)
-        finally:
-            process.stop()
+        directory = simulated_step.measure_both(base, root)
         lines = read_metrics(directory.metrics_file)[options.warm_up :]
         half = len(lines) // 2
         episode, lengths = shape_of(episodes_of(directory))
@@ -113,12 +100,8 @@ def main() -> None:
     text = simulated_step.compare(summary, lines[half:], lengths)
     given = ", ".join(f"{name} {value:.4g}" for name, value in episode.items())
     text += f"\n\nEpisodes: {given}."
-    print(text)
-    if options.out is not None:
-        command = command_line("benchmarks.simulated_episode")
-        title = "# The simulator against a real run of episodes: seconds of a step"
-        made = f"`{command}`, {datetime.date.today()}, {os.cpu_count()} cores"
-        options.out.write_text(f"{title}\n\n{made}\n\n{text}\n")
+    title = "The simulator against a real run of episodes: seconds of a step"
+    publish("benchmarks.simulated_episode", title, text, options.out)
 
 
 if __name__ == "__main__":

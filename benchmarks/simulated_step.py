@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
-import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,29 +27,23 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
-from benchmarks.quickstart_adam import quickstart_adam
+from benchmarks.papers.training import engine, quickstart_adam, run_on
+from benchmarks.reporting import publish, table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import build_simulation, merge
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.environments.workers import EnvironmentWorkers
-from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
-from megatron_async.scoring.interface import NoScorers
-from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
 from megatron_async.simulate.statistics import Summary
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
-from megatron_async.testing.local import train_locally
 
 GOAL = 0.15
 BATCHES = (1, 8, 24, 48, 96)
 CONTEXTS = (16, 96)
 NEW_TOKENS = 192
+COST_MODEL = "engine.yaml"
 
 
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -72,8 +65,8 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
     )
 
 
-def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
-    """The engine's cost model."""
+def measure_engine(config: RunConfig, url: str, cost_model: Path) -> None:
+    """Profile the engine at `url`; write its cost model to `cost_model`."""
 
     async def run() -> dict[str, Any]:
         client = await SGLangClient.connect("profiled", url, config.engines)
@@ -83,32 +76,21 @@ def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
         finally:
             await client.close()
 
-    return asyncio.run(run())
+    cost_model.write_text(yaml.safe_dump(asyncio.run(run()), sort_keys=False))
 
 
-def train(config: RunConfig, url: str) -> RunDirectory:
-    """A whole run in this process, on the engine at `url`."""
-    directory = RunDirectory.create(config)
-    pool = LocalScorerPool(config.scorers, config.model.path)
-    scorers = pool if config.scores else NoScorers()
-    try:
-        with local_place(directory.logs) as place:
-            workers = EnvironmentWorkers(config, place) if config.plays else None
-            train_locally(config, directory, [url], scorers, workers)
-    finally:
-        pool.close()
-    return directory
+def response_lengths(directory: RunDirectory) -> list[int]:
+    """Return the lengths of the finished responses in the run's store."""
+    with closing(StoreReader(directory.store_file)) as reader:
+        return [s.tokens for s in reader.summaries() if s.finish_reason is not None and s.tokens]
 
 
-def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Metrics by step, and the lengths of finished responses."""
-    directory = train(config, url)
-    reader = StoreReader(directory.store_file)
-    try:
-        lengths = [s.tokens for s in reader.summaries() if s.finish_reason is not None and s.tokens]
-    finally:
-        reader.close()
-    return read_metrics(directory.metrics_file), lengths
+def measure_both(base: dict[str, Any], root: Path) -> RunDirectory:
+    """Start an engine, profile it into `root / COST_MODEL`, and train on it."""
+    config = build_config(base)
+    with engine(config, root / "engine.log") as url:
+        measure_engine(config, url, root / COST_MODEL)
+        return run_on(config, url)
 
 
 def predict(
@@ -129,7 +111,7 @@ def predict(
         return float(np.mean([line[metric] for line in first_half]))
 
     given = {
-        "cost_model": str(root / "engine.yaml"),
+        "cost_model": str(root / COST_MODEL),
         "lengths": {"distribution": "file", "path": str(recorded), "prompt_tokens": 20},
         "trainer_seconds_per_token": 1e-12,
         "trainer_seconds_per_update": mean("time/train"),
@@ -154,29 +136,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="simulated-step-") as scratch:
         root = Path(scratch)
         base = settings(options.model, root, options)
-        config = build_config(base)
-        process = SGLangProcess(
-            options.model,
-            config.engines,
-            root / "engine.log",
-        )
-        process.start()
-        try:
-            costs = measure_engine(config, process.url)
-            (root / "engine.yaml").write_text(yaml.safe_dump(costs, sort_keys=False))
-            lines, lengths = measure_run(config, process.url)
-        finally:
-            process.stop()
+        directory = measure_both(base, root)
+        lines, lengths = read_metrics(directory.metrics_file), response_lengths(directory)
         lines = lines[options.warm_up :]
         half = len(lines) // 2
         summary = predict(base, lines[:half], lengths, root)
+    title = "The simulator against a real run: seconds of a step"
     text = compare(summary, lines[half:], lengths)
-    print(text)
-    if options.out is not None:
-        command = command_line("benchmarks.simulated_step")
-        title = "# The simulator against a real run: seconds of a step"
-        made = f"`{command}`, {datetime.date.today()}, {os.cpu_count()} cores"
-        options.out.write_text(f"{title}\n\n{made}\n\n{text}\n")
+    publish("benchmarks.simulated_step", title, text, options.out)
 
 
 def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[int]) -> str:
@@ -197,7 +164,7 @@ def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[in
     outcome = "within" if error <= GOAL else "NOT within"
     return "\n\n".join(
         [
-            table(("s a step", "simulated", "measured", "difference"), rows),
+            table("s a step | simulated | measured | difference", rows),
             f"The step time agrees to {error:.1%}, {outcome} the goal of {GOAL:.0%}. Responses: "
             f"{len(lengths)}, mean length {np.mean(lengths):.1f}, mean lag simulated "
             f"{simulated.lag_mean:.2f}, measured {mean('rollout/lag_mean'):.2f}.",

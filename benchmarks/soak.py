@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
-from benchmarks.starts import kind_of
+from benchmarks.reporting import made, table
+from benchmarks.starts import kind_of, launch
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 
@@ -43,49 +40,40 @@ _SETTINGS = (
     "task.scorer_workers=2",
     "store.compact_after_checkpoints=1",
     "checkpoint={every_steps: 100, export_hf: false}",
-    *("sampling.max_new_tokens=16", "eval.prompts=4", "eval.every_steps=1000"),
-    *("telemetry.progress=lines", "telemetry.trackers=[]"),
+    "sampling.max_new_tokens=16",
+    "eval.prompts=4",
+    "eval.every_steps=1000",
 )
 
 
 @dataclass(frozen=True)
-class Use:
-    """What all processes of one kind use; `cpu_seconds` from their start on."""
-
-    processes: int
-    mib: float
-    descriptors: int
-    threads: int
-    cpu_seconds: float
-
-
-@dataclass(frozen=True)
 class Look:
-    """A run after so many steps; `files` and `mib` of its directory."""
+    """A run after `step` steps: what its processes use, and the files and MiB of its directory."""
 
     step: int
     seconds: float
-    uses: dict[str, Use]
+    uses: dict[str, list[float]]
     files: int
     mib: float
 
 
-def uses(root: psutil.Process) -> dict[str, Use]:
-    """What this process and all below it use, by kind."""
-    found: dict[str, Use] = {}
+def uses(root: psutil.Process) -> dict[str, list[float]]:
+    """Return what `root` and all processes below it use together, by kind.
+
+    Returns:
+        For each kind: number of processes, MiB, descriptors, threads, and CPU seconds since their
+        start.
+    """
+    found: dict[str, list[float]] = {}
     for process in (root, *root.children(recursive=True)):
         with suppress(psutil.Error), process.oneshot():
-            kind = kind_of(" ".join(process.cmdline()))
             memory, times = process.memory_info(), process.cpu_times()
-            before = found.get(kind, Use(0, 0.0, 0, 0, 0.0))
-            found[kind] = Use(
-                before.processes + 1,
-                before.mib + (memory.rss - memory.shared) / 2**20,
-                before.descriptors + process.num_fds(),
-                before.threads + process.num_threads(),
-                before.cpu_seconds
-                + sum((times.user, times.system, times.children_user, times.children_system)),
-            )
+            cpu = times.user + times.system + times.children_user + times.children_system
+            mib = (memory.rss - memory.shared) / 2**20
+            own = [1, mib, process.num_fds(), process.num_threads(), cpu]
+            kind = kind_of(" ".join(process.cmdline()))
+            before = found.get(kind, [0.0] * len(own))
+            found[kind] = [a + b for a, b in zip(before, own, strict=True)]
     return found
 
 
@@ -99,21 +87,11 @@ def look(directory: RunDirectory, root: psutil.Process, step: int, seconds: floa
 
 def soak(root: Path, steps: int, settings: list[str]) -> list[Look]:
     """Run so many steps, and look."""
-    directory, log = RunDirectory(root / "soak"), root / "soak.log"
-    command = [sys.executable, "-m", "megatron_async.cli", "train", "--config", "config.yaml"]
+    directory = RunDirectory(root / "soak")
     began, looks = time.monotonic(), list[Look]()
     wanted = [round(share * steps) for share in _SHARES]
-    # A few more: the last look is at a run that goes on.
-    own = ["name=soak", f"root={root}", f"steps={steps + 100}"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *_SETTINGS, *own, *settings],
-            cwd=root,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    # The run has a few steps more, so that it is still running at the last look.
+    process, log = launch(root, "soak", [*_SETTINGS, f"steps={steps + 100}", *settings])
     family = psutil.Process(process.pid)
     progress = _Steps(directory.metrics_file)
     try:
@@ -151,24 +129,18 @@ def report(looks: list[Look]) -> str:
     """A table of processes by kind, each cell a value for each look."""
     rows = []
     for kind in sorted(set().union(*(one.uses for one in looks))):
-        cells: list[list[str]] = [[], [], [], [], []]
-        before, step = 0.0, 0
+        looked, before, step = [], 0.0, 0
         for one in looks:
-            use = one.uses.get(kind, Use(0, 0.0, 0, 0, before))
-            spent = 1000 * (use.cpu_seconds - before) / (one.step - step)
-            values = (use.processes, f"{use.mib:.1f}", use.descriptors, use.threads, f"{spent:.1f}")
-            for cell, value in zip(cells, values, strict=True):
-                cell.append(str(value))
-            before, step = use.cpu_seconds, one.step
-        rows.append([kind, *(" ".join(cell) for cell in cells)])
-    head = ["process", "number", "MiB", "descriptors", "threads", "CPU ms a step"]
-    files = [
-        [str(one.step), f"{one.seconds:.0f}", str(one.files), f"{one.mib:.1f}"] for one in looks
-    ]
-    return (
-        f"{table(head, rows)}\n\n{table(['steps', 'seconds', 'files', 'MiB'], files)}"
-        f"\n\n`{command_line('benchmarks.soak')}`, {os.cpu_count()} cores\n"
-    )
+            processes, mib, descriptors, threads, cpu = one.uses.get(kind, [0, 0, 0, 0, before])
+            spent = 1000 * (cpu - before) / (one.step - step)
+            counts = [f"{count:.0f}" for count in (processes, descriptors, threads)]
+            looked.append([counts[0], f"{mib:.1f}", *counts[1:], f"{spent:.1f}"])
+            before, step = cpu, one.step
+        rows.append([kind, *map(" ".join, zip(*looked, strict=True))])
+    kinds = table("process | number | MiB | descriptors | threads | CPU ms a step", rows)
+    files = [(one.step, f"{one.seconds:.0f}", one.files, f"{one.mib:.1f}") for one in looks]
+    sizes = table("steps | seconds | files | MiB", files)
+    return f"{kinds}\n\n{sizes}\n\n{made('benchmarks.soak')}"
 
 
 def main() -> None:

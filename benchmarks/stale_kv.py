@@ -8,38 +8,41 @@ cache kept, (b) the same with the cache recomputed, (c) whole, with the weights 
 (d), the floor, whole with those of step n. The same prompts each time. Every sampled token's
 log-prob under the weights of step n is computed by the trainer: KL(sampled by || step n) per token,
 by its unbiased k1 and its low-variance k3 estimator, and the ESS share of the importance ratios.
-
-Learning. From the same fine-tuned model and for equal samples: `pipeline` with the cache kept, the
-same recomputed, and `sync` whose every batch is taken in G minibatches, so that whole responses are
-up to G - 1 versions old. One trainer rank and one warm engine for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.command import command_line
-from benchmarks.papers.training import GROUP, Training, configure, train
+from benchmarks.papers.training import configure, engine, train
+from benchmarks.reporting import publish, table
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, PauseMode
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.tasks import build_task
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
+from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.types import (
+    FinishReason,
+    FloatArray,
+    Group,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+)
 
 SAMPLING_SECONDS = 600.0
 KEEP, RECOMPUTE = "in flight, cache kept", "in flight, cache recomputed"
@@ -47,73 +50,17 @@ WHOLE, FLOOR = "whole, g versions old", "whole, on-policy (floor)"
 PAUSES: dict[str, PauseMode] = {KEEP: "in_place", RECOMPUTE: "retract"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run: accuracies in percent, reward and spread over its last quarter."""
-
-    name: str
-    before: float
-    after: float
-    reward: float
-    worst_drop: float
-    seconds: float
-    ess: float
-    lag_mean: float
-    lag_max: float
-
-
-def row_of(run: Training) -> Row:
-    """Return the row of a training."""
-    rewards = np.array(run.series("rollout/reward_mean"))
-    return Row(
-        run.name,
-        run.before,
-        run.after,
-        run.final_reward,
-        float((np.maximum.accumulate(rewards) - rewards).max()),
-        run.seconds,
-        run.mean("off_policy/ess"),
-        run.mean("rollout/lag_mean"),
-        run.largest("rollout/lag_max"),
-    )
-
-
-def table(rows: list[Row]) -> str:
-    """Return a Markdown table of trainings."""
-    out = [
-        "| run | accuracy before | after | reward, last quarter | largest fall of reward "
-        "| wall s | ESS | lag mean / max |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    out += [
-        f"| {r.name} | {r.before:.1f} % | {r.after:.1f} % | {r.reward:.3f} | {r.worst_drop:.3f} "
-        f"| {r.seconds:.0f} | {r.ess:.3f} | {r.lag_mean:.2f} / {r.lag_max:.0f} |"
-        for r in rows
-    ]
-    return "\n".join(out)
-
-
 @dataclass
 class Sample:
-    """One response as the engine reported it; grows while it streams."""
+    """One response as its engine reported it; grows while it streams."""
 
     prompt: Prompt
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    segments: list[Segment]
 
-
-@dataclass(frozen=True)
-class Drift:
-    """KL of what sampled to the newest weights, per response token."""
-
-    arm: str
-    lag: int
-    tokens: int
-    mean_token_lag: float
-    k1: float
-    k3: float
-    ess: float
+    @property
+    def tokens(self) -> int:
+        """Number of response tokens so far."""
+        return sum(map(len, self.segments))
 
 
 async def sample(
@@ -132,7 +79,7 @@ async def sample(
     number = {path: int(path.name) for path in weights}
     await client.flush_cache()  # waits until what ended a moment ago is gone
     await client.load_from_disk(weights[0], PolicyVersion(0, number[weights[0]]))
-    samples = [Sample(prompt, [], [], []) for prompt in prompts]
+    samples = [Sample(prompt, []) for prompt in prompts]
     running = len(samples)
     progress = asyncio.Event()
 
@@ -146,9 +93,7 @@ async def sample(
             stop_token_ids=stop_token_ids,
         )
         async for chunk in client.generate(request):
-            mine.token_ids += chunk.token_ids.tolist()
-            mine.logprobs += chunk.logprobs.tolist()
-            mine.versions += [chunk.version.number] * len(chunk.token_ids)
+            mine.segments.append(Segment(chunk.token_ids, chunk.logprobs, chunk.version))
             progress.set()
         running -= 1
         progress.set()
@@ -157,7 +102,7 @@ async def sample(
         assert pause is not None
         for part, path in enumerate(weights[1:], start=1):
             reach = part * span / len(weights)
-            while running and max(len(s.token_ids) for s in samples) < reach:
+            while running and max(one.tokens for one in samples) < reach:
                 progress.clear()
                 await progress.wait()
             if not running:
@@ -175,62 +120,40 @@ async def sample(
     return samples
 
 
-def pack(samples: Sequence[Sample], step: int) -> TokenBatch:
-    """Samples as one packed batch; the prompt is not scored."""
-    lengths_S = [len(s.prompt.token_ids) + len(s.token_ids) for s in samples]
-    prompts_S = np.array([len(s.prompt.token_ids) for s in samples], np.int32)
-    count = len(samples)
-
-    def stream(prompt_value: float, of: str, dtype: Any) -> Any:
-        parts = [[prompt_value] * len(s.prompt.token_ids) + list(getattr(s, of)) for s in samples]
-        return np.concatenate([np.asarray(part, dtype) for part in parts])
-
-    tokens_T: IntArray = np.concatenate(
-        [np.concatenate([s.prompt.token_ids, np.asarray(s.token_ids, np.int32)]) for s in samples]
-    ).astype(np.int32)
-    versions_T = stream(-1, "versions", np.int32)
-    mask_T = (versions_T >= 0).astype(np.float32)
-    return TokenBatch(
-        step=step,
-        token_ids_T=tokens_T,
-        loss_mask_T=mask_T,
-        rollout_logprobs_T=stream(0.0, "logprobs", np.float32),
-        version_T=versions_T,
-        lag_T=np.where(mask_T > 0, step - versions_T, 0).astype(np.int32),
-        cu_seqlens_S1=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
-        rewards_S=np.zeros(count, np.float32),
-        group_ids_S=np.arange(count, dtype=np.int64),
-        trajectory_ids_S=np.arange(count, dtype=np.int64),
-        prompt_lengths_S=prompts_S,
-        truncated_S=np.zeros(count, np.bool_),
-        resumed_S=np.zeros(count, np.bool_),
-    )
+def pack(samples: Sequence[Sample], step: int, temperature: float) -> TokenBatch:
+    """Pack the samples, in order; a token's lag is counted from version `step`."""
+    groups = []
+    for number, one in enumerate(samples):
+        trajectory = Trajectory(
+            number,
+            group_id=number,
+            prompt=one.prompt,
+            state=TrajectoryState.SCORED,
+            segments=tuple(one.segments),
+            finish_reason=FinishReason.STOP,
+            reward=0.0,
+        )
+        groups.append(Group(number, one.prompt, (trajectory,)))
+    return pack_groups(groups, step=step, lineage=0, branch_points={}, temperature=temperature)
 
 
-def drift(arm: str, lag: int, batch: TokenBatch, newest_T: FloatArray) -> Drift:
-    """Both estimators of KL(sampled by || newest) over response tokens, and the ESS share."""
+def drift(batch: TokenBatch, newest_T: FloatArray) -> list[str]:
+    """Return a row's figures: both estimators of KL(sampled by || newest), and the ESS share."""
     scored = batch.loss_mask_T > 0
     log_ratio = (newest_T - batch.rollout_logprobs_T)[scored].astype(np.float64)
     ratio = np.exp(log_ratio)
-    return Drift(
-        arm,
-        lag,
-        int(scored.sum()),
-        float(batch.lag_T[scored].mean()),
-        float(-log_ratio.mean()),
-        float((ratio - 1 - log_ratio).mean()),
-        float(ratio.sum() ** 2 / (ratio.size * (ratio**2).sum())),
-    )
+    k1, k3 = float(-log_ratio.mean()), float((ratio - 1 - log_ratio).mean())
+    ess = float(ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()))
+    tokens, lag = int(scored.sum()), float(batch.lag_T[scored].mean())
+    return [f"{tokens:,}", f"{lag:.2f}", f"{k1:.2e}", f"{k3:.2e}", f"{ess:.4f}"]
 
 
-def versions_of_a_training(
-    options: argparse.Namespace, root: Path, url: str, count: int
-) -> list[Path]:
-    """Hugging Face directories `0` ... `count`: the weights after each on-policy step."""
+def versions_of_a_training(options: argparse.Namespace, root: Path, url: str) -> list[Path]:
+    """Train on-policy; return Hugging Face directories 0, 1, ...: the weights after each step."""
+    count = options.steps
     config = configure(
         "versions",
         {
-            "steps": count,
             "schedule": {"preset": "sync"},
             "optimizer": {"lr": options.lr},
             "checkpoint": {"every_steps": 1, "keep": count + 1, "asynchronous": False},
@@ -280,9 +203,9 @@ async def sample_arms(
     return results
 
 
-def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Drift]:
-    """The first half: KL by arm and lag."""
-    paths = versions_of_a_training(options, root, url, max(options.lags))
+def measure_drift(options: argparse.Namespace, root: Path, url: str) -> str:
+    """Return a table with the drift of every arm at every lag."""
+    paths = versions_of_a_training(options, root, url)
     config = configure("drift", {}, options.model, root, options)
     config = config.with_section("model", path=str(paths[-1]))
     sampled = asyncio.run(sample_arms(options, config, url, paths))
@@ -290,42 +213,10 @@ def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Dri
     with parallel_session(config.parallel, config.trainer, config.seed):
         trainer = PolicyTrainer(config)
         for (arm, lag), samples in sampled.items():
-            batch = replace(pack(samples, len(paths) - 1), temperature=config.sampling.temperature)
-            rows.append(drift(arm, lag, batch, trainer.compute_logprobs(batch)))
-    return rows
-
-
-def learning_runs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The second half: overrides of the three runs, equal in samples and updates."""
-    pipeline = {"preset": "pipeline", "groups_per_batch": options.groups}
-    updates = options.whole_updates
-    return {
-        "pipeline, cache kept": {"schedule": {**pipeline, "kv": "keep"}},
-        "pipeline, cache recomputed": {"schedule": {**pipeline, "kv": "recompute"}},
-        f"whole responses, {updates} updates a batch": {
-            "steps": options.steps // updates,
-            "schedule": {
-                "preset": "sync",
-                "groups_per_batch": options.groups * updates,
-                "updates_per_batch": updates,
-                "concurrency": options.groups * updates * GROUP,
-            },
-        },
-    }
-
-
-def drift_table(rows: Sequence[Drift]) -> str:
-    """Markdown."""
-    out = [
-        "| sampled | g | response tokens | mean token lag | KL, k1 | KL, k3 | ESS share |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    out += [
-        f"| {r.arm} | {r.lag} | {r.tokens:,} | {r.mean_token_lag:.2f} | {r.k1:.2e} | {r.k3:.2e} "
-        f"| {r.ess:.4f} |"
-        for r in rows
-    ]
-    return "\n".join(out)
+            batch = pack(samples, len(paths) - 1, config.sampling.temperature)
+            rows.append([arm, lag, *drift(batch, trainer.compute_logprobs(batch))])
+    header = "sampled | g | response tokens | mean token lag | KL, k1 | KL, k3 | ESS share"
+    return table(header, rows)
 
 
 def main() -> None:
@@ -336,38 +227,19 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="responses to each prompt")
     parser.add_argument("--span", type=int, default=64, help="tokens over which updates spread")
     parser.add_argument("--lr", type=float, default=2e-4, help="of the training that drifts")
-    parser.add_argument("--steps", type=int, default=32, help="updates of each learning run")
     parser.add_argument("--groups", type=int, default=16, help="groups of 8 in an update")
-    parser.add_argument("--whole-updates", type=int, default=4, help="G of the third run")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-learning", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the tables here too")
+    parser.add_argument("--out", type=Path, help="write the table here too")
     options = parser.parse_args()
-    parts = []
+    options.steps = max(options.lags)
     with tempfile.TemporaryDirectory(prefix="stale-kv-") as scratch:
         root = Path(scratch)
-        # Tokens are reported soon, so that an update meets the place that is meant for it.
+        # Tokens are reported often, so that each update comes close to its intended token.
         fine = {"engines": {"stream_interval": 4}}
-        engines = configure("engine", fine, options.model, root, options).engines
-        process = SGLangProcess(options.model, engines, root / "engine.log")
-        process.start()
-        try:
-            parts.append(drift_table(measure_drift(options, root, process.url)))
-            print(parts[-1], flush=True)
-            if not options.no_learning:
-                rows = []
-                for name, overrides in learning_runs(options).items():
-                    config = configure(name, overrides, options.model, root, options)
-                    rows.append(row_of(train(config, process.url)))
-                    print(rows[-1], file=sys.stderr, flush=True)
-                parts.append(table(rows))
-                print(parts[-1])
-        finally:
-            process.stop()
-    if options.out is not None:
-        command = command_line("benchmarks.stale_kv")
-        text = "\n\n".join(parts)
-        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+        config = configure("engine", fine, options.model, root, options)
+        with engine(config, root / "engine.log") as url:
+            text = measure_drift(options, root, url)
+    publish("benchmarks.stale_kv", "What old KV caches do to ratios", text, options.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How fast the trajectory store writes, reopens and copies itself, on this machine.
 
-    python -m benchmarks.store [--directory DIR] [--trajectories 4096] [--tokens 1024] [--lmdb]
+    python -m benchmarks.store [--directory DIR] [--trajectories 4096] [--tokens 1024]
         [--out benchmarks/results/store.md]
 
-Prints one table and, with --out, writes it with the command and the date. Lines:
+Prints one table; with --out, also writes it with the command, the date and the machine. Lines:
 - sustained append: `TrajectoryStore.append` in chunks of 64 tokens to all trajectories in turn,
   from an asyncio loop, until all is committed; tokens per second, of wall time and of CPU time
   (of both threads together: what a busy machine changes least).
@@ -18,37 +18,30 @@ Prints one table and, with --out, writes it with the command and the date. Lines
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
 - replica: the copy of a checkpoint into the run directory.
 - damaged: opening the same file with a page of zeros in its middle, which the replica replaces.
-- bare SQLite, bare LMDB (with --lmdb, needs the `lmdb` package): the same chunks as one value each,
-  64 trajectories a transaction, without CRC and event loop: what the engine itself costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
-import platform
 import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
+from benchmarks.reporting import publish, table
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.recovery import copy_database
 from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.writer import Job
-from megatron_async.trajectory.columns import blob
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -63,38 +56,50 @@ _TICK = 0.001
 _LOOP_SHARE = 64  # appends between two turns of the event loop
 
 
+class LoopGap:
+    """Measures the longest pause of the event loop within an `async with` block, in seconds."""
+
+    async def __aenter__(self) -> LoopGap:
+        self.longest = 0.0
+        self._ticking = asyncio.create_task(self._tick())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK)
+            self.longest = max(self.longest, time.perf_counter() - before - _TICK)
+
+
 async def append_all(
     store: TrajectoryStore, requests: list[RequestKey], chunks: int
 ) -> dict[str, float]:
-    """Append `chunks` chunks of each request. Returns seconds: wall, append, gap."""
+    """Append `chunks` chunks to each request.
+
+    Returns:
+        Seconds: of all (`wall`), of the CPU (`cpu`), of the longest call (`append`), and the
+        longest pause of the event loop (`gap`).
+    """
     tokens = np.arange(CHUNK, dtype=np.int32)
     logprobs = np.linspace(-3, 0, CHUNK, dtype=np.float32)
     version = PolicyVersion(0, 0)
-    longest = gap = 0.0
-    running = True
-
-    async def ticker() -> None:
-        nonlocal gap
-        while running:
-            before = time.perf_counter()
-            await asyncio.sleep(_TICK)
-            gap = max(gap, time.perf_counter() - before - _TICK)
-
-    ticking = asyncio.create_task(ticker())
-    await asyncio.sleep(0)
-    start, cpu = time.perf_counter(), time.process_time()
-    for _ in range(chunks):
-        for place, request in enumerate(requests):
-            before = time.perf_counter()
-            store.append(request, tokens, logprobs, version, "engine-0")
-            longest = max(longest, time.perf_counter() - before)
-            if place % _LOOP_SHARE == 0:
-                await asyncio.sleep(0)
-    await store.sync()
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    running = False
-    await ticking
-    return {"wall": wall, "cpu": cpu, "append": longest, "gap": gap}
+    longest = 0.0
+    async with LoopGap() as gap:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(chunks):
+            for place, request in enumerate(requests):
+                before = time.perf_counter()
+                store.append(request, tokens, logprobs, version, "engine-0")
+                longest = max(longest, time.perf_counter() - before)
+                if place % _LOOP_SHARE == 0:
+                    await asyncio.sleep(0)
+        await store.sync()
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return {"wall": wall, "cpu": cpu, "append": longest, "gap": gap.longest}
 
 
 async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) -> list[float]:
@@ -132,7 +137,7 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
             await store.set_reward(trajectory_id, 1.0)
     store.mark_batched(group_ids, 0)
     await store.sync(durable=True)
-    gap = wait = piece = piece_cpu = 0.0
+    wait = piece = piece_cpu = 0.0
     running = True
     run = store._writer.run
 
@@ -150,13 +155,6 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
 
     store._writer.run = timed  # type: ignore[method-assign]
 
-    async def ticker() -> None:
-        nonlocal gap
-        while running:
-            before = time.perf_counter()
-            await asyncio.sleep(_TICK)
-            gap = max(gap, time.perf_counter() - before - _TICK)
-
     async def commits() -> None:
         nonlocal wait
         while running:
@@ -165,20 +163,21 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
             wait = max(wait, time.perf_counter() - before)
             await asyncio.sleep(20 * _TICK)
 
-    watching = [asyncio.create_task(ticker()), asyncio.create_task(commits())]
-    before = time.perf_counter()
-    await store.checkpoint_finalised(1, [])
-    await store._compactor.finish()
-    took = time.perf_counter() - before
-    running = False
-    await asyncio.gather(*watching)
+    async with LoopGap() as gap:
+        committing = asyncio.create_task(commits())
+        before = time.perf_counter()
+        await store.checkpoint_finalised(1, [])
+        await store._compactor.finish()
+        took = time.perf_counter() - before
+        running = False
+        await committing
     exported = store.export_file.stat().st_size
     await store.close()
     total = groups * size * length
     return name, (
         f"{total / took / 1e6:.2f} M tokens/s; longest piece {piece * 1e3:.0f} ms "
         f"({piece_cpu * 1e3:.0f} ms of CPU), longest commit {wait * 1e3:.0f} ms, longest loop gap "
-        f"{gap * 1e3:.0f} ms; {exported / total:.1f} bytes/token exported"
+        f"{gap.longest * 1e3:.0f} ms; {exported / total:.1f} bytes/token exported"
     )
 
 
@@ -247,83 +246,22 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     ]
 
 
-def chunk_values(trajectories: int, chunks: int) -> Iterator[list[tuple[bytes, bytes]]]:
-    """(key, value) of each chunk, 64 to a transaction."""
-    data = blob([(np.arange(CHUNK, dtype=np.int32), np.linspace(-3, 0, CHUNK, dtype=np.float32))])
-    for chunk in range(chunks):
-        for first in range(0, trajectories, 64):
-            keys = range(first, min(first + 64, trajectories))
-            yield [(b"%08d.%06d" % (i, chunk), data) for i in keys]
-
-
-def bare_sqlite(directory: Path, trajectories: int, chunks: int) -> float:
-    """Seconds for all chunks: WAL, synchronous=NORMAL, as the store has it."""
-    connection = sqlite3.connect(directory / "bare.sqlite", isolation_level=None)
-    connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("CREATE TABLE chunks (key BLOB, data BLOB)")
-    connection.execute("CREATE INDEX by_key ON chunks (key)")
-    start = time.perf_counter()
-    for values in chunk_values(trajectories, chunks):
-        connection.execute("BEGIN")
-        connection.executemany("INSERT INTO chunks VALUES (?, ?)", values)
-        connection.execute("COMMIT")
-    took = time.perf_counter() - start
-    connection.close()
-    return took
-
-
-def bare_lmdb(directory: Path, trajectories: int, chunks: int) -> float:
-    """Seconds for all chunks: no fsync at a commit, which is what a process kill needs too."""
-    import lmdb
-
-    environment = lmdb.open(str(directory / "bare.lmdb"), map_size=8 << 30, sync=False)
-    start = time.perf_counter()
-    for values in chunk_values(trajectories, chunks):
-        with environment.begin(write=True) as transaction:
-            for key, value in values:
-                transaction.put(key, value)
-    took = time.perf_counter() - start
-    environment.close()
-    return took
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--directory", type=Path, help="where files are made (default: temporary)")
     parser.add_argument("--trajectories", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1024, help="of each trajectory")
-    parser.add_argument("--lmdb", action="store_true", help="also measure bare LMDB")
     parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=arguments.directory))
-    try:
-        rows = asyncio.run(measure(directory, arguments.trajectories, arguments.tokens))
-        chunks = -(-arguments.tokens // CHUNK)
-        total = arguments.trajectories * chunks * CHUNK
-        took = bare_sqlite(directory, arguments.trajectories, chunks)
-        rows.append(("bare SQLite", f"{total / took / 1e6:.2f} M tokens/s"))
-        if arguments.lmdb:
-            took = bare_lmdb(directory, arguments.trajectories, chunks)
-            size = sum(f.stat().st_size for f in (directory / "bare.lmdb").iterdir())
-            rows.append(
-                (
-                    "bare LMDB",
-                    f"{total / took / 1e6:.2f} M tokens/s, {size / total:.2f} bytes/token",
-                )
-            )
-        load = f"{os.cpu_count()}, {os.getloadavg()[0]:.1f}"
-        rows.append(("processors, load of the last minute (its own included)", load))
-    finally:
-        shutil.rmtree(directory)
-    text = table(("what", "measured"), rows)
-    print(text)
-    if arguments.out is not None:
-        made = f"`{command_line('benchmarks.store')}`, {datetime.date.today()}"
-        versions = f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
-        arguments.out.write_text(f"# The trajectory store\n\n{made}, {versions}\n\n{text}\n")
+    with tempfile.TemporaryDirectory(
+        prefix="store-benchmark-", dir=arguments.directory
+    ) as directory:
+        sizes = (arguments.trajectories, arguments.tokens)
+        rows = asyncio.run(measure(Path(directory), *sizes))
+    rows.append(("load of the last minute (its own included)", f"{os.getloadavg()[0]:.1f}"))
+    text = table("what | measured", rows) + f"\n\nSQLite {sqlite3.sqlite_version}"
+    publish("benchmarks.store", "The trajectory store", text, arguments.out)
 
 
 if __name__ == "__main__":

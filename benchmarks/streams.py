@@ -14,8 +14,6 @@ the engines are spread over `--stubs` processes. With `--direct` the manager its
 - abort all: from the request of an update until no request runs (`schedule.preset: copris`).
 - loop: the longest that the manager's event loop did not turn: by the clock, and in CPU time of its
   thread, which is what other processes on the machine do not add to.
-- door: the checks of what engines send (engines/door.py), timed alone over streams of such chunks,
-  as a share of the CPU time of the manager and of whoever reads the streams.
 - At the end each token that an engine reported must be in the store, once, at its place, with the
   log-prob of its own: a response counts on from its prompt. Else the benchmark fails.
 """
@@ -25,12 +23,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import os
-import platform
 import resource
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,14 +39,12 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from benchmarks.command import command_line
-from benchmarks.papers.report import table
+from benchmarks.reporting import publish, table
 from benchmarks.stub_engine import VOCABULARY, logprob
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.door import Door
 from megatron_async.engines.host import HostCalls
-from megatron_async.engines.interface import EngineClient, GenerationRequest, TokenChunk
+from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
@@ -63,7 +55,7 @@ from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.scoring.count import ScorerCount
 from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import CHUNK_TOKENS, PolicyVersion, Prompt
+from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 
 _LIMIT_SECONDS = 300.0
 _TICK_SECONDS = 0.005
@@ -109,8 +101,8 @@ def stub_engines(engines: int, processes: int, interval: int, rate: float) -> It
     try:
         for place in range(processes):
             share = len(range(place, engines, processes))
-            command = [sys.executable, "-m", "benchmarks.stub_engine", "--engines", str(share)]
-            command += ["--interval", str(interval), "--rate", str(rate)]
+            command = [sys.executable, "-m", "benchmarks.stub_engine"]
+            command += [str(share), str(interval), str(rate)]
             started.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
@@ -354,30 +346,6 @@ async def measure(run: Run, streams: int, seconds: float) -> Figures:
     return await run.finish()
 
 
-def door_seconds(config: RunConfig, interval: int, chunks: int = 200) -> float:
-    """CPU seconds of the checks of one chunk: the median of 25 streams of so many."""
-    ids = np.arange(10, 10 + interval, dtype=np.int32)
-    chunk = TokenChunk(ids, logprob(ids), PolicyVersion(0, 1))
-    request = GenerationRequest("1", ids, interval * chunks, config.sampling, stop_token_ids=(2,))
-    seconds = []
-    for _ in range(25):
-        door, before = Door(request, VOCABULARY, 1 << 30), time.process_time()
-        if any(door.finding(chunk) is not None for _ in range(chunks)):
-            raise ValueError("the door refuses what an engine may send")
-        seconds.append((time.process_time() - before) / chunks)
-    return statistics.median(seconds)
-
-
-def door_line(config: RunConfig, interval: int, steady: Phase) -> str:
-    """The checks of all chunks of the steady part, beside the CPU time of whoever read them."""
-    chunk = door_seconds(config, interval)
-    share = chunk * steady.tokens / interval / (steady.manager + steady.hosts)
-    return (
-        f"The door takes {1e6 * chunk:.1f} µs a chunk of {interval} tokens: in the steady part "
-        f"{100 * share:.2f} % of the CPU time of the manager and of the hosts, where it runs."
-    )
-
-
 def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
     """`wanted`: tokens a second of the full rate."""
     rows = []
@@ -387,16 +355,9 @@ def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
         if phase.name == "steady":
             full = wanted / max(phase.tokens, 1)
             shares = [f"{100 * seconds * full:.1f} %" for seconds in times]
-        rows.append(
-            (
-                phase.name,
-                f"{phase.wall:.2f} s",
-                f"{phase.tokens / phase.wall:,.0f}",
-                *shares,
-                f"{1e3 * phase.loop_wall:.0f} ms",
-                f"{1e3 * phase.loop_cpu:.0f} ms",
-            )
-        )
+        rate = f"{phase.tokens / phase.wall:,.0f}"
+        loop = [f"{1e3 * seconds:.0f} ms" for seconds in (phase.loop_wall, phase.loop_cpu)]
+        rows.append((phase.name, f"{phase.wall:.2f} s", rate, *shares, *loop))
     return rows
 
 
@@ -411,50 +372,32 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=64, help="engines.stream_interval")
     parser.add_argument("--seconds", type=float, default=10, help="of the steady part")
     parser.add_argument("--direct", action="store_true", help="the manager reads the streams")
-    parser.add_argument("--out", type=Path, help="append the table here too")
+    parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    folder = Path(tempfile.mkdtemp(prefix="streams-"))
     config = settings(arguments.streams, arguments.engines, arguments.interval)
-    try:
-        with (
-            local_place(folder) as place,
-            stub_engines(
-                arguments.engines, arguments.stubs, arguments.interval, arguments.rate
-            ) as urls,
-        ):
-            names = [] if arguments.direct else [f"host{i}" for i in range(arguments.hosts)]
-            hosts = [place.start(Relays, name=name) for name in names]
-            run = Run(config, urls, hosts, folder)
-            figures = uvloop.run(measure(run, arguments.streams, arguments.seconds))
-    finally:
-        shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix="streams-") as scratch,
+        local_place(Path(scratch)) as place,
+        stub_engines(
+            arguments.engines, arguments.stubs, arguments.interval, arguments.rate
+        ) as urls,
+    ):
+        names = [] if arguments.direct else [f"host{i}" for i in range(arguments.hosts)]
+        hosts = [place.start(Relays, name=name) for name in names]
+        run = Run(config, urls, hosts, Path(scratch))
+        figures = uvloop.run(measure(run, arguments.streams, arguments.seconds))
     wanted = arguments.streams * arguments.rate
-    header = (
-        "part",
-        "took",
-        "tokens/s",
-        "manager CPU",
-        "with hosts",
-        "stub CPU",
-        "loop",
-        "loop, CPU",
-    )
-    load = os.getloadavg()[0]
+    header = "part | took | tokens/s | manager CPU | with hosts | stub CPU | loop | loop, CPU"
     text = (
         f"{arguments.streams:,} streams over {arguments.engines} engines, full rate "
         f"{wanted:,.0f} tokens/s; {figures.found:,} of {figures.reported:,} tokens stored, in "
-        f"{figures.trajectories:,} trajectories; load {load:.1f} on {os.cpu_count()} cores.\n\n"
-        f"{table(header, rows_of(figures, wanted))}\n\n"
-        f"{door_line(config, arguments.interval, figures.phases['steady'])}"
+        f"{figures.trajectories:,} trajectories; load {os.getloadavg()[0]:.1f}.\n\n"
+        f"{table(header, rows_of(figures, wanted))}"
     )
-    print(text, *figures.warnings.items(), sep="\n")
-    if arguments.out is not None:
-        made = f"`{command_line('benchmarks.streams')}`, {datetime.date.today()}, "
-        new = "" if arguments.out.exists() else "# Thousands of streams\n"
-        with arguments.out.open("a") as file:
-            file.write(f"{new}\n{made}Python {platform.python_version()}\n\n{text}\n")
+    print(*figures.warnings.items(), sep="\n")
+    publish("benchmarks.streams", "Thousands of streams", text, arguments.out)
 
 
 if __name__ == "__main__":

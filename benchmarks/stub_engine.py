@@ -1,10 +1,10 @@
 """Engines without a model: SGLang's endpoints, as far as rollouts use them, at a fixed speed.
 
-    python -m benchmarks.stub_engine --engines 4 [--interval 64] [--rate 40]
+    python -m benchmarks.stub_engine ENGINES INTERVAL RATE
 
 Prints the ports in one line and serves until its input is closed. Each request gets its first token
-at once, then `interval` tokens at a time, `rate` tokens a second, in reports of the form and size
-that SGLang's have with `--incremental-streaming-output`.
+at once, then INTERVAL tokens at a time, RATE tokens a second, in reports of the form and size that
+SGLang's have with `--incremental-streaming-output`.
 
 It is a load generator, and not the server of engines/simulated, because it must cost next to
 nothing beside the client that is measured: no batch is simulated, no coroutine runs for a request,
@@ -14,13 +14,11 @@ Invariants
 - A response counts on from the last token of the request's input (modulo `VOCABULARY`), and a
   token's log-prob is a function of the token: whoever has a response can check every token of it.
 - What is aborted or reaches `max_new_tokens` ends with a last report that holds all tokens so far.
-- `GET /stub` returns how many requests run, how many tokens were ever reported, and the CPU time
-  of the process.
+- `GET /stub` returns how many tokens were ever reported, and the CPU time of the process.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import heapq
 import itertools
@@ -47,8 +45,20 @@ _IDS = [str(token) for token in range(VOCABULARY)]
 _LOGPROBS = [f"[{logprob(token):.7f},{token},null]" for token in range(VOCABULARY)]
 
 
+class Stream:
+    """One running request."""
+
+    def __init__(self, connection: Connection, body: dict[str, Any]) -> None:
+        self.connection = connection
+        self.rid = body["rid"]
+        self.prompt = len(body["input_ids"])
+        self.last = body["input_ids"][-1]
+        self.most = body["sampling_params"]["max_new_tokens"]
+        self.total = 0
+
+
 class Stub:
-    """One engine; `connections` share its requests."""
+    """One engine; its connections share its requests."""
 
     def __init__(self, interval: int, rate: float) -> None:
         self.interval, self.rate = interval, rate
@@ -121,32 +131,16 @@ class Stub:
             case "/update_weights_from_disk":
                 self.version = body["weight_version"]
             case "/v1/loads":
-                load: dict[str, float] = {
-                    "num_running_reqs": len(self.running),
-                    "num_waiting_reqs": 0,
-                }
-                load |= {"max_total_num_tokens": 1 << 24, "token_usage": 0.5}
-                return {"loads": [load]}
+                load = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+                return {"loads": [{**load, "max_total_num_tokens": 1 << 24, "token_usage": 0.5}]}
             case "/server_info":
                 return {"dtype": "float32"}
             case "/model_info":
                 return {"weight_version": self.version}
             case "/stub":
                 used = {"process": os.getpid(), "cpu_seconds": time.process_time()}
-                return {"running": len(self.running), "reported": self.reported, **used}
+                return {"reported": self.reported, **used}
         return {}
-
-
-class Stream:
-    """One running request."""
-
-    def __init__(self, connection: Connection, body: dict[str, Any]) -> None:
-        self.connection = connection
-        self.rid = body["rid"]
-        self.prompt = len(body["input_ids"])
-        self.last = body["input_ids"][-1]
-        self.most = body["sampling_params"]["max_new_tokens"]
-        self.total = 0
 
 
 class Connection(asyncio.Protocol):
@@ -214,14 +208,5 @@ async def serve(engines: int, interval: int, rate: float) -> None:
         await asyncio.sleep(_TICK_SECONDS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--interval", type=int, default=64, help="tokens of one report")
-    parser.add_argument("--rate", type=float, default=40, help="tokens a second of one request")
-    arguments = parser.parse_args()
-    uvloop.run(serve(arguments.engines, arguments.interval, arguments.rate))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

@@ -28,12 +28,10 @@ of answers of 190 tokens is in nearly every batch of answers of 30.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -41,9 +39,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line
-from benchmarks.quickstart_adam import quickstart_adam
-from benchmarks.rows import Row, append, missing, read, spread
+from benchmarks import reporting
+from benchmarks.papers.training import quickstart_adam
+from benchmarks.reporting import ROOT, Row, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
@@ -52,7 +50,6 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 REQUIREMENTS = Path(__file__).with_name("versus_trl_requirements.txt")
 SYSTEMS = ("trl", "megatron_async")
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -70,6 +67,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 }
 SEEDS = (1, 2, 3)
 TARGET = 0.85
+TRL_MICROBATCH = 64
 _PIECE_LIMIT_SECONDS = 1500
 
 
@@ -100,7 +98,7 @@ def train_here(config: RunConfig) -> Row:
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     first = lines[0]["time"] - lines[0]["time/step"] - evaluations[0]["eval/seconds"]
     return {
-        "version": commit(),
+        "version": reporting.commit(),
         "startup_seconds": first - began,
         "wall_seconds": ended - began,
         "step_seconds": [line["time/step"] for line in lines],
@@ -111,13 +109,7 @@ def train_here(config: RunConfig) -> Row:
     }
 
 
-def commit() -> str:
-    """The commit of the working tree."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def train_with_trl(config: RunConfig, environment: Path, scratch: Path, microbatch: int) -> Row:
+def train_with_trl(config: RunConfig, environment: Path, scratch: Path) -> Row:
     """One run of TRL in its own environment. Raises CalledProcessError when it fails."""
     python = trl_environment(environment)
     task = build_task(config.task, config.model.path, config.eval)
@@ -134,7 +126,7 @@ def train_with_trl(config: RunConfig, environment: Path, scratch: Path, microbat
         "out": str(scratch / "trl.json"),
         "work": str(scratch / "trl"),
         "began": time.time(),
-        "microbatch": microbatch,
+        "microbatch": TRL_MICROBATCH,
     }
     file = scratch / "job.json"
     file.write_text(json.dumps(job))
@@ -174,42 +166,36 @@ def seconds_to(row: Row, target: float) -> float | None:
 
 def table(rows: Sequence[Row], target: float = TARGET) -> str:
     """Markdown: for each distribution, both systems and the ratios of equal seeds."""
-    out = [
-        f"| lengths | system | runs | start-up s | s/step | tokens/s | reward, last quarter "
-        f"| accuracy before → after | s to {target:.0%} |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    ratios: list[str] = []
+    header = (
+        "lengths | system | runs | start-up s | s/step | tokens/s | reward, last quarter "
+        f"| accuracy before → after | s to {target:.0%}"
+    )
+    lines, ratios = [], list[str]()
     for distribution in DISTRIBUTIONS:
         for system in SYSTEMS:
             of = [r for r in rows if (r["distribution"], r["system"]) == (distribution, system)]
             if of:
-                out.append(_table_row(distribution, system, of, target))
+                lines.append([distribution, system, *_cells(of, target)])
         ratios += _ratios(distribution, rows, target)
-    return "\n".join([*out, "", *ratios])
+    return "\n".join([reporting.table(header, lines), "", *ratios])
 
 
-def _table_row(distribution: str, system: str, rows: Sequence[Row], target: float) -> str:
-    def mean_step(row: Row) -> float:
-        return statistics.mean(row["step_seconds"])
-
+def _cells(rows: Sequence[Row], target: float) -> list[str]:
+    """Return the cells of one system's runs, from their number on."""
     reached = [seconds_to(row, target) for row in rows]
     known = [value for value in reached if value is not None]
     never = f", {len(reached) - len(known)} never" if len(known) < len(reached) else ""
-    cells = (
+    rewards = [row["rewards"][-max(1, len(row["rewards"]) // 4) :] for row in rows]
+    return [
+        str(len(rows)),
         spread([row["startup_seconds"] for row in rows], 0),
-        spread([mean_step(row) for row in rows]),
+        spread([statistics.mean(row["step_seconds"]) for row in rows]),
         spread([sum(row["tokens"]) / sum(row["step_seconds"]) for row in rows], 0),
-        spread([statistics.mean(_last_quarter(row["rewards"])) for row in rows], 3),
+        spread(list(map(statistics.mean, rewards)), 3),
         f"{spread([100 * row['accuracies'][0][1] for row in rows], 1)} → "
         f"{spread([100 * row['accuracies'][-1][1] for row in rows], 1)} %",
         spread(known, 0) + never,
-    )
-    return f"| {distribution} | {system} | {len(rows)} | {' | '.join(cells)} |"
-
-
-def _last_quarter(values: Sequence[float]) -> Sequence[float]:
-    return values[-max(1, len(values) // 4) :]
+    ]
 
 
 def _ratios(distribution: str, rows: Sequence[Row], target: float) -> Iterator[str]:
@@ -242,45 +228,34 @@ def main() -> None:
     parser.add_argument("--seed", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many")
     parser.add_argument("--environment", type=Path, default=ROOT / "runs" / "versus_trl-env")
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/versus_trl.jsonl")
-    parser.add_argument(
-        "--trl-microbatch", type=int, default=64, help="sequences that TRL trains on at once"
-    )
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    reporting.piece_options(parser, "versus_trl")
     parser.add_argument("--out", type=Path, help="write the table here, too")
     options = parser.parse_args()
-    if not options.table:
-        if options.model is None:
-            parser.error("--model is needed: the quickstart leaves one in runs/quickstart/sft")
-        wanted = [
-            {"distribution": name, "seed": seed, "system": system, "steps": options.steps}
-            for seed in options.seed
-            for name in options.distribution
-            for system in options.system
-        ]
-        for key in missing(wanted, read(options.rows))[: options.pieces]:
-            append(options.rows, key | measure(key, options))
-    text = table(read(options.rows))
-    print(text)
-    if options.out is not None:
-        command = command_line("benchmarks.versus_trl")
-        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+    if options.model is None and not options.table:
+        parser.error("--model is needed: the quickstart leaves one in runs/quickstart/sft")
+    wanted = [
+        {"distribution": name, "seed": seed, "system": system, "steps": options.steps}
+        for seed in options.seed
+        for name in options.distribution
+        for system in options.system
+    ]
+    reporting.make_missing(
+        wanted, reporting.read(options.rows), options, lambda key: measure(key, options)
+    )
+    text = table(reporting.read(options.rows))
+    reporting.publish("benchmarks.versus_trl", "Beside TRL's GRPOTrainer", text, options.out)
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:
     """One piece."""
-    print(key, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as scratch:
         config = settings_of(key["distribution"], key["seed"], Path(scratch), options)
         if key["system"] == "trl":
-            found = train_with_trl(
-                config, options.environment, Path(scratch), options.trl_microbatch
-            )
+            found = train_with_trl(config, options.environment, Path(scratch))
         else:
             found = train_here(config)
-    return {**found, "date": f"{datetime.date.today()}", "cores": os.cpu_count()}
+    return {**found, "cores": os.cpu_count()}
 
 
 if __name__ == "__main__":

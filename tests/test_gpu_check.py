@@ -15,8 +15,7 @@ from benchmarks.gpu_check.__main__ import _run, main
 from benchmarks.gpu_check.check import (
     Check,
     CheckFailed,
-    Findings,
-    Goal,
+    Figures,
     ResultFile,
     Stage,
     reason_to_skip,
@@ -34,8 +33,8 @@ def named(name: str) -> Check:
     return next(check for check in CHECKS if check.name == name)
 
 
-def ending_in(error: Exception) -> Callable[[Stage], Findings]:
-    def run(_stage: Stage) -> Findings:
+def ending_in(error: Exception) -> Callable[[Stage], Figures]:
+    def run(_stage: Stage) -> Figures:
         raise error
 
     return run
@@ -91,15 +90,6 @@ def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
 def test_how_a_check_ends_is_its_status(error: Exception, status: str, reason: str) -> None:
     result = run_here(Check("x", 1, 1, ending_in(error)), rehearse=True)
     assert result.status == status and reason in result.reason
-
-
-def test_a_goal_is_reported_beside_its_measurement() -> None:
-    findings = Findings({"rows": [1]}, (Goal("share", 0.7, 0.75), Goal("speed-up", 12.0, 10.0)))
-    line = json.loads(result_of(named("rates"), "ok", "", findings=findings).line())
-    assert [(goal["name"], goal["met"]) for goal in line["goals"]] == [
-        ("share", False),
-        ("speed-up", True),
-    ]
 
 
 def test_only_what_is_not_ok_yet_is_run_again(

@@ -26,8 +26,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/gpu"
+from benchmarks import reporting
+from benchmarks.reporting import ROOT, commit
+
+RESULTS = reporting.RESULTS / "gpu"
 _LOG_TAIL = 3000
 _GIB = 2**30
 # Limits are those of a GPU node that runs nothing else. Without a GPU only `doctor` and rehearsals
@@ -36,35 +38,12 @@ _PATIENCE_ON_CPU = 5
 _OURS = ("megatron_async", "megatron_async_kernels", "benchmarks", "tests")
 
 Status = Literal["ok", "failed", "skipped"]
+Figures = Mapping[str, Any]
+"""What a check hands back, as JSON."""
 
 
 class CheckFailed(Exception):
     """A failed check; the message has what fails and by how much."""
-
-
-class CheckSkipped(Exception):
-    """A check that cannot run here; the message has the reason."""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure beside the one that it should reach."""
-
-    name: str
-    measured: float
-    goal: float
-
-    @property
-    def met(self) -> bool:
-        return self.measured >= self.goal
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a check hands back: figures (JSON) and goals. Missing a goal is no failure."""
-
-    figures: Mapping[str, Any]
-    goals: tuple[Goal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,7 @@ class Check:
     name: str
     part: int
     limit_seconds: int
-    run: Callable[[Stage], Findings]
+    run: Callable[[Stage], Figures]
     needs: tuple[str, ...] = ()
     cuda: bool = False
     cpu_too: bool = False
@@ -104,27 +83,22 @@ class Result:
     commit: str
     date: str
     rehearsal: bool = False
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    goals: tuple[Mapping[str, Any], ...] = ()
+    figures: Figures = field(default_factory=dict)
 
     def line(self) -> str:
         return json.dumps(asdict(self))
 
 
-def missing_modules(check: Check) -> list[str]:
-    """What the check needs and this interpreter cannot find."""
-
-    def found(module: str) -> bool:
-        try:
-            return importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:
-            return False
-
-    return [module for module in check.needs if not found(module)]
+def found(module: str) -> bool:
+    """Return whether this interpreter can find the module."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def reason_to_skip(check: Check, *, rehearse: bool) -> str | None:
-    """Why the check cannot run here; None where it can."""
+    """Return why the check cannot run here, or None if it can."""
     import torch
 
     if not torch.cuda.is_available() and not check.cpu_too:
@@ -132,7 +106,7 @@ def reason_to_skip(check: Check, *, rehearse: bool) -> str | None:
             return "no CUDA device"
         if not rehearse:
             return "no CUDA device (--rehearse tries its code on the CPU)"
-    missing = missing_modules(check)
+    missing = [module for module in check.needs if not found(module)]
     return f"cannot be imported: {', '.join(missing)}" if missing else None
 
 
@@ -160,21 +134,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-@cache
-def commit() -> str:
-    """Short hash of this tree's commit: GPU_CHECK_COMMIT where the tree travelled without its
-    history, else from git, else `unknown`.
-    """
-    if (given := os.environ.get("GPU_CHECK_COMMIT")) is not None:
-        return given
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
 def result_of(
     check: Check,
     status: Status,
@@ -183,24 +142,22 @@ def result_of(
     seconds: float = 0.0,
     peak: float = 0.0,
     rehearsal: bool = False,
-    findings: Findings | None = None,
+    figures: Figures | None = None,
 ) -> Result:
-    """A line with what is the same for all of this process."""
-    found = findings or Findings({})
+    """Return a line; what is the same for all lines of this process is added."""
     return Result(
         check=check.name,
         part=check.part,
         status=status,
         reason=reason,
         seconds=round(seconds, 2),
-        peak_memory_gib=round(peak, 3),
+        peak_memory_gib=round(peak / _GIB, 3),
         device=device_name(),
         versions=versions(),
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         rehearsal=rehearsal,
-        figures=found.figures,
-        goals=tuple({**asdict(goal), "met": goal.met} for goal in found.goals),
+        figures=figures or {},
     )
 
 
@@ -212,14 +169,12 @@ def run_here(check: Check, *, rehearse: bool) -> Result:
     on_gpu = torch.cuda.is_available()
     rehearsal = rehearse and not on_gpu
     status: Status
-    findings = None
+    figures = None
     try:
         with TemporaryDirectory(prefix="gpu_check_") as scratch:
             stage = Stage("cuda" if on_gpu else "cpu", rehearsal, Path(scratch))
-            findings = check.run(stage)
+            figures = check.run(stage)
         status, reason = "ok", ""
-    except CheckSkipped as skipped:
-        status, reason = "skipped", str(skipped)
     except ModuleNotFoundError as missing:
         module = (missing.name or "").split(".")[0]
         status = "failed" if module in _OURS else "skipped"
@@ -238,9 +193,9 @@ def run_here(check: Check, *, rehearse: bool) -> Result:
         status,
         reason,
         seconds=time.monotonic() - began,
-        peak=peak / _GIB,
+        peak=peak,
         rehearsal=rehearsal,
-        findings=findings,
+        figures=figures,
     )
 
 
@@ -253,20 +208,14 @@ def run_apart(check: Check, *, rehearse: bool) -> Result:
         command += ["--answer", str(answer), *(["--rehearse"] if rehearse else [])]
         began = time.monotonic()
         try:
-            code = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=_environment(),
-                stdout=2,  # stdout is for results
-                timeout=limit,
-            ).returncode
+            # stdout is for results, so the check's output goes to stderr.
+            done = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=2, timeout=limit)
+            if answer.exists():
+                return Result(**json.loads(answer.read_text()))
+            reason = f"its process ended with code {done.returncode} and no result"
         except subprocess.TimeoutExpired:
             reason = f"had not ended after {limit} s"
-            return result_of(check, "failed", reason, seconds=time.monotonic() - began)
-        if not answer.exists():
-            reason = f"its process ended with code {code} and no result"
-            return result_of(check, "failed", reason, seconds=time.monotonic() - began)
-        return Result(**json.loads(answer.read_text()))
+    return result_of(check, "failed", reason, seconds=time.monotonic() - began)
 
 
 def _environment() -> dict[str, str]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.gpu_check import kernels, learning, state, trainer
-from benchmarks.gpu_check.check import Check, Findings, Stage
+from benchmarks.gpu_check.check import Check, Figures, Stage
 
 PART_SECONDS: Final = 540
 _TESTS = ("triton", "pytest", "hypothesis", "pydantic", "yaml")
 _TRAINER = ("megatron.core", "pydantic", "yaml", "safetensors", "zstandard")
 
 
-def doctor(_stage: Stage) -> Findings:
+def doctor(_stage: Stage) -> Figures:
     """What `megatron-async doctor` prints here."""
     from megatron_async.commands.doctor import report_lines
 
-    return Findings({"lines": report_lines()})
+    return {"lines": report_lines()}
 
 
 # Part 1 has the most informative checks: are kernels and trainer right, and how fast are they.

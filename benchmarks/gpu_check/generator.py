@@ -28,42 +28,33 @@ def generate(
     model: Any, prompts: list[list[int]], *, max_new_tokens: int, greedy: bool, eos: int
 ) -> list[tuple[list[int], list[float]]]:
     """Return the response token IDs and their log-probs for each prompt; `eos` ends a response."""
-    device = model.device
     longest = max(map(len, prompts))
-    padded_BL = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    padded_BL = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask_BL = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    mask_BL = mask_BL.to(device)
-    cache, inputs_BL = None, padded_BL
-    position_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
-    running_B = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    tokens, logprobs, written = [], [], []
-    for _ in range(max_new_tokens):
-        output = model(
-            input_ids=inputs_BL,
-            attention_mask=mask_BL,
-            position_ids=position_BL,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = output.past_key_values
-        logprobs_BV = output.logits[:, -1].float().log_softmax(-1)
-        chosen_B1 = logprobs_BV.argmax(-1, keepdim=True)
-        if not greedy:
-            chosen_B1 = torch.multinomial(logprobs_BV.exp(), 1)
-        tokens.append(chosen_B1)
-        logprobs.append(logprobs_BV.gather(1, chosen_B1))
-        written.append(running_B.clone())
-        running_B &= chosen_B1[:, 0] != eos
-        if not running_B.any():
-            break
-        inputs_BL = chosen_B1
-        mask_BL = torch.cat([mask_BL, torch.ones_like(chosen_B1)], 1)
-        position_BL = position_BL[:, -1:] + 1
-    lengths_B = torch.stack(written).sum(0).tolist()
-    ids, values = torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist()
+    found = model.generate(
+        input_ids=padded_BL,
+        attention_mask=mask_BL.to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=not greedy,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=eos,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    ids_BT = found.sequences[:, longest:]
+    logprobs_BTV = torch.stack(found.logits, 1).float().log_softmax(-1)
+    logprobs_BT = logprobs_BTV.gather(2, ids_BT[:, :, None])[:, :, 0]
+    # Whatever follows the first `eos` is padding.
+    ended_BT = (ids_BT == eos).int().cumsum(1) - (ids_BT == eos).int()
+    lengths_B = (ended_BT == 0).sum(1).tolist()
     return [
-        (row[:length], value[:length])
-        for row, value, length in zip(ids, values, lengths_B, strict=True)
+        (row[:length], values[:length])
+        for row, values, length in zip(
+            ids_BT.tolist(), logprobs_BT.tolist(), lengths_B, strict=True
+        )
     ]
 
 

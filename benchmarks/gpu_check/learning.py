@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.gpu_check.check import ROOT, CheckFailed, Findings, Stage
+from benchmarks.gpu_check.check import ROOT, CheckFailed, Figures, Stage
 from benchmarks.gpu_check.models import trainer_on
 from megatron_async.trajectory import types
 from megatron_async.trajectory.packing import pack_groups
@@ -42,7 +42,7 @@ _REHEARSAL = {
 }
 
 
-def learning(stage: Stage) -> Findings:
+def learning(stage: Stage) -> Figures:
     """Fine-tune, then RL; held-out greedy accuracy and mean reward before and after."""
     import yaml
 
@@ -85,7 +85,7 @@ def learning(stage: Stage) -> Findings:
     gain = figures["accuracy_after"] - figures["accuracy_before"]
     if not stage.rehearsal and not gain >= _LEAST_GAIN:
         raise CheckFailed(f"accuracy rose by {gain:.3f}: {figures}")
-    return Findings(figures)
+    return figures
 
 
 class Generator:

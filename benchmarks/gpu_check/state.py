@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.check import ROOT, CheckFailed, Findings, Stage
+from benchmarks.gpu_check.check import ROOT, CheckFailed, Figures, Stage
 from benchmarks.gpu_check.ipc_child import digest
 from benchmarks.gpu_check.models import GQA, QWEN2_1B, ragged_batch, toy, trainer_on, write_model
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CHILD_SECONDS = 90
 
 
-def checkpoint(stage: Stage) -> Findings:
+def checkpoint(stage: Stage) -> Figures:
     """Save, load into a new trainer, continue: the same bits as the one that went on."""
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.config.run import CheckpointConfig
@@ -67,7 +67,7 @@ def checkpoint(stage: Stage) -> Findings:
             trainer.train_sft(batch)
         _require_equal("two updates after loading", _bits(trainer), went_on)
         manager.close()
-    return Findings({"tensors": len(saved), "blocked_seconds": blocked})
+    return {"tensors": len(saved), "blocked_seconds": blocked}
 
 
 def _bits(trainer: PolicyTrainer) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _require_equal(when: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
         )
 
 
-def host_copies(stage: Stage) -> Findings:
+def host_copies(stage: Stage) -> Figures:
     """A trainer of 1.5B leaves its device and comes back, bit for bit; how fast."""
     from megatron_async.trainer.offload import DeviceMemory, Residence, _on_gpu
 
@@ -124,10 +124,10 @@ def host_copies(stage: Stage) -> Findings:
                         raise CheckFailed(f"{left} of {held} bytes stayed on the device")
         if _digests(_bits(trainer)) != before:
             raise CheckFailed("values changed on their way to the host and back")
-    return Findings(figures)
+    return figures
 
 
-def ipc(stage: Stage) -> Findings:
+def ipc(stage: Stage) -> Figures:
     """Weights by handle to another process on this device, through SGLang's unpickler."""
     from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
 
@@ -163,12 +163,10 @@ def ipc(stage: Stage) -> Findings:
     if answer["digests"] != expected:
         raise CheckFailed(f"the receiving process holds other values: {answer}")
     bytes_moved = sum(tensor.nbytes for _, tensor in bucket)
-    return Findings(
-        {
-            "unpickler": answer["unpickler"],
-            "bytes": bytes_moved,
-            "payload_bytes": len(payload),
-            "serialise_seconds": serialised,
-            "open_seconds": answer["open_seconds"],
-        }
-    )
+    return {
+        "unpickler": answer["unpickler"],
+        "bytes": bytes_moved,
+        "payload_bytes": len(payload),
+        "serialise_seconds": serialised,
+        "open_seconds": answer["open_seconds"],
+    }

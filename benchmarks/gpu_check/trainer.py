@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.check import CheckFailed, Findings, Stage
+from benchmarks.gpu_check.check import CheckFailed, Figures, Stage
 from benchmarks.gpu_check.models import (
     GQA,
     QWEN2_1B,
@@ -94,7 +94,7 @@ def _require_close(
     return cosine
 
 
-def _parity(stage: Stage, config: Mapping[str, Any]) -> Findings:
+def _parity(stage: Stage, config: Mapping[str, Any]) -> Figures:
     config = _config(stage, config)
     model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
     batch = ragged_batch(_lengths(stage), config["vocab_size"])
@@ -117,17 +117,15 @@ def _parity(stage: Stage, config: Mapping[str, Any]) -> Findings:
         )
     if dummy != 0.0:
         raise CheckFailed(f"an empty microbatch left a gradient of {dummy}")
-    return Findings(
-        {
-            "mean_logprob_difference": float(difference_T.mean()),
-            "largest_logprob_difference": float(difference_T.max()),
-            "gradient_cosine": _require_close("bfloat16 to float32", narrow, wide, COSINE_BOUND),
-            "repeat_cosine": lowest_cosine(again, narrow)[0],
-            "recompute_cosine": _require_close(
-                "recompute on to off", recomputed, narrow, RECOMPUTE_COSINE_BOUND
-            ),
-        }
-    )
+    return {
+        "mean_logprob_difference": float(difference_T.mean()),
+        "largest_logprob_difference": float(difference_T.max()),
+        "gradient_cosine": _require_close("bfloat16 to float32", narrow, wide, COSINE_BOUND),
+        "repeat_cosine": lowest_cosine(again, narrow)[0],
+        "recompute_cosine": _require_close(
+            "recompute on to off", recomputed, narrow, RECOMPUTE_COSINE_BOUND
+        ),
+    }
 
 
 def _dummy_gradient(trainer: PolicyTrainer) -> float:
@@ -148,17 +146,17 @@ def _dummy_gradient(trainer: PolicyTrainer) -> float:
     return max(largest) if not any(math.isnan(value) for value in largest) else math.nan
 
 
-def grouped_heads(stage: Stage) -> Findings:
+def grouped_heads(stage: Stage) -> Figures:
     """bfloat16 to float32 on ragged sequences with grouped heads; recomputation; an empty one."""
     return _parity(stage, GQA)
 
 
-def window(stage: Stage) -> Findings:
+def window(stage: Stage) -> Figures:
     """The same with sliding-window layers (Gemma 3)."""
     return _parity(stage, WINDOW)
 
 
-def updates(stage: Stage) -> Findings:
+def updates(stage: Stage) -> Figures:
     """Updates of a random model of 1.5B: throughput, MFU, memory beside the planner's figure."""
     from megatron_async.config.model import ParallelConfig
     from megatron_async.models.architecture import read_config_json
@@ -207,7 +205,7 @@ def updates(stage: Stage) -> Findings:
     if stage.device == "cuda":
         figures["measured_gib"] = torch.cuda.max_memory_allocated() / 2**30
         figures |= _utilisation(batch, shape, seconds)
-    return Findings(figures)
+    return figures
 
 
 def _mean_gain(trainer: PolicyTrainer, batch: TokenBatch) -> float:

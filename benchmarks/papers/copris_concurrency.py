@@ -9,7 +9,8 @@ there is no straggler, so at equal requests in flight nothing may be gained.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import UNIFORM, parser, point, table, write
+from benchmarks.papers.report import UNIFORM, parser, point, write
+from benchmarks.reporting import table
 
 CONFIG = "copris-7b-16gpu"
 CONCURRENCIES = (512, 1024, 1536, 2048, "auto")
@@ -25,32 +26,17 @@ def main() -> None:
     for concurrency in CONCURRENCIES:
         s = point(CONFIG, *STEPS, f"schedule.concurrency={concurrency}")
         name = concurrency if concurrency != "auto" else f"auto (ends at {s.concurrency})"
-        rows.append(
-            (
-                name,
-                f"{s.tokens_per_second:,.0f}",
-                f"{s.tokens_per_second / sync.tokens_per_second:.2f}",
-                f"{s.engine_idle:.0%}",
-                f"{s.recomputed:.0%}",
-                f"{s.lag_mean:.2f} / {s.lag_max}",
-                f"{s.off_policy:.0%}",
-            )
-        )
-    header = (
-        "N'",
-        "tokens/s",
-        "x sync",
-        "engine idle",
-        "recomputed",
-        "lag mean / max",
-        "off-policy",
-    )
+        times = s.tokens_per_second / sync.tokens_per_second
+        speed = (f"{s.tokens_per_second:,.0f}", f"{times:.2f}")
+        shares = (f"{s.engine_idle:.0%}", f"{s.recomputed:.0%}")
+        lag = f"{s.lag_mean:.2f} / {s.lag_max}"
+        rows.append((name, *speed, *shares, lag, f"{s.off_policy:.0%}"))
+    header = "N' | tokens/s | x sync | engine idle | recomputed | lag mean / max | off-policy"
     equal = f"schedule.concurrency={IN_A_BATCH}"
     control = point(CONFIG, *STEPS, *UNIFORM, equal).tokens_per_second
     control_sync = point(CONFIG, *STEPS, *UNIFORM, equal, "schedule.preset=sync").tokens_per_second
     write(
         options,
-        "copris_concurrency",
         "CoPRIS: requests in flight, 7B, 16 GPUs (simulated)",
         [
             "Source (arXiv 2511.05589): up to 1.94 x the synchronous loop (abstract), 1.58–1.94 x "

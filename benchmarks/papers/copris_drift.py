@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.papers.report import table, write
+from benchmarks.papers.report import write
 from benchmarks.papers.training import NO_MEASURE, Training, bench, training_parser
+from benchmarks.reporting import table
 
 CONCURRENCIES = (64, 128, 256, 512)
-METRICS = (
-    "rollout/lag_mean",
-    "rollout/off_policy_token_share",
-    "off_policy/kl",
-    "off_policy/ess",
-    "rollout/reward_mean",
-)
+METRICS = {
+    "mean lag": "rollout/lag_mean",
+    "off-policy share": "rollout/off_policy_token_share",
+    "KL": "off_policy/kl",
+    "ESS": "off_policy/ess",
+    "reward": "rollout/reward_mean",
+}
 
 
 def by_quarter(run: Training, metric: str) -> str:
@@ -31,33 +32,18 @@ def by_quarter(run: Training, metric: str) -> str:
 def main() -> None:
     options = training_parser(__doc__, "copris_drift", steps=60).parse_args()
     recipe = {"algorithm": {"recipe": "copris"}}
-    with bench(options.model, options) as engine:
-        done = [engine.train("sync", {**recipe, "schedule": {"preset": "sync"}})]
+    with bench(options.model, options) as train:
+        done = [train("sync", {**recipe, "schedule": {"preset": "sync"}})]
         for n in CONCURRENCIES:
             schedule = {"preset": "copris", "concurrency": n}
-            done.append(engine.train(f"copris-{n}", {**recipe, "schedule": schedule}))
-    rows = [
-        (
-            run.name,
-            *(by_quarter(run, metric) for metric in METRICS),
-            f"{run.largest('rollout/lag_max'):.0f}",
-            f"{run.after:.1f} %",
-        )
-        for run in done
-    ]
-    header = (
-        "run",
-        "mean lag",
-        "off-policy share",
-        "KL",
-        "ESS",
-        "reward",
-        "largest lag",
-        "accuracy",
-    )
+            done.append(train(f"copris-{n}", {**recipe, "schedule": schedule}))
+    rows = []
+    for run in done:
+        quarters = [by_quarter(run, metric) for metric in METRICS.values()]
+        columns = run.columns()
+        rows.append([run.name, *quarters, columns["largest lag"], columns["after"]])
     write(
         options,
-        "copris_drift",
         "CoPRIS: drift over a long run",
         [
             "Source (arXiv 2511.05589): no published figure of drift was found; the abstract only "
@@ -65,7 +51,7 @@ def main() -> None:
             "that a larger N' means more off-policy tokens and that N' = 2048 drifts more than "
             "1024. Values by quarter of the run. `sync` is the negative control: its lag must be "
             "0.",
-            table(header, rows),
+            table(f"run | {' | '.join(METRICS)} | largest lag | accuracy", rows),
             NO_MEASURE,
         ],
     )

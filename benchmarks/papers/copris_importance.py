@@ -23,29 +23,26 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.report import table, write
-from benchmarks.papers.training import NO_MEASURE, bench, training_parser
+from benchmarks.papers.report import write
+from benchmarks.papers.training import NO_MEASURE, bench, training_parser, training_table
 from megatron_async.config.load import merge
 
+COLUMNS = ("accuracy before", "after", "reward, last quarter", "ESS", "mean lag")
 ON: dict[str, Any] = {"algorithm": {"recipe": "copris"}}
 OFF: dict[str, Any] = {"algorithm": {"recipe": "copris", "correction": {"preset": "disabled"}}}
 
 
 def runs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    stale = {
-        "schedule": {"preset": "copris", "updates_per_batch": options.stale_updates},
-        "optimizer": {"lr": options.lr},
-    }
-    fresh = {
-        "schedule": {"preset": "sync", "updates_per_batch": 1},
-        "optimizer": {"lr": options.lr},
-    }
-    return {
+    """Return the changes of the four runs by name."""
+    stale = {"schedule": {"preset": "copris", "updates_per_batch": options.stale_updates}}
+    fresh = {"schedule": {"preset": "sync", "updates_per_batch": 1}}
+    found = {
         "stale, IS on": merge(stale, ON),
         "stale, IS off": merge(stale, OFF),
         "on-policy, IS on (control)": merge(fresh, ON),
         "on-policy, IS off (control)": merge(fresh, OFF),
     }
+    return {name: {**run, "optimizer": {"lr": options.lr}} for name, run in found.items()}
 
 
 def main() -> None:
@@ -60,28 +57,16 @@ def main() -> None:
         "from a description only, its figures were not found."
     ]
     for model in [options.model, *([options.second_model] if options.second_model else [])]:
-        with bench(model, options) as engine:
-            done = [
-                engine.train(name.replace(" ", "-").replace(",", ""), overrides)
+        with bench(model, options) as train:
+            done = {
+                name: train(name.replace(" ", "-").replace(",", ""), overrides)
                 for name, overrides in runs(options).items()
-            ]
-        rows = [
-            (
-                name,
-                f"{t.before:.1f} %",
-                f"{t.after:.1f} %",
-                f"{t.final_reward:.3f}",
-                f"{t.mean('off_policy/ess'):.3f}",
-                f"{t.mean('rollout/lag_mean'):.2f}",
-            )
-            for name, t in zip(runs(options), done, strict=True)
-        ]
-        header = ("run", "accuracy before", "after", "reward, last quarter", "ESS", "mean lag")
-        parts += [f"Model `{model}`:", table(header, rows)]
+            }
+        parts += [f"Model `{model}`:", training_table("run", done, *COLUMNS)]
     if options.second_model is None:
         parts.append("**The second model size was not run** (`--second-model` was not given).")
     parts.append(NO_MEASURE)
-    write(options, "copris_importance", "CoPRIS: importance sampling on and off", parts)
+    write(options, "CoPRIS: importance sampling on and off", parts)
 
 
 if __name__ == "__main__":

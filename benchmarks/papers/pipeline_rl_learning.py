@@ -9,9 +9,10 @@ generation is G times as large. Negative control: G = 1, which is on-policy.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import table, write
-from benchmarks.papers.training import NO_MEASURE, bench, training_parser
+from benchmarks.papers.report import write
+from benchmarks.papers.training import GROUP, NO_MEASURE, bench, training_parser, training_table
 
+COLUMNS = ("generations", "accuracy before", "after", "reward, last quarter", "ESS")
 UPDATES = (1, 8, 16, 32)
 
 
@@ -20,46 +21,22 @@ def main() -> None:
     parser.set_defaults(groups=4)
     options = parser.parse_args()
     algorithm = {"recipe": "pipeline_rl"}
-    updates, groups = options.steps, options.groups
-    with bench(options.model, options) as engine:
-        done = []
+    runs = {}
+    with bench(options.model, options) as train:
         for g in UPDATES:
             schedule = {
                 "preset": "sync",
                 "updates_per_batch": g,
-                "groups_per_batch": groups * g,
-                "concurrency": groups * g * 8,
+                "groups_per_batch": options.groups * g,
+                "concurrency": options.groups * g * GROUP,
             }
-            overrides = {"steps": updates // g, "schedule": schedule, "algorithm": algorithm}
-            done.append((f"conventional, G = {g}", engine.train(f"g{g}", overrides)))
+            size = {"steps": options.steps // g, "schedule": schedule, "algorithm": algorithm}
+            runs[f"conventional, G = {g}"] = train(f"g{g}", size)
         for kv in ("keep", "recompute"):
-            schedule = {"preset": "pipeline", "kv": kv}
-            run = engine.train(f"pipeline-{kv}", {"schedule": schedule, "algorithm": algorithm})
-            done.append((f"in flight, KV cache: {kv}", run))
-    rows = [
-        (
-            name,
-            len(run.lines),
-            f"{run.before:.1f} %",
-            f"{run.after:.1f} %",
-            f"{run.final_reward:.3f}",
-            f"{run.mean('off_policy/ess'):.3f}",
-            f"{run.mean('rollout/lag_mean'):.2f} / {run.largest('rollout/lag_max'):.0f}",
-        )
-        for name, run in done
-    ]
-    header = (
-        "run",
-        "generations",
-        "accuracy before",
-        "after",
-        "reward, last quarter",
-        "ESS",
-        "lag mean / max",
-    )
+            in_flight = {"schedule": {"preset": "pipeline", "kv": kv}, "algorithm": algorithm}
+            runs[f"in flight, KV cache: {kv}"] = train(f"pipeline-{kv}", in_flight)
     write(
         options,
-        "pipeline_rl_learning",
         "PipelineRL: learning per sample",
         [
             "Source (arXiv 2509.19128v1, section 5): reward by samples is the same for G = 8, G = "
@@ -67,7 +44,7 @@ def main() -> None:
             "largest lag is above that of every G, its effective sample size like that of G = 8. "
             "The lag column counts from the start of a batch: within one, minibatch i of G is i "
             "updates older still.",
-            table(header, rows),
+            training_table("run", runs, *COLUMNS, "lag mean / max"),
             NO_MEASURE,
         ],
     )

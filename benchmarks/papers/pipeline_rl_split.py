@@ -11,7 +11,8 @@ takes no time the best T is the smallest.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import CONFIGS, parser, point, table, write
+from benchmarks.papers.report import CONFIGS, parser, point, write
+from benchmarks.reporting import table
 from megatron_async.config.load import load_simulation
 from megatron_async.simulate.build import group_source, trainer_costs
 from megatron_async.simulate.statistics import Summary
@@ -68,18 +69,10 @@ def main() -> None:
             training = training_alone(trainers)
             smaller = min(generation.tokens_per_second, training)
             speeds[trainers] = together.tokens_per_second
-            rows.append(
-                (
-                    bound,
-                    trainers,
-                    n,
-                    together.lag_max,
-                    f"{generation.tokens_per_second:,.0f}",
-                    f"{training:,.0f}",
-                    f"{together.tokens_per_second:,.0f}",
-                    f"{together.tokens_per_second / smaller:.2f}",
-                )
-            )
+            speed = [generation.tokens_per_second, training, together.tokens_per_second]
+            cells = [f"{tokens:,.0f}" for tokens in speed]
+            over = f"{together.tokens_per_second / smaller:.2f}"
+            rows.append((bound, trainers, n, together.lag_max, *cells, over))
         best[bound] = max(speeds, key=lambda t: speeds[t]) if speeds else 0
     free = {
         t: point(CONFIG, *split(t), *FREE_TRAINER, "schedule.concurrency=3072").tokens_per_second
@@ -87,18 +80,11 @@ def main() -> None:
     }
     fastest = max(free, key=lambda t: free[t])
     header = (
-        "g_max",
-        "T",
-        "N'",
-        "largest lag",
-        "generation alone",
-        "training alone",
-        "together",
-        "over the smaller",
+        "g_max | T | N' | largest lag | generation alone | training alone | together "
+        "| over the smaller"
     )
     write(
         options,
-        "pipeline_rl_split",
         "PipelineRL: T training GPUs of 128 under a lag bound (simulated, tokens/s)",
         [
             "Source (arXiv 2509.19128v1, section 4 and appendix A.3): throughput = min(generation, "

@@ -13,7 +13,8 @@ must be smaller.
 
 from __future__ import annotations
 
-from benchmarks.papers.report import CONFIGS, UNIFORM, parser, point, table, write
+from benchmarks.papers.report import CONFIGS, UNIFORM, parser, point, write
+from benchmarks.reporting import table
 
 UPDATES = (1, 8, 16, 32)
 CONCURRENCIES = (1024, 2048, 3072)
@@ -61,28 +62,22 @@ def main() -> None:
     ]
     write(
         options,
-        "pipeline_rl_updates",
         "PipelineRL: G updates a generation, 7B, 128 GPUs (simulated)",
         [
             "Source (arXiv 2509.19128v1, section 5 and appendix A.4): about 2 x the samples a "
             "second of the conventional loop with G = 32, the largest G that trained stably, and "
             "so about 2 x faster to the same reward; up to 1.57 x at equal largest lag, by its "
             "analysis.",
-            table(("N' of pipeline", "tokens/s", "lag mean / max", "GPUs idle"), ours),
+            table("N' of pipeline | tokens/s | lag mean / max | GPUs idle", ours),
             table(
-                (
-                    "G",
-                    "largest lag",
-                    "conventional, tokens/s",
-                    "fastest pipeline over it",
-                    "at equal largest lag",
-                ),
+                "G | largest lag | conventional, tokens/s | fastest pipeline over it "
+                "| at equal largest lag",
                 rows,
             ),
             "The source's case study with its own hardware model (tokens a flash; there 16.9, 10.7 "
             "and 1.57 x):",
             table(
-                ("pipeline", "lag mean / max", "conventional (lag 133)", "ratio"),
+                "pipeline | lag mean / max | conventional (lag 133) | ratio",
                 [
                     (
                         f"{flashes['pipeline']:.1f}",
@@ -94,7 +89,7 @@ def main() -> None:
             ),
             "Negative control, all lengths equal (pipeline at N' = 3072 over the conventional "
             "loop):",
-            table(("G", "equal lengths", "long-tailed"), control),
+            table("G | equal lengths | long-tailed", control),
         ],
     )
 

@@ -10,7 +10,8 @@ lengths there is nothing to hide, so k must gain nothing (at equal requests in f
 
 from __future__ import annotations
 
-from benchmarks.papers.report import UNIFORM, parser, point, table, write
+from benchmarks.papers.report import UNIFORM, parser, point, write
+from benchmarks.reporting import table
 
 CONFIG = "async-7b-32gpu"
 LEVELS = (0, 1, 2, 4)
@@ -29,34 +30,20 @@ def rows(*overrides: str) -> list[tuple[object, ...]]:
     out: list[tuple[object, ...]] = []
     for level in LEVELS:
         s = point(CONFIG, f"schedule.max_async_level={level}", *overrides)
-        out.append(
-            (
-                level,
-                f"{s.tokens_per_second:,.0f}",
-                f"{s.tokens_per_second / base:.2f}",
-                f"{s.engine_idle:.0%}",
-                f"{s.trainer_idle:.0%}",
-                f"{s.lag_mean:.2f} / {s.lag_max}",
-                f"{s.wasted:.1%}",
-            )
-        )
+        idle = (f"{s.engine_idle:.0%}", f"{s.trainer_idle:.0%}")
+        speed = (f"{s.tokens_per_second:,.0f}", f"{s.tokens_per_second / base:.2f}")
+        lag = f"{s.lag_mean:.2f} / {s.lag_max}"
+        out.append((level, *speed, *idle, lag, f"{s.wasted:.1%}"))
     return out
 
 
 def main() -> None:
     options = parser(__doc__, "prime_rl_level").parse_args()
     header = (
-        "k",
-        "tokens/s",
-        "x k = 0",
-        "engines idle",
-        "trainer idle",
-        "lag mean / max",
-        "dropped as stale",
+        "k | tokens/s | x k = 0 | engines idle | trainer idle | lag mean / max | dropped as stale"
     )
     write(
         options,
-        "prime_rl_level",
         "PRIME-RL: how far inference may run ahead, 7B, 32 GPUs (simulated)",
         [
             'Source (prime-rl\'s documentation, page "Async", of a version that still has '

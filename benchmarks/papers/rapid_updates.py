@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks.papers.report import parser, point, table, write
+from benchmarks.papers.report import parser, point, write
+from benchmarks.reporting import table
 from megatron_async.simulate.statistics import Summary
 
 CONFIG = "rapid-0.5b-4gpu"
@@ -133,12 +134,11 @@ def run_rows(task: Task) -> list[tuple[object, ...]]:
 
 def main() -> None:
     options = parser(__doc__, "rapid_updates").parse_args()
-    saving = ("saved against policy gradient", "saved against GRPO")
-    header = ("H", "staleness (updates)", "s per update", "of it rollout", "of it training")
-    run_header = ("benchmark", "algorithm", "updates", "minutes", *saving, "published")
+    saving = "saved against policy gradient | saved against GRPO"
+    header = f"H | staleness (updates) | s per update | of it rollout | of it training | {saving}"
+    run_header = f"benchmark | algorithm | updates | minutes | {saving} | published"
     write(
         options,
-        "rapid_updates",
         "RAPID: H updates a generation, 0.5B, four GPUs (simulated)",
         [
             "Source: 11 % (MATH, H = 4), 32 % (MiniF2F, H = 8) and 34 % (MBPP+, H = 8) less time "
@@ -146,16 +146,16 @@ def main() -> None:
             "against a standard GRPO loop in earlier work (abstract of arXiv 2505.17218). Clipped "
             "share and response length need a real training: `rapid_learning.py`.",
             "MATH, 256 responses an update:",
-            table((*header, *saving), update_rows(MATH.groups)),
+            table(header, update_rows(MATH.groups)),
             "MBPP+ and MiniF2F, 32 responses an update:",
-            table((*header, *saving), update_rows(MBPP.groups)),
+            table(header, update_rows(MBPP.groups)),
             "Whole runs: three epochs and four evaluations, scoring not counted:",
             table(run_header, [row for task in (MATH, MINIF2F, MBPP) for row in run_rows(task)]),
             "What an assumption decides: MATH on other GPUs (H100), and packed instead of padded:",
-            table((*header, *saving), update_rows(MATH.groups, "simulate.gpu.name=H100")),
-            table((*header, *saving), update_rows(MATH.groups, "simulate.padding=packed")),
+            table(header, update_rows(MATH.groups, "simulate.gpu.name=H100")),
+            table(header, update_rows(MATH.groups, "simulate.padding=packed")),
             "Negative control (MATH), rollout and switching that cost nothing:",
-            table((*header, *saving), update_rows(MATH.groups, *NO_ROLLOUT)),
+            table(header, update_rows(MATH.groups, *NO_ROLLOUT)),
         ],
     )
 

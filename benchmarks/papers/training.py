@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +19,34 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.report import parser
-from benchmarks.quickstart_adam import quickstart_adam
+from benchmarks.reporting import ROOT, table
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import NoScorers
 from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 
 GROUP = 8
+ADAM: dict[str, Any] = {
+    "optimizer": {"name": "adam", "lr": 2e-4, "schedule": "constant", "warmup_steps": 5},
+    "sft": {"optimizer": {"name": "adam", "lr": 3e-3}},
+}
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run: metrics by step, greedy accuracy before and after in percent, wall time."""
+    """One finished run: metrics by step, and greedy accuracy before and after in percent."""
 
     name: str
     lines: list[Line]
     before: float
     after: float
-    seconds: float
 
     def mean(self, metric: str) -> float:
         """Over the steps that have it; nan when none has."""
@@ -61,6 +66,45 @@ class Training:
         rewards = self.series("rollout/reward_mean")
         return float(np.mean(rewards[-max(1, len(rewards) // 4) :]))
 
+    def columns(self) -> dict[str, str]:
+        """Return the cells of this run's row in a table of trainings, by their header."""
+        lag = self.mean("rollout/lag_mean")
+        most = self.largest("rollout/lag_max")
+        return {
+            "accuracy before": f"{self.before:.1f} %",
+            "after": f"{self.after:.1f} %",
+            "reward, last quarter": f"{self.final_reward:.3f}",
+            "ESS": f"{self.mean('off_policy/ess'):.3f}",
+            "mean lag": f"{lag:.2f}",
+            "largest lag": f"{most:.0f}",
+            "lag mean / max": f"{lag:.2f} / {most:.0f}",
+            "generations": str(len(self.lines)),
+            "s/step": f"{self.mean('time/step'):.2f}",
+        }
+
+
+def training_table(first: str, runs: Mapping[str, Training], *columns: str) -> str:
+    """Return a Markdown table with a row for each run.
+
+    Args:
+        first: The header of the first column, which has the names in `runs`.
+        runs: The trainings by name.
+        columns: The headers of the other columns, from `Training.columns`.
+    """
+    rows = [[name, *(run.columns()[column] for column in columns)] for name, run in runs.items()]
+    return table(" | ".join([first, *columns]), rows)
+
+
+def quickstart_adam() -> dict[str, Any]:
+    """Return the quickstart's settings with Adam, which the tables in results/ were measured with.
+
+    The quickstart itself has trained with Muon since 23 November 2026; Adam is the optimizer that
+    all compared systems have. The model that those tables begin with is of `launch/quickstart.sh`
+    with `sft.optimizer.name=adam sft.optimizer.lr=3e-3 sft.steps=900 sft.examples=57600
+    model.dtype=float32`.
+    """
+    return merge(read_yaml(ROOT / "configs" / "quickstart.yaml"), ADAM)
+
 
 def training_parser(doc: str | None, name: str, steps: int) -> argparse.ArgumentParser:
     """Options that every script with a training has. `steps` is the default."""
@@ -72,36 +116,27 @@ def training_parser(doc: str | None, name: str, steps: int) -> argparse.Argument
     return out
 
 
-class Bench:
-    """A warm engine; `train` runs one configuration on it."""
-
-    def __init__(self, model: Path, root: Path, options: argparse.Namespace, url: str) -> None:
-        self._model, self._root, self._options, self._url = model, root, options, url
-
-    def train(self, name: str, overrides: dict[str, Any]) -> Training:
-        """Train to the end. Raises what a large run would raise."""
-        print(name, file=sys.stderr, flush=True)
-        config = configure(name, overrides, self._model, self._root, self._options)
-        return train(config, self._url)
+def run_on(config: RunConfig, url: str) -> RunDirectory:
+    """Make a whole run in this process, on the engine at `url`. Raises what any run would raise."""
+    directory = RunDirectory.create(config)
+    pool = LocalScorerPool(config.scorers, config.model.path)
+    scorers = pool if config.scores else NoScorers()
+    try:
+        with local_place(directory.logs) as place:
+            workers = EnvironmentWorkers(config, place) if config.plays else None
+            train_locally(config, directory, [url], scorers, workers)
+    finally:
+        pool.close()
+    return directory
 
 
 def train(config: RunConfig, url: str) -> Training:
-    """Train to the end on the engine at `url`. Raises what a large run would raise."""
-    directory = RunDirectory.create(config)
-    pool = LocalScorerPool(config.scorers, config.model.path)
-    began = time.monotonic()
-    try:
-        train_locally(config, directory, [url], pool)
-    finally:
-        pool.close()
+    """Train to the end on the engine at `url`."""
+    print(config.name, file=sys.stderr, flush=True)
+    directory = run_on(config, url)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
-    return Training(
-        config.name,
-        read_metrics(directory.metrics_file),
-        100 * evaluations[0]["eval/accuracy"],
-        100 * evaluations[-1]["eval/accuracy"],
-        time.monotonic() - began,
-    )
+    before, after = (100 * evaluations[i]["eval/accuracy"] for i in (0, -1))
+    return Training(config.name, read_metrics(directory.metrics_file), before, after)
 
 
 def configure(
@@ -124,17 +159,25 @@ def configure(
 
 
 @contextmanager
-def bench(model: Path, options: argparse.Namespace) -> Iterator[Bench]:
-    """Start an engine for `model`, stop it at the end."""
+def engine(config: RunConfig, log: Path) -> Iterator[str]:
+    """Start an engine of the run's model, yield its URL and stop it at the end."""
+    process = SGLangProcess(Path(config.model.path), config.engines, log)
+    process.start()
+    try:
+        yield process.url
+    finally:
+        process.stop()
+
+
+@contextmanager
+def bench(
+    model: Path, options: argparse.Namespace
+) -> Iterator[Callable[[str, dict[str, Any]], Training]]:
+    """Start an engine for `model`; yield a function that trains a named configuration on it."""
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
-        engines = configure("engine", {}, model, root, options).engines
-        process = SGLangProcess(model, engines, root / "engine.log")
-        process.start()
-        try:
-            yield Bench(model, root, options, process.url)
-        finally:
-            process.stop()
+        with engine(configure("engine", {}, model, root, options), root / "engine.log") as url:
+            yield lambda name, changes: train(configure(name, changes, model, root, options), url)
 
 
 NO_MEASURE = "Two CPU cores, possibly shared: seconds compare runs of one table at best. One seed."

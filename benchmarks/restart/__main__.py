@@ -8,7 +8,6 @@ Runs that have a row in `--rows` are not made again.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import shutil
@@ -19,14 +18,98 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.restart.report import report
-from benchmarks.restart.run import RestartedRun, killed_run, scratch_run
-from benchmarks.rows import Row, append, missing, read
-from benchmarks.versus_trl import commit
+from benchmarks import reporting
+from benchmarks.reporting import RESULTS, Row, spread, table
+from benchmarks.restart.counters import TRAINED_TOKENS
+from benchmarks.restart.run import RestartedRun, killed_run, lengths, scratch_run
+from megatron_async.trajectory.types import CHUNK_TOKENS
 from tests.crash.run import prepare
 
-RESULTS = Path(__file__).parents[1] / "results"
 _PROBLEMS = 1000  # a batch may hold none twice
+_BACK_SECONDS = 30.0
+_ABOUT = """\
+Each measured run is `megatron-async train` on simulated engines, with all responses of one batch in
+flight. All its processes get SIGKILL when the engines have generated a random number of tokens, and
+it is resumed until that batch is trained. A run from scratch generates the same responses without a
+kill. What engines had generated at the kill is in memory-mapped counters
+(`benchmarks/restart/counters.py`); what the store had is what requests after the resume begin with.
+The simulated engines take no time to read a prompt, nor the tokens that a resumed response has."""
+_FIGURES = (
+    ("generated", "tokens generated at the kill, millions", 1e-6, 2),
+    ("unfinished", "unfinished responses then", 1, 0),
+    ("killed_after", "seconds from the start to the kill", 1, 0),
+    ("lost_mean", "tokens lost per unfinished response, mean", 1, 1),
+    ("lost_largest", "... largest", 1, 0),
+    ("file_bytes", "bytes of the store's files per generated token", 1, 2),
+    ("engine_pauses", "pauses that engines were asked for", 1, 0),
+    ("step_ms", "decode step of an engine, mean ms", 1, 1),
+    ("longest_step_ms", "... longest", 1, 0),
+    ("blocked", "times that a stream was not read on, for the manager and its store", 1, 0),
+    ("longest_blocked_ms", "... longest, ms", 1, 0),
+    ("commit_ms", "adding a chunk to the store and awaiting its commit, mean ms", 1, 2),
+    ("longest_commit_ms", "... longest", 1, 0),
+    ("first_request", "seconds from the (second) start until the first request", 1, 1),
+    ("first_token", "... the first generated token", 1, 1),
+    ("last_request", "... every unfinished response is at an engine", 1, 1),
+    ("batch", "... the batch is complete: the whole rollout", 1, 1),
+    ("trained", "... the first batch is trained", 1, 1),
+)
+"""Name in the rows, description, factor and decimal places of each line of the tables.
+
+Lines before the seconds of a start are of the time until the kill, or until the batch is complete.
+"""
+
+
+def shown(rows: Sequence[Row]) -> str:
+    """Return a table with a column for each run, and the median with the range."""
+    lines = []
+    for name, text, factor, digits in _FIGURES:
+        if all(name in row for row in rows):
+            values = [factor * row[name] for row in rows]
+            cells = [f"{value:,.{digits}f}" for value in values]
+            lines.append([text, *cells, spread(values, digits)])
+    numbers = " | ".join(str(row["number"] + 1) for row in rows)
+    return table(f"run | {numbers} | median (range)", lines)
+
+
+def goals(rows: Sequence[Row]) -> str:
+    """Return the goals beside the worst figure of all runs."""
+    still = max(row["engine_pauses"] + row["blocked"] for row in rows)
+    lost, back, trained = (
+        max(row[name] for row in rows) for name in ("lost_largest", "first_token", "trained")
+    )
+    limits = (
+        ("pauses of generation for the store", 0, still),
+        ("tokens lost of a response: one chunk", CHUNK_TOKENS, lost),
+        ("seconds until the first token", _BACK_SECONDS, back),
+        ("seconds until the first batch is trained", _BACK_SECONDS, trained),
+    )
+    lines = [
+        (text, f"{limit:g}", f"{measured:.1f}", "yes" if measured <= limit else "**no**")
+        for text, limit, measured in limits
+    ]
+    return table("in every run, at most | goal | measured | met", lines)
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
+    """Return the text of the result file."""
+    killed = [row for row in rows if row["kind"] == "kill"]
+    scratch = [row for row in rows if row["kind"] == "scratch"]
+    measured = ", ".join(sorted({f"{row['date']} at commit {row['commit']}" for row in rows}))
+    answers = options.groups * options.group_size
+    tokens = sum(lengths(answers, options.longest, options.seed))
+    parts = [
+        _ABOUT,
+        f"Measured on {measured}. {answers:,} responses of {tokens / 1e6:.1f} million tokens, the "
+        f"longest {options.longest:,}; engines send {options.stream_interval} tokens at a time, a "
+        f"chunk of the store has {CHUNK_TOKENS} tokens or 2 s. The trainer gets the first "
+        f"{TRAINED_TOKENS} tokens of each response.",
+    ]
+    if killed:
+        parts += [goals(killed), "## Kills", shown(killed)]
+    if scratch:
+        parts += ["## The same responses from scratch", shown(scratch)]
+    return "\n\n".join(parts)
 
 
 @contextmanager
@@ -41,7 +124,7 @@ def folder_of_runs() -> Iterator[Path]:
 
 
 def measure(piece: Row, root: Path, options: argparse.Namespace) -> Row:
-    """Make one run and remove what it wrote."""
+    """Make one run and remove what it wrote; return its row without the key."""
     name = f"{piece['kind']}{piece['number']}"
     run = RestartedRun(root, name, options)
     total = sum(run.config["experiment"]["forced_lengths"])
@@ -49,10 +132,9 @@ def measure(piece: Row, root: Path, options: argparse.Namespace) -> Row:
         row = scratch_run(run)
     else:
         share = random.Random(f"{options.seed} {name}").uniform(*options.moments)
-        row = killed_run(run, share * total, options.stream_interval)
+        row = killed_run(run, share * total)
     shutil.rmtree(run.directory.path)
-    made = {"date": str(datetime.date.today()), "commit": commit()}
-    return {**piece, **row, **made}
+    return {**row, "commit": reporting.commit()}
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,7 +151,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--moments", type=float, nargs=2, default=(0.5, 0.7), help="shares of the batch's tokens"
     )
-    parser.add_argument("--rows", type=Path, default=RESULTS / "restart.jsonl")
+    reporting.piece_options(parser, "restart")
     parser.add_argument("--out", type=Path, default=RESULTS / "restart.md")
     return parser.parse_args(arguments)
 
@@ -81,11 +163,14 @@ def main() -> None:
     wanted: list[Row] = [{"kind": "kill", "number": i} for i in range(options.kills)]
     wanted[1:1] = [{"kind": "scratch", "number": i} for i in range(options.scratch)]
     with folder_of_runs() as root:
-        for piece in missing(wanted, read(options.rows)):
-            append(options.rows, row := measure(piece, root, options))
-            print(json.dumps(row), flush=True)
-            options.out.write_text(report(read(options.rows), options))
-    options.out.write_text(report(read(options.rows), options))
+        reporting.make_missing(
+            wanted,
+            reporting.read(options.rows),
+            options,
+            lambda piece: measure(piece, root, options),
+        )
+    text = report(reporting.read(options.rows), options)
+    reporting.publish("benchmarks.restart", "Everything killed, and resumed", text, options.out)
 
 
 if __name__ == "__main__":

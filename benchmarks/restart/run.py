@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.reporting import Row
 from benchmarks.restart.counters import COUNTING, VARIABLE, Counters, read_counters
-from benchmarks.rows import Row
 from megatron_async.files.disk import json_lines
 from tests.crash.injection import injected
 from tests.crash.run import RunUnderFire, configuration
@@ -105,40 +105,25 @@ class RestartedRun(RunUnderFire):
                 raise RuntimeError(f"{tokens:.0f} tokens took more than {_LIMIT_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
 
-    def written_bytes(self) -> tuple[int, int]:
-        """Return the size of the store's files, and what the manager has written to them.
-
-        The second has each token at least twice: in SQLite's log and in the database.
-        """
+    def store_bytes(self) -> int:
+        """Return the size of the store's files."""
         file = self.directory.store_file
-        size = sum(one.stat().st_size for one in file.parent.glob(f"{file.name}*"))
-        [manager] = self.processes("manager")
-        events = sum(one.stat().st_size for one in self.directory.events.glob("*"))
-        return size, manager.io_counters().write_chars - events
+        return sum(one.stat().st_size for one in file.parent.glob(f"{file.name}*"))
 
     def until_trained(self) -> Row:
         """Wait for the first trained batch; return the seconds from the start of this life."""
         self.wait_for_progress()
         lines = json_lines(self.directory.metrics_file.read_bytes())
-        trained = max(line["time"] for line in lines if line["kind"] == "train")
         [manager], [trainer] = self.counted("manager"), self.counted("trainer")
-        [store] = self.counted("store")
         moments = {
-            "store_opened": store["last"],
             "first_request": manager["first"],
             "first_token": min(one["first"] for one in self.counted("engine") if one["first"]),
             "last_request": manager["last"],
             "batch": trainer["first"],
-            "trained": trained,
+            "trained": max(line["time"] for line in lines if line["kind"] == "train"),
         }
         row = {name: round(moment - self.began, 2) for name, moment in moments.items()}
-        generated = [one["tokens"] for one in self.counted("engine")]
-        return {
-            **row,
-            "opening": round(store["longest"], 2),
-            "busiest_share": max(generated) / sum(generated),
-            "tokens": trainer["tokens"],
-        }
+        return {**row, "tokens": trainer["tokens"]}
 
 
 def losses(
@@ -164,26 +149,23 @@ def pauses(run: RestartedRun) -> Row:
     engines, relays = run.counted("engine"), run.counted("relay")
     [manager] = run.counted("manager")
     steps = sum(one["events"] for one in engines)
-    streams = manager["stream_seconds"]
     return {
         "engine_pauses": sum(one["pauses"] for one in engines),
         "step_ms": 1e3 * sum(one["seconds"] for one in engines) / steps,
         "longest_step_ms": 1e3 * max(one["longest"] for one in engines),
         "commit_ms": 1e3 * manager["seconds"] / manager["events"],
         "longest_commit_ms": 1e3 * manager["longest"],
-        "commit_share": manager["seconds"] / streams,
         "blocked": sum(one["events"] for one in relays),
-        "longest_blocked_ms": 1e3 * max(one["longest"] for one in relays),
-        "blocked_share": sum(one["seconds"] for one in relays) / streams,
+        "longest_blocked_ms": 1e3 * max((one["longest"] for one in relays), default=0.0),
     }
 
 
-def killed_run(run: RestartedRun, tokens: float, interval: int) -> Row:
-    """Kill a run when its engines have generated so many tokens, and resume it."""
+def killed_run(run: RestartedRun, tokens: float) -> Row:
+    """Kill a run when its engines have generated `tokens` tokens, and resume it."""
     with closing(run):
         run.live()
         run.wait_for_tokens(tokens)
-        size, written = run.written_bytes()
+        size = run.store_bytes()
         run.kill_all()
         killed_after, waits = time.time() - run.began, pauses(run)
         total = sum(one["tokens"] for one in run.counted("engine"))
@@ -194,17 +176,13 @@ def killed_run(run: RestartedRun, tokens: float, interval: int) -> Row:
         resumed = run.counted("manager")[0].trajectories
     unfinished = (started > 0) & (resumed > 0)
     lost = losses(generated, started, resumed)
-    partial = np.maximum(generated - started, 0)[unfinished]
     return {
         "generated": total,
         "unfinished": int(unfinished.sum()),
-        "partial": float(partial.sum()),
         "killed_after": killed_after,
         "lost_mean": float(lost.mean()),
         "lost_largest": int(lost.max()),
-        "unsent_mean": float((partial % interval).mean()),
         "file_bytes": size / total,
-        "written_bytes": written / total,
         **waits,
         **resumed_run,
     }

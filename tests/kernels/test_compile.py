@@ -9,9 +9,7 @@ pytest.importorskip("triton")
 
 from megatron_async_kernels.triton_tiles import ARCHITECTURES
 
-from benchmarks.compiled.ahead_of_time import compile_kernel
-from benchmarks.compiled.head_builds import head_builds
-from benchmarks.compiled.loss_builds import loss_builds
+from benchmarks.compiled import compile_kernel, head_builds, loss_builds
 
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
@@ -22,8 +20,8 @@ MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_head_kernels_compile_without_spills(arch: int, dtype: torch.dtype) -> None:
     reports = [compile_kernel(build, arch) for build in head_builds(arch, dtype)]
-    assert [report.name for report in reports if report.spills] == []
-    assert [report.name for report in reports if not report.fits] == []
+    assert [report.build.name for report in reports if report.spills] == []
+    assert [report.build.name for report in reports if not report.fits] == []
     if dtype == torch.bfloat16:
         instructions = {report.tensor_core for report in reports}
         assert instructions == {MATRIX_INSTRUCTION[arch]}
@@ -34,5 +32,5 @@ def test_head_kernels_compile_without_spills(arch: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loss_kernels_compile_without_spills(arch: int) -> None:
     reports = [compile_kernel(build, arch) for build in loss_builds()]
-    assert [report.name for report in reports if report.spills] == []
-    assert [report.name for report in reports if not report.fits] == []
+    assert [report.build.name for report in reports if report.spills] == []
+    assert [report.build.name for report in reports if not report.fits] == []

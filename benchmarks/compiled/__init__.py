@@ -1,1 +1,0 @@
-"""Kernels compiled for GPU architectures without a GPU: what their binaries need."""
