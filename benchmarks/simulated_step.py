@@ -39,7 +39,7 @@ from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import NoScorers
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
 from megatron_async.simulate.statistics import Summary

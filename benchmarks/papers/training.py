@@ -25,7 +25,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 

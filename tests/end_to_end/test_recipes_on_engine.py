@@ -21,7 +21,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.count import ScorerCount
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics

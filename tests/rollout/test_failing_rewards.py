@@ -12,7 +12,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed, run, settings
 from tests.rollout.test_manager import Trainer

@@ -13,7 +13,7 @@ from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import SharedEngines
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion
 from tests.environments.inside import InsidePlace

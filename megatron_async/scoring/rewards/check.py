@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.errors import UserError, shown
+from megatron_async.scoring.pool import scored
 from megatron_async.scoring.rewards.code import check_code
 from megatron_async.scoring.rewards.reward import build_reward
 from megatron_async.scoring.rewards.sample import Sample, sample_of
-from megatron_async.scoring.workers import scored
 from megatron_async.tasks.layouts import Columns
 
 TRIED_ROWS: Final = 8

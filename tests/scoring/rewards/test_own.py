@@ -17,9 +17,9 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
-from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.trajectory.types import Prompt
 
 HERE = Path(__file__).parent
