@@ -165,10 +165,6 @@ def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, 
     )
 
 
-def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
-    return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
-
-
 def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     if machine.device == "cpu":
         return config.trainer.recompute, "the default with engines on CPUs"
@@ -209,7 +205,6 @@ _RULES: Final[dict[str, _Rule]] = {
     "engines.max_total_tokens": _max_total_tokens,
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
-    "engines.stream_interval": _stream_interval,
     "engines.start_timeout_seconds": _start_timeout,
     "trainer.recompute": _recompute,
     "task.scorer_workers": _scorer_workers,

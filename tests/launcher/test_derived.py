@@ -108,7 +108,6 @@ def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
             "engines.max_total_tokens",
             "schedule.concurrency",
             "engines.cuda_graph_batch",
-            "engines.stream_interval",
             "engines.start_timeout_seconds",
             "trainer.recompute",
             "task.scorer_workers",

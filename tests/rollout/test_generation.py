@@ -255,19 +255,6 @@ async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_
     await bench.store.close()
 
 
-async def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(
-    tmp_path: Path,
-) -> None:
-    script = chunk(7, STOP, end="stop"), chunk(9), chunk(9, end="stop")
-    bench = Bench.of(tmp_path, config_of(), *script)
-    kept = await bench.one_request()
-    assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
-    assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
-    assert bench.statistics.counts.tokens == 2
-    assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
-    await bench.store.close()
-
-
 async def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended(
     tmp_path: Path,
 ) -> None:
