@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import NODE_HOST, node_address
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
@@ -42,33 +41,27 @@ class EngineHost:
     def __init__(
         self,
         engine_id: str,
-        model_path: str,
-        settings_json: str,
-        log_path: str,
-        chunk_tokens: int,
+        config: RunConfig,
+        log_path: Path,
         shared_index: int | None = None,
-        vocabulary: int | None = None,
     ) -> None:
-        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks.
-
-        `vocabulary`: tokens of the model; None: not known.
-        """
+        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
-        settings = EngineConfig.model_validate_json(settings_json)
+        settings, model_path = config.engines, config.model.path
         if settings.host == NODE_HOST:
             settings = settings.model_copy(update={"host": node_address()})
         dtype = resolve_dtype(settings, resolve_device(settings))
         self._settings = settings = settings.model_copy(update={"dtype": dtype})
-        self._chunk_tokens = chunk_tokens
-        self._vocabulary = vocabulary
+        self._chunk_tokens = config.store.chunk_tokens
+        self._vocabulary = vocabulary_of(model_path)
         gpus = None
         if shared_index is not None:
             gpus = gpus_of(shared_index, settings.tensor, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._server = SGLangProcess(
             Path(model_path),
             settings,
-            Path(log_path),
+            log_path,
             gpus=gpus,
             awaits_weights=True,
         )
@@ -228,12 +221,9 @@ class HostedEngines:
         return self._place.start(
             self._host_class,
             engine_id,
-            str(self._config.model.path),
-            self._settings.model_dump_json(),
-            str((self._log_directory / f"engine{index}.log").resolve()),
-            self._config.store.chunk_tokens,
+            self._config,
+            (self._log_directory / f"engine{index}.log").resolve(),
             index if shared else None,
-            vocabulary_of(self._config.model.path),
             name=f"engine{index}-host",
             gpus=self._settings.tensor if on_gpu and not shared else 0,
         )

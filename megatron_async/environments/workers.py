@@ -82,19 +82,14 @@ class EnvironmentWorkers:
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
         self._settings = config.episodes
-        arguments: tuple[Any, ...] = (
-            config.episodes.model_dump_json(),
-            config.task.model_dump_json(),
-            model_path or config.model.path,
-        )
         what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
         if config.agent.used:
             from megatron_async.environments import agents
 
             what = agents.AgentProcess
-            arguments += (config.sampling.model_dump_json(), config.scores)
+        path = model_path or config.model.path
         self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
-            place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
+            place.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
             for index in range(config.episodes.workers)
         ]
         self._doors = [_Door() for _ in self._workers]

@@ -300,7 +300,7 @@ class Generation:
         slot, trajectory_id = request.slot, request.trajectory_id
         if chunk.end == "abort" and not len(chunk.token_ids):
             return False  # as thousands do at once, at a boundary
-        if len(chunk.token_ids) and not await slot.gate.passes(chunk.version):
+        if len(chunk.token_ids) and not await slot.passes(chunk.version):
             why = f"generated tokens of version {chunk.version}, which it was not sent"
             self._monitor.give_up(slot, f"engine {slot.engine_id} {why}")
             return False

@@ -229,7 +229,10 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
-        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), 8)
+        config = build_config({"store": {"chunk_tokens": 8}})
+        config = config.with_section("model", path=str(model))
+        config = config.model_copy(update={"engines": SETTINGS})
+        host = EngineHost("e", config, model / "log")
         await host.serve(process.url)
         placed: Any = Here(host)
         there = await SGLangClient.connect("e", process.url, SETTINGS)

@@ -20,8 +20,6 @@ from openai import AsyncOpenAI, BadRequestError
 
 from megatron_async.commands.gateway import ServedPolicy, instructions
 from megatron_async.config import build_config
-from megatron_async.config.environment import AgentConfig
-from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.agents import AgentWorker
 from megatron_async.environments.check import check_environment
@@ -48,13 +46,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def worker_of(model: str, program: str, *, scored: bool = False, **settings: Any) -> AgentWorker:
     named = {} if "command" in settings else {"name": f"{PROGRAMS}:{program}"}
-    return AgentWorker(
-        AgentConfig(**named, **settings).model_dump_json(),
-        TaskConfig(kind="seeds").model_dump_json(),
-        model,
-        SamplingConfig(max_new_tokens=16).model_dump_json(),
-        scored,
+    config = build_config(
+        {
+            "agent": {**named, **settings},
+            "task": {"kind": "seeds"},
+            "sampling": {"max_new_tokens": 16},
+            **({"reward": "exact"} if scored else {}),
+        }
     )
+    return AgentWorker(config, model)
 
 
 @dataclass
