@@ -146,6 +146,12 @@ class RolloutDriver:
         if self._forget(engine_id, "engine_failed", why) is not None:
             self.lost_engines.put_nowait((engine_id, why))
 
+    async def suspect(self, engine: EngineClient, why: str) -> None:
+        """Take an engine on which something has failed out of service if it does not answer."""
+        slot = self._slots.get(engine.engine_id)
+        if slot is not None:
+            await self._monitor.suspect(slot, why)
+
     def engine_stale(self, engine_id: str, why: str) -> None:
         """Let an engine that holds other weights serve nothing until it was sent them again.
 

@@ -476,9 +476,7 @@ class Evaluations:
             raise ComponentFailure(f"the evaluation of {version} failed: {error}") from error
 
     async def _failed(self, engine: EngineClient, error: EngineError) -> None:
-        """Give up an engine that does not answer at all."""
-        if not await engine.healthy() and engine in self._driver.engines():
-            self._driver.engine_failed(engine.engine_id, str(error))
+        await self._driver.suspect(engine, str(error))
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -64,7 +64,6 @@ _CONNECT_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 2.0
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
-_HEALTH_SECONDS = 30.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_SELDOM_SECONDS = 2.0
 # A call that is made twice is one that SGLang refuses the second time.
@@ -270,14 +269,6 @@ class SGLangClient:
             loads = (await self._get_json("v1/loads"))["loads"]
             metrics = await self._request("GET", "metrics", None, self._control_seconds)
             return load_of(loads, _counter(metrics, _PREEMPTIONS))
-
-    async def healthy(self) -> bool:
-        """Return whether it answers at all; never raises."""
-        try:
-            await self._request("GET", "health", None, _HEALTH_SECONDS)
-        except EngineError:
-            return False
-        return True
 
     async def close(self) -> None:
         """Release connections (not the server)."""
