@@ -10,6 +10,7 @@ Invariants
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,13 +110,13 @@ class EngineHost:
         return self._relay
 
 
+@dataclass(frozen=True)
 class HostCalls:
     """The relay in an engine's host (`RelayCalls`)."""
 
-    def __init__(self, host: Placed[EngineHost], engine_id: str, limit_seconds: float) -> None:
-        self._host = host
-        self._engine_id = engine_id
-        self._limit = limit_seconds
+    host: Placed[EngineHost]
+    engine_id: str
+    limit_seconds: float
 
     async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         await self._call(lambda host: host.update(started, cancelled))
@@ -128,9 +129,9 @@ class HostCalls:
 
     async def _call(self, what: Callable[[EngineHost], Awaitable[T]]) -> T:
         try:
-            return await self._host.call(what, limit=self._limit)
+            return await self.host.call(what, limit=self.limit_seconds)
         except ComponentFailure as failure:
-            raise EngineError(f"the relay of {self._engine_id}: {failure}") from failure
+            raise EngineError(f"the relay of {self.engine_id}: {failure}") from failure
 
 
 class HostedEngines:
