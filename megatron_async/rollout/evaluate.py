@@ -129,17 +129,14 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
         prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
-        numbers = ("answers", "failed_judgements", "refused", "reward_mean", "reward_max")
-        settings = ("temperature", "solved_at")
-        lengths = ("length_mean", "length_median", "length_max", "truncated_share")
-        names = (*numbers, *settings, *lengths, "seconds")
-        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
+        numbers = {name: n for name, n in vars(self).items() if isinstance(n, int | float)}
+        metrics = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
         if self.versions:
-            numbers_ = [version.number for version in self.versions]
+            versions = [version.number for version in self.versions]
             weights = list(self.versions.values())
-            metrics[f"{prefix}version_oldest"] = float(min(numbers_))
-            metrics[f"{prefix}version_newest"] = float(max(numbers_))
-            metrics[f"{prefix}version_mean"] = float(np.average(numbers_, weights=weights))
+            metrics[f"{prefix}version_oldest"] = float(min(versions))
+            metrics[f"{prefix}version_newest"] = float(max(versions))
+            metrics[f"{prefix}version_mean"] = float(np.average(versions, weights=weights))
         for name, estimate in self.estimates.items():
             metrics[f"{prefix}{name}"] = estimate.value
             metrics[f"{prefix}{name}_low"] = estimate.low
