@@ -38,7 +38,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from megatron_async.engines.interface import (
     EngineClient,
@@ -48,8 +48,10 @@ from megatron_async.engines.interface import (
 )
 from megatron_async.rollout.fleet import EngineLauncher
 from megatron_async.rollout.messages import ResumePoint
-from megatron_async.train_loop.manager_client import RolloutLink
 from megatron_async.trajectory.batch import TokenBatch
+
+if TYPE_CHECKING:  # its import calls `note_batches`, which must be there before
+    from megatron_async.train_loop.manager_client import RolloutLink
 
 # Requests of trajectories; those of an evaluation have other names and are not noted.
 _TRAJECTORY = re.compile(r"t\d+-\d+;")
