@@ -23,8 +23,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_async.config import RunConfig
-from megatron_async.config.load import build_config
+from megatron_async.config.load import build_simulation
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.simulate.build import build_world
@@ -112,14 +112,14 @@ class Watch:
         self.timeline.generated.append((row, began, now, self._version))
 
 
-def settings_of(preset: str, seed: int) -> RunConfig:
+def settings_of(preset: str, seed: int) -> SimulationConfig:
     """B = 4 groups of 2."""
     schedule: dict[str, Any] = {"preset": preset, "groups_per_batch": 4, "group_size": 2}
     if preset != "sync" and preset != "rapid":
         schedule["concurrency"] = 8
     if preset == "rapid":
         schedule |= {"groups_per_batch": 8, "updates_per_batch": 4}
-    return build_config({**SETTINGS, "seed": seed, "schedule": schedule})
+    return build_simulation({**SETTINGS, "seed": seed, "schedule": schedule})
 
 
 def trained_per_second(preset: str) -> float:

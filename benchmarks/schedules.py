@@ -141,7 +141,7 @@ def settings_of(
             "updates_per_batch": updates,
         },
         "checkpoint": {"every_steps": 10_000, "export_hf": False},
-        "telemetry": {"progress": "off", "tensorboard": False},
+        "telemetry": {"progress": "off", "trackers": []},
     }
     if natural:
         return settings

@@ -42,7 +42,6 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
     environment = {
         "name": f"{ROOT / 'benchmarks' / 'slow_tool.py'}:SlowTool",
         "arguments": {"turns": options.turns, "seconds": options.seconds},
-        "max_turns": options.turns,
     }
     changes = {
         "name": "measured",
@@ -56,7 +55,8 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
         "checkpoint": {"every_steps": 10_000, "export_hf": False},
         "optimizer": {"lr": 1e-12, "warmup_steps": 0},
     }
-    return {**merge(read_yaml(EXAMPLE / "config.yaml"), changes), "environment": environment}
+    played = {"environment": environment, "episode": {"max_turns": options.turns}}
+    return {**merge(read_yaml(EXAMPLE / "config.yaml"), changes), **played}
 
 
 def episodes_of(directory: RunDirectory) -> list[Trajectory]:

@@ -32,7 +32,7 @@ from benchmarks.command import command_line
 from benchmarks.papers.report import table
 from benchmarks.quickstart_adam import quickstart_adam
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.environments.workers import EnvironmentWorkers
@@ -141,7 +141,7 @@ def predict(
         "warmup_steps": 20,
         "episode": dict(episode),
     }
-    return simulate(build_config(merge(base, {"simulate": given})))
+    return simulate(build_simulation(merge(base, {"simulate": given})))
 
 
 def main() -> None:

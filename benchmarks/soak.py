@@ -41,10 +41,10 @@ _SETTINGS = (
     "engines.simulated={mean_length: 8, step_seconds: 0.001}",
     "weights={transport: tensor, verify: never}",
     "task.scorer_workers=2",
-    "store={chunk_tokens: 32, compact_after_checkpoints: 1}",
+    "store.compact_after_checkpoints=1",
     "checkpoint={every_steps: 100, export_hf: false}",
     *("sampling.max_new_tokens=16", "eval.prompts=4", "eval.every_steps=1000"),
-    *("telemetry.progress=lines", "telemetry.tensorboard=false"),
+    *("telemetry.progress=lines", "telemetry.trackers=[]"),
 )
 
 

@@ -112,7 +112,7 @@ async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) ->
 async def compaction(directory: Path, groups: int, size: int, length: int) -> tuple[str, str]:
     """One line of the table."""
     name = f"compaction of {groups} x {size} x {length} tokens"
-    settings = StoreConfig(chunk_tokens=CHUNK, compact_after_checkpoints=1)
+    settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(directory / name / "trajectories.sqlite", settings)
     random = np.random.default_rng(0)
     tokens = random.integers(0, 150_000, length).astype(np.int32)
@@ -187,7 +187,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     # First, while the process holds little that Python's garbage collector would stop for.
     compactions = [await compaction(directory, *what) for what in COMPACTIONS]
     path = directory / "run" / "trajectories.sqlite"
-    store = TrajectoryStore.open(path, StoreConfig(chunk_tokens=CHUNK))
+    store = TrajectoryStore.open(path)
     prompt = Prompt(np.arange(64, dtype=np.int32), "benchmark")
     ids: list[int] = []
     while len(ids) < trajectories:

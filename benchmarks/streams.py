@@ -57,13 +57,13 @@ from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRel
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.places.local import local_place
-from megatron_async.places.place import Call, Placed, recorded
+from megatron_async.places.place import MethodCall, Placed, recorded
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.scoring.count import ScorerCount
 from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import PolicyVersion, Prompt
+from megatron_async.trajectory.types import CHUNK_TOKENS, PolicyVersion, Prompt
 
 _LIMIT_SECONDS = 300.0
 _TICK_SECONDS = 0.005
@@ -128,8 +128,9 @@ class Relays:
         self._relays: dict[str, StreamRelay] = {}
         search_rarely()  # as an engine's host does
 
-    async def serve(self, engine_id: str, url: str, settings: EngineConfig, chunk: int) -> None:
-        self._relays[engine_id] = StreamRelay(SGLangClient(engine_id, url, settings), chunk)
+    async def serve(self, engine_id: str, url: str, settings: EngineConfig) -> None:
+        client = SGLangClient(engine_id, url, settings)
+        self._relays[engine_id] = StreamRelay(client, CHUNK_TOKENS)
 
     async def update(self, of: str, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         self._relays[of].update(started, cancelled)
@@ -153,7 +154,7 @@ class _Part:
 
     async def call(self, what: Any, *, limit: float) -> Any:
         call = recorded(what)
-        of_engine = Call(call.method, (self.engine_id, *call.arguments))
+        of_engine = MethodCall(call.method, (self.engine_id, *call.arguments))
         return await self.host.call(lambda _: cast(Any, of_engine), limit=limit)
 
 
@@ -171,10 +172,8 @@ class Launcher:
         server = await SGLangClient.connect(engine_id, url, engines)
         if not self._hosts:
             return server
-        host, chunk = self._hosts[index % len(self._hosts)], self._config.store.chunk_tokens
-        await host.call(
-            lambda host: host.serve(engine_id, url, engines, chunk), limit=_LIMIT_SECONDS
-        )
+        host = self._hosts[index % len(self._hosts)]
+        await host.call(lambda host: host.serve(engine_id, url, engines), limit=_LIMIT_SECONDS)
         part: Any = _Part(host, engine_id)
         calls = HostCalls(part, engine_id, _LIMIT_SECONDS)
         return RelayedEngine(server, calls, self._pace)

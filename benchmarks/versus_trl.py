@@ -85,7 +85,7 @@ def settings_of(distribution: str, seed: int, root: Path, options: argparse.Name
         "task": {"train_seed": seed},
         "checkpoint": {"every_steps": 10_000, "export_hf": False},
         "eval": {"every_steps": options.every},
-        "telemetry": {"progress": "off", "tensorboard": False},
+        "telemetry": {"progress": "off", "trackers": []},
     }
     return build_config(merge(merge(base, own), DISTRIBUTIONS[distribution]))
 

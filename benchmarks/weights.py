@@ -44,7 +44,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.families import rules_of
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model
-from megatron_async.rollout.probe import PROMPTS, errors, packed, sample
+from megatron_async.rollout.probe import PROMPTS, TOKENS, errors, packed, sample
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
@@ -143,7 +143,7 @@ def settings(model: Path, transport: str, bucket_mib: int) -> RunConfig:
             "algorithm": {"recipe": "pg"},
             "engines": {"device": "cpu", "max_total_tokens": 4096},
             "sampling": {"max_new_tokens": 2048},
-            "weights": {"transport": transport, "bucket_mib": bucket_mib, "probe_tokens": 48},
+            "weights": {"transport": transport, "bucket_mib": bucket_mib},
         }
     )
 
@@ -273,8 +273,8 @@ class Bench:
         weights = settings(self.model, "disk", 1).weights
         await client.checksum()
         prompts = [np.array([5, 6, 7, i], np.int32) for i in range(PROMPTS)]
-        tokens, limit = weights.probe_tokens, weights.timeout_seconds
-        samples = await sample(client, prompts, SamplingConfig(), version, tokens, limit)
+        limit = weights.timeout_seconds
+        samples = await sample(client, prompts, SamplingConfig(), version, TOKENS, limit)
         logprobs_T = self.trainer.compute_logprobs(packed(samples, 1.0))
         [error] = errors(samples, logprobs_T).values()
         if not error.mean <= _ROUNDED_TO_BFLOAT16:

@@ -116,7 +116,8 @@ def settings_page() -> str:
         "given on the command line: `section.setting=value`. `megatron-async settings` shows the "
         "same, `megatron-async settings --of FILE` with the values of a file. A section `name[]` "
         "has the settings of each element of the list or mapping `name`. A default is that of a "
-        "run which names no recipe and no preset; others have [others](../algorithms.md).",
+        "run which names no recipe and no preset; others have [others](../algorithms.md). The "
+        "sections `simulate` are those of a [simulation](../simulator.md), and not of a run.",
     ]
     arguments = [
         section

@@ -288,6 +288,7 @@ def launch(
     slurm: Annotated[bool, Option("--slurm", help="Write a job script and submit it.")] = (False),
     dry_run: DryRun = False,
     gpus_per_node: Annotated[int, Option(help="0: nodes without GPUs.")] = 8,
+    gpu: Annotated[str, Option(help="GPU of the nodes, as H100 or H200.")] = "H100",
     engine_nodes: Annotated[
         int | None, Option(help="Rollout nodes; default: as many as the engines' GPUs need.")
     ] = None,
@@ -299,7 +300,7 @@ def launch(
     """Run over several nodes: a Slurm job, or the commands to start by hand on every node."""
     from megatron_async.commands.launch import Cluster, launch_run
 
-    cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()))
+    cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()), gpu)
     _check_start(config, resume, from_step)
     if resume is None:
         _need(config, "launch")

@@ -12,12 +12,16 @@ _EVERY_LINE = {"kind", "step", "lineage", "time", "name", "message", "scored_by"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the page does not have, sorted."""
+    """Those of `names` that the page does not have, sorted.
+
+    Metrics of an evaluation set are `eval/SET/...`; the page has them as `eval/...`.
+    """
     keys = re.findall(r"`([a-z_]+/[\w{}/]+)`", PAGE.read_text())
     patterns = [
         re.compile(re.sub(r"\\{\w+\\}", r"[\\w{}.]+", re.escape(key)) + r"\Z") for key in keys
     ]
-    return sorted(name for name in names if not any(p.match(name) for p in patterns))
+    plain = {re.sub(r"^eval/[\w.-]+/", "eval/", name) for name in names}
+    return sorted(name for name in plain if not any(p.match(name) for p in patterns))
 
 
 def undocumented_in(metrics_file: Path) -> list[str]:

@@ -64,11 +64,8 @@ def test_lengths_are_those_of_the_seed_and_have_a_long_tail() -> None:
     assert 1.3 * np.median(drawn) < max(drawn) <= 5500
 
 
-def test_settings_keep_the_chunks_of_the_product(tmp_path: Path) -> None:
+def test_settings_have_3072_responses_in_a_batch(tmp_path: Path) -> None:
     config = build_config(settings(tmp_path, "kill0", parsed([])))
-    product = build_config({}).store
-    assert config.store.chunk_tokens == product.chunk_tokens
-    assert config.store.chunk_seconds == product.chunk_seconds
     assert config.schedule.groups_per_batch * config.schedule.group_size == 3072
 
 
@@ -105,11 +102,11 @@ def row(lost: int, back: float) -> dict[str, Any]:
 
 def test_every_goal_is_that_of_the_worst_run() -> None:
     good, worse = row(64, 30.0), row(65, 31.0)
-    assert "| yes | at most 64 |" in goals([good], 64)
-    assert "| yes | at most 30.0 s to the first token |" in goals([good], 64)
-    assert "| **no** | at most 65 |" in goals([good, worse], 64)
-    assert "| **no** | at most 31.0 s to the first token |" in goals([worse, good], 64)
-    assert "| **no** | at most 93.0 s, of which 31.0 s are" in goals([worse, good], 64)
+    assert "| yes | at most 64 |" in goals([good])
+    assert "| yes | at most 30.0 s to the first token |" in goals([good])
+    assert "| **no** | at most 65 |" in goals([good, worse])
+    assert "| **no** | at most 31.0 s to the first token |" in goals([worse, good])
+    assert "| **no** | at most 93.0 s, of which 31.0 s are" in goals([worse, good])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from megatron_async.cli import app
-from megatron_async.config.load import build_config
+from megatron_async.config.load import build_config, build_simulation
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.import_path import anchored
 from megatron_async.store.schema import export_file
@@ -68,7 +68,9 @@ def commands(language: str) -> Iterator[tuple[Block, list[str]]]:
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_a_configuration_loads(block: Block) -> None:
-    build_config(anchored(yaml.safe_load(block.text), block.page.parent))
+    settings = anchored(yaml.safe_load(block.text), block.page.parent)
+    settings.pop("base", None)
+    (build_simulation if "simulate" in settings else build_config)(settings)
 
 
 @pytest.mark.parametrize(

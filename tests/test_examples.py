@@ -138,8 +138,7 @@ def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunC
     task = build_task(prepared.task, prepared.model.path, plays=True)
     [prompt] = task.train_prompts(0, 1)
     # Within this process the limit of a worker's memory would be this process's.
-    alone = prepared.environment.model_copy(update={"memory_mib": 1 << 20})
-    config = prepared.model_copy(update={"environment": alone})
+    config = prepared.with_section("episode", memory_mib=1 << 20)
     workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
     played = asyncio.run(workers.rehearse(prompt.payload))
     assert not played.differs
@@ -153,8 +152,7 @@ def test_the_agent_of_an_example_is_short_and_can_be_played(tmp_path: Path) -> N
     config = load_config(folder / "config.yaml", [f"model.path={tmp_path / 'model'}"])
     assert len((folder / "agent.py").read_text().splitlines()) < 30
     [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
-    alone = config.agent.model_copy(update={"memory_mib": 1 << 20})
-    config = config.model_copy(update={"agent": alone})
+    config = config.with_section("episode", memory_mib=1 << 20)
     workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
     played = asyncio.run(workers.rehearse(prompt.payload))
     assert "Guess my number, 1 to 100." in played.text
@@ -194,9 +192,7 @@ def test_a_process_beside_a_worker_plays_the_episodes_of_a_taskset(
     settings = [f"model.path={tmp_path / 'model'}", f"agent.arguments.command={command}"]
     config = load_config(EXAMPLES / "taskset" / "config.yaml", settings)
     [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
-    config = config.model_copy(
-        update={"agent": config.agent.model_copy(update={"memory_mib": 1 << 20})}
-    )
+    config = config.with_section("episode", memory_mib=1 << 20)
     workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
     if sentence:
         with pytest.raises(EnvironmentFault, match=sentence):

@@ -12,7 +12,7 @@ takes no time the best T is the smallest.
 from __future__ import annotations
 
 from benchmarks.papers.report import CONFIGS, parser, point, table, write
-from megatron_async.config import load_config
+from megatron_async.config.load import load_simulation
 from megatron_async.simulate.build import group_source, trainer_costs
 from megatron_async.simulate.statistics import Summary
 
@@ -31,7 +31,7 @@ def split(trainers: int) -> tuple[str, ...]:
 
 def training_alone(trainers: int) -> float:
     """Trained response tokens a second of a trainer that never waits."""
-    config = load_config(CONFIGS / f"{CONFIG}.yaml", list(split(trainers)))
+    config = load_simulation(CONFIGS / f"{CONFIG}.yaml", list(split(trainers)))
     source = group_source(config)
     groups = range(config.schedule.groups_per_batch)
     lengths = [length for number in groups for length in source.group(number)[0]]

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.command import command_line
-from megatron_async.config import load_config
+from megatron_async.config.load import load_simulation
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 
@@ -29,7 +29,7 @@ UNIFORM = ("simulate.lengths.distribution=constant",)
 def point(config: str, *overrides: str) -> Summary:
     """One simulated point of `configs/simulate/CONFIG.yaml`; equal points are simulated once."""
     print(f"{config} {' '.join(overrides)}", file=sys.stderr, flush=True)
-    return simulate(load_config(CONFIGS / f"{config}.yaml", list(overrides)))
+    return simulate(load_simulation(CONFIGS / f"{config}.yaml", list(overrides)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

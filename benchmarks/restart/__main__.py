@@ -66,7 +66,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=5500, help="tokens of a response")
     parser.add_argument("--step-seconds", type=float, default=0.04, help="of an engine")
     parser.add_argument("--stream-interval", type=int, default=16)
-    parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument(
         "--moments", type=float, nargs=2, default=(0.5, 0.7), help="shares of the batch's tokens"
     )

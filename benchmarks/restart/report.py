@@ -12,6 +12,7 @@ from benchmarks.papers.report import table
 from benchmarks.restart.counters import TRAINED_TOKENS
 from benchmarks.restart.run import lengths
 from benchmarks.rows import Row, spread
+from megatron_async.trajectory.types import CHUNK_TOKENS
 
 _BACK_SECONDS = 30.0
 _WIDTH = 120
@@ -75,7 +76,7 @@ def generating(row: Row) -> float:
     return float(row["batch"] - row["first_token"])
 
 
-def goals(rows: Sequence[Row], chunk_tokens: int) -> str:
+def goals(rows: Sequence[Row]) -> str:
     """Return the three goals beside what was measured."""
     still = max(row["engine_pauses"] + row["blocked"] for row in rows)
     lost = max(row["lost_largest"] for row in rows)
@@ -84,8 +85,8 @@ def goals(rows: Sequence[Row], chunk_tokens: int) -> str:
     lines = [
         ("no pause of generation for the store", still == 0, f"{still:.0f} pauses and waits"),
         (
-            f"at most one chunk of {chunk_tokens} tokens of each response lost",
-            lost <= chunk_tokens,
+            f"at most one chunk of {CHUNK_TOKENS} tokens of each response lost",
+            lost <= CHUNK_TOKENS,
             f"at most {lost}",
         ),
         (
@@ -124,12 +125,12 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
         f"`{command_line('benchmarks.restart')}`, {made}, {os.cpu_count()} cores. {answers:,} "
         f"responses of {tokens / 1e6:.1f} million tokens, the longest {options.longest:,}; engines "
         f"send {options.stream_interval} tokens at a time, a chunk of the store has "
-        f"{options.chunk_tokens} tokens or 2 s. The trainer gets the first {TRAINED_TOKENS} tokens "
+        f"{CHUNK_TOKENS} tokens or 2 s. The trainer gets the first {TRAINED_TOKENS} tokens "
         "of each response.",
     ]
     if killed:
         parts += [
-            goals(killed, options.chunk_tokens),
+            goals(killed),
             "## Kills",
             shown(killed, _KILLED, "until the kill"),
             shown(killed, _PAUSES, "generation until the kill"),

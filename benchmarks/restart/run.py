@@ -51,13 +51,8 @@ def settings(root: Path, name: str, options: argparse.Namespace) -> dict[str, An
             "context_length": options.longest + 128,
             "stream_interval": options.stream_interval,
             "max_restarts": 0,
-            "max_manager_restarts": 0,
-            "health_interval_seconds": 5.0,
-            "no_progress_seconds": 120.0,
             "simulated": {"step_seconds": options.step_seconds},
         },
-        # The product's defaults, which the crash test makes smaller.
-        "store": {"chunk_tokens": options.chunk_tokens, "chunk_seconds": 2.0},
         "experiment": {
             "forced_lengths": lengths(answers, options.longest, options.seed),
         },

@@ -49,8 +49,7 @@ from megatron_async.trajectory.packing import TURN_RETURNS
 
 def build_algorithm(config: RunConfig) -> "Algorithm":
     """The algorithm of a run."""
-    limit = config.algorithm.overlong.max_length or config.sampling.max_new_tokens
-    return Algorithm(config.algorithm, max_response_length=limit)
+    return Algorithm(config.algorithm, max_response_length=config.sampling.max_new_tokens)
 
 
 def build_sft_algorithm() -> "Algorithm":
@@ -276,11 +275,10 @@ class Algorithm:
         self, rewards_E: Tensor, groups_E: Tensor, trained_E: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Advantages, and their slope in their own rewards where statistics stay, [E]."""
-        settings, ones_E = self.config.advantage, torch.ones_like(rewards_E)
-        match settings.estimator:
+        ones_E = torch.ones_like(rewards_E)
+        match self.config.advantage.estimator:
             case "grpo":
-                epsilon = settings.std_epsilon
-                return advantages.group_advantages(rewards_E, groups_E, epsilon=epsilon)
+                return advantages.group_advantages(rewards_E, groups_E)
             case "dr_grpo":
                 return advantages.group_advantages(rewards_E, groups_E, normalize_std=False)
             case "rloo":

@@ -49,7 +49,6 @@ def loss_config(config: AlgorithmConfig) -> LossConfig:
         rejection=rejection_rules(correction) if correction.bypass_mode else (),
         kl_estimator=config.kl.loss_estimator if config.kl.loss_coef > 0 else "none",  # type: ignore[arg-type]
         kl_coef=config.kl.loss_coef,
-        kl_weight_upper=config.kl.weight_threshold,
         entropy_coef=config.entropy_coef,
         staleness_clip=config.rapid.eta,
     )

@@ -86,7 +86,7 @@ class ServedPolicy:
     def __init__(self, config: RunConfig, model: str, engines: SharedEngines) -> None:
         tokenizer = load_tokenizer(model)
         stops = stop_tokens(model, tokenizer)
-        parser, vocabulary = config.agent.tool_parser, vocabulary_of(model)
+        parser, vocabulary = config.episode.tool_parser, vocabulary_of(model)
         self._texts = Texts(config.task, tokenizer, stops, parser, vocabulary)
         self._wanted = Wanted(config.sampling, config.sampling.max_new_tokens, tuple(stops))
         self._engines = engines

@@ -34,14 +34,15 @@ PROJECTS: Final = {
     "reward": Project("a reward", "reward: reward.py:score"),
     "environment": Project(
         "an environment of several turns",
-        "environment: {name: environment.py:TwoAttempts, max_turns: 2}",
+        "environment: environment.py:TwoAttempts\nepisode: {max_turns: 2}",
     ),
     "agent": Project(
-        "an agent, a program that calls the policy", "agent: {name: agent.py:solve, max_turns: 2}"
+        "an agent, a program that calls the policy",
+        "agent: agent.py:solve\nepisode: {max_turns: 2}",
     ),
     "tools": Project(
         "a class of tools",
-        "environment: {name: tools.py:Calculator, tool_parser: qwen25, max_turns: 4}\n"
+        "environment: tools.py:Calculator\nepisode: {tool_parser: qwen25, max_turns: 4}\n"
         'reward: {name: exact, arguments: {answer_marker: "#"}} # of the last answer',
     ),
 }

@@ -24,6 +24,7 @@ from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.load import differences
+from megatron_async.config.simulate import GpuConfig
 from megatron_async.engines.nodes import NODE_HOST, only_here
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
@@ -38,6 +39,7 @@ from megatron_async.launcher.figures import (
     stop_seconds,
 )
 from megatron_async.run_directory import RunDirectory, write_atomically
+from megatron_async.simulate.hardware import DATA_SHEETS
 
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --export=ALL --exclusive --cpu-bind=none --gpus-per-node"
@@ -55,6 +57,14 @@ class Cluster:
     engine_nodes: int | None
     time_limit: str
     sbatch_options: tuple[str, ...] = ()
+    gpu: str = "H100"
+
+    def machine(self, config: RunConfig) -> Machine:
+        """Return a node with these GPUs. Raises UserError."""
+        if self.gpu not in DATA_SHEETS:
+            raise UserError(f"--gpu is {self.gpu}; it must be one of {', '.join(DATA_SHEETS)}")
+        gpu = GpuConfig.model_validate({"name": self.gpu})
+        return Machine.of_nodes(self.gpus_per_node, self.rollout_nodes(config), gpu)
 
     def rollout_nodes(self, config: RunConfig) -> int:
         """Nodes that hold the engines. Raises UserError."""
@@ -164,7 +174,7 @@ def launch_run(
         config, changed = load_config(config_file, overrides), ()
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
+    config, remarks, shown = _check(config, cluster, dry_run=dry_run)
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
     back_to = [] if from_step is None else ["--from-step", str(from_step)]
     train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
@@ -248,20 +258,20 @@ def _commands(
 ) -> str:
     """The job script, or commands by node; the checkpoints have room on disk. Raises UserError."""
     checkpoints = checkpoints_with_room(config, directory)
-    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
+    stop = stop_seconds(config, checkpoints, cluster.machine(config))
     if slurm:
         return job_script(config, directory, cluster, rollout_nodes, stop)
     return by_hand(config, directory, rollout_nodes)
 
 
 def _check(
-    config: RunConfig, cluster: Cluster, rollout_nodes: int, *, dry_run: bool
+    config: RunConfig, cluster: Cluster, *, dry_run: bool
 ) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
     """Check the run on these nodes; return what is started, notices and lines about it.
 
     Raises UserError, or ComponentFailure; a dry run shows before it what needs config.json alone.
     """
-    machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
+    machine = cluster.machine(config)
     derived = derive(for_hosts(config), machine)
     shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
     try:

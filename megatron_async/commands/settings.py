@@ -40,7 +40,8 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
             Text(part.name or "top level", style="bold"), Text(part.description), sep="\n"
         )
         for setting in shown:
-            console.print(_head(setting, None if part.of_items else dumped), highlight=False)
+            apart = part.of_items or part.name.startswith("simulate")
+            console.print(_head(setting, None if apart else dumped), highlight=False)
             console.print(Padding(Text(setting.description), (0, 0, 0, 6)))
         typer.echo()
     for notice in checked.notices if checked is not None else ():

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from megatron_async.commands.launch import Cluster
-from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import load_simulation, read_settings
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.figures import figures
 from megatron_async.simulate.assumptions import assumptions_of_all, main_assumptions
@@ -16,7 +17,7 @@ from megatron_async.simulate.lengths import fit_lengths, read_recorded
 from megatron_async.simulate.plan_show import plan_table, plan_yaml
 from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.show import check_plot, comments, label, plot, table, warnings
-from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
+from megatron_async.simulate.sweep import Point, run_points, sweep_points
 
 _WIDTH = 220
 """Columns of a table with --wide."""
@@ -59,10 +60,10 @@ def simulate_command(
 
 def figures_command(config: Path, overrides: Sequence[str]) -> None:
     """Print what the run takes on nodes of `simulate.gpu`: the header of a shipped file."""
-    settings = load_config(config, list(overrides))
+    settings = load_simulation(config, overrides)
     per_node = settings.simulate.gpus_per_node
     nodes = Cluster(per_node, None, "0").rollout_nodes(settings)
-    machine = Machine.of_nodes(settings, per_node, nodes)
+    machine = Machine.of_nodes(per_node, nodes, settings.simulate.gpu)
     for line in figures(derive(settings, machine).config, machine):
         typer.echo(line)
 
@@ -121,7 +122,7 @@ def _names(text: str) -> list[str]:
 
 
 def _print_assumptions(
-    console: Console, points: Sequence[tuple[str, RunConfig]], everything: bool
+    console: Console, points: Sequence[tuple[str, SimulationConfig]], everything: bool
 ) -> None:
     """Print the three assumptions that change the results most, or all of them."""
     _, config = points[0]

@@ -34,6 +34,12 @@ from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask
 
 _REPORTS = 10
+# Answers asked for at once. The limit bounds the connections to an address; an engine of the run
+# queues what it cannot generate yet.
+_CONCURRENCY = 64
+# Further attempts where the address is busy. An address that stays busy ends the command instead of
+# leaving it waiting.
+_RETRIES = 3
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
@@ -112,7 +118,7 @@ async def _teach(
     """Write what the reward accepts; how many, and how their prompts are put."""
     settings = config.sft.teacher
     pool = LocalScorerPool(config.scorers.logging_to(kept.parent / "logs"), config.model.path)
-    gate = asyncio.Semaphore(settings.concurrency)
+    gate = asyncio.Semaphore(_CONCURRENCY)
     count, templates = 0, set()
 
     async def rows(ask: Ask, place: int) -> tuple[Problem, list[dict[str, Any]]]:
@@ -169,7 +175,7 @@ def _row(problem: Problem, response: str) -> dict[str, Any]:
 @asynccontextmanager
 async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterator[Ask]:
     settings, address = config.sft.teacher, below(url, "chat/completions")
-    poster = JsonPoster(settings.api_key_env, settings.retries)
+    poster = JsonPoster(settings.api_key_env, _RETRIES)
     body = {
         "model": settings.model,
         "temperature": settings.temperature,

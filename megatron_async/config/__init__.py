@@ -8,8 +8,8 @@
 - model: the model, its parallel layout, the optimizer (learning rate), the trainer.
 - rollout: tasks, sampling, engines (GPUs, placement), weight exchange, the store.
 - data, evaluation, reward: prompts and their tokens; sets to evaluate on; what scores a response.
-- environment: what a policy plays against over many turns.
-- simulate: the simulator and the planner.
+- environment: episodes of many turns, and the environment or agent that plays them.
+- simulate: simulations, the files of the simulator and the planner.
 - sampling_contract: when an engine's log-probs describe what it samples from.
 - thresholds: the threshold notations of the correction, parsed once.
 - reference: every setting as a list; "did you mean".

@@ -110,8 +110,6 @@ class AdvantageConfig(Settings):
     """grpo: (R - group mean) / group std; dr_grpo: without std; rloo: leave-one-out mean;
     reinforce_pp: whitened over the batch; pg: R - batch mean; rapid: importance-weighted group
     baseline under the current policy; none: 1 (SFT)."""
-    std_epsilon: float = Field(1e-6, gt=0)
-    """Added to the group's std."""
 
 
 class LossSettings(Settings):
@@ -184,8 +182,6 @@ class KLConfig(Settings):
     """Weight of the KL term in the loss; 0 = none."""
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k2 or k3, both importance-weighted; k1 is refused."""
-    weight_threshold: float = Field(2.0, gt=0)
-    """Upper bound of the importance weight of the KL term."""
 
     @field_validator("loss_estimator")
     @classmethod
@@ -203,8 +199,6 @@ class OverlongConfig(Settings):
 
     buffer_share: float = Field(0.0, ge=0, le=1)
     """Share of the limit over which it grows (DAPO 0.2); 0 = off."""
-    max_length: int | None = Field(None, ge=1)
-    """Limit in tokens; none = sampling.max_new_tokens."""
     penalty: float = Field(1.0, ge=0)
     """Reward taken away at the limit."""
 

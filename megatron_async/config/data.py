@@ -71,8 +71,6 @@ class DifficultyConfig(Settings):
     what was never solved, at 1 what always is."""
     min_attempts: int = Field(16, ge=1)
     """Scored responses before a prompt belongs to a pool."""
-    solved_at: float = 1.0
-    """Reward from which on a response counts as right, for the pass rate of a prompt."""
 
     def check(self) -> None:
         ends = [pool.up_to for pool in self.pools]
@@ -97,23 +95,22 @@ class DataConfig(FileConfig):
     """Arguments of the task; `mixture`: a list of such arguments, each with a `weight`, from which
     every problem draws one."""
     prompt_template: str = ""
-    """Prompt; it may name `question` and every column or metadata that is a text or a number.
-    Empty: the layout's, else {question}."""
+    """Prompt; it may name `question` and every column or metadata that is a text or a number; of
+    chain_sum also `compact`, the expression without blanks. Empty: the layout's, else
+    {question}."""
     system_prompt: str = ""
     """System message of a chat prompt that brings none of its own."""
-    long_prompts: Literal["refuse", "drop"] = "refuse"
-    """A prompt of a file that no engine can take: the run does not start, or the prompt is dropped
-    when its turn comes, as `refused` (in an evaluation: counted as wrong, with a warning)."""
+    long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
+    """What happens to a prompt of a file that is too long for the engines. `refuse`: the run does
+    not start. `filter`: training prompts are removed before the run starts, and their number is
+    shown. `drop`: the prompt is dropped as `refused` when its turn comes. In an evaluation, `drop`
+    counts it as wrong, with a warning; the other values refuse the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
     start and list the first ten, or leave them out and show their number."""
     changed_data: Literal["refuse", "accept"] = "refuse"
     """Whether to accept or refuse a resume when a data file has changed since the run's start;
     `data.json` of the run directory holds the size and a hash of each."""
-    filter_overlong: bool = False
-    """Leave such prompts out before the run starts; their number is shown."""
-    remove_spaces: bool = False
-    """Prompts without blanks, for character models."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto`: the tokenizer's chat template, when it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -123,18 +120,12 @@ class DataConfig(FileConfig):
     only end and padding tokens at the end of a response are left out, and marks such as `<think>`
     stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
-    """Share of problems (by hash of their text) kept for eval; 0 where eval.path or eval.sets bring
-    their own. What those hold is never trained on."""
+    """Share of problems (by hash of their text) kept for eval; 0 where eval.sets brings files for
+    it. What those hold is never trained on."""
     difficulty: DifficultyConfig = DifficultyConfig()
     """Sampling by pass rate."""
-    direct_share: float = Field(0.0, ge=0, le=1)
-    """Worked answers that state only the result, as a share."""
-    terse_share: float = Field(0.0, ge=0, le=1)
-    """Worked answers that note only running results, as a share."""
     train_seed: int = 1
     """Seed of the training problems."""
-    eval_seed: int = 1_000_003
-    """Seed of the held-out problems."""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,11 +136,6 @@ class DataConfig(FileConfig):
         return values
 
     def check(self) -> None:
-        if self.direct_share + self.terse_share > 1:
-            raise ValueError(
-                f"task.direct_share {self.direct_share} and task.terse_share {self.terse_share} "
-                "add up to more than 1"
-            )
         if self.path and self.sources:
             raise ValueError("task.path and task.sources are both set: put the path among them")
         if self.kind != "files" and (self.path or self.sources):

@@ -1,4 +1,4 @@
-"""Settings of `environment` and `agent`: what makes a trajectory an episode of many turns."""
+"""Settings of `episode`, `environment` and `agent`: what makes a trajectory an episode of turns."""
 
 from typing import Any, Literal
 
@@ -9,58 +9,38 @@ from megatron_async.runtime.import_path import is_import_path
 
 
 class EpisodeConfig(Settings):
-    """Settings that environments and agents have in common."""
+    """Episodes of many turns, which an environment or an agent plays."""
 
-    name: str = ""
-    arguments: dict[str, Any] = Field(default_factory=dict)
     tool_parser: str = ""
-    """SGLang's name of the form in which the model writes calls of tools, as qwen25 or llama3;
-    where there are tools it is needed, and a class with `step` gets the calls in `Answer`."""
+    """SGLang's name of the form in which the model writes calls of tools, as qwen25 or llama3. It
+    is needed where there are tools, and a class with `step` then gets the calls in `Answer`."""
     max_turns: int = Field(32, ge=1)
-    """Answers of the policy in one episode at most."""
+    """Largest number of the policy's answers in one episode."""
     step_seconds: float = Field(60.0, gt=0)
     """Limit of one call of the environment, or of all calls of tools in an answer; of an agent,
     from an answer to its next call."""
-    episode_seconds: float = Field(3600.0, gt=0)
+    seconds: float = Field(3600.0, gt=0)
     """Limit of one episode, by the clock; it then ends as `length`, with its rewards so far. After
-    a kill it goes on from the last reply of the environment or agent."""
+    a kill it continues from the last reply of the environment or agent."""
     workers: int = Field(1, ge=1)
-    """Processes, each of which holds many episodes."""
+    """Number of processes, each of which runs many episodes."""
     threads: int = Field(32, ge=1)
-    """Of each worker: calls at once of what is not `async def`. An agent keeps one for its whole
-    episode."""
+    """Concurrent calls in each worker of what is not `async def`. An agent keeps one thread for its
+    whole episode."""
     memory_mib: int = Field(4096, ge=64)
     """How far the memory of one worker may grow after its start; what asks for more raises
     MemoryError."""
     on_failure: Literal["regenerate", "zero", "drop"] = "regenerate"
-    """An episode whose environment or agent fails: again alone (at most schedule.max_regenerations
-    times, then its group is dropped), kept with the rewards so far, or its group is dropped at
-    once."""
+    """An episode whose environment or agent fails is played again alone (at most
+    schedule.max_regenerations times, then its group is dropped), kept with the rewards so far, or
+    its group is dropped at once."""
     resume: Literal["auto", "restart"] = "auto"
-    """Open episodes after a kill: go on, or begin anew. An environment goes on by `state` and
-    `restore` where the class has them, else its stored answers are played again and compared; an
-    agent runs again, and its equal calls get the stored answers."""
-
-    @property
-    def used(self) -> bool:
-        """Return whether there is one."""
-        return bool(self.name)
-
-    @property
-    def turn_discount(self) -> float | None:
-        """The discount of turns' rewards; None where credit is the episode's."""
-        return None
-
-    def _refuse_unused(self, section: str, needed: str) -> None:
-        if self.used:
-            return
-        for name in sorted(self.model_fields_set):
-            default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if getattr(self, name) != default:
-                raise ValueError(f"{section}.{name} is set and {needed} is not")
+    """Whether open episodes continue after a kill or start from scratch. An environment continues
+    by `state` and `restore` where the class has them; otherwise its stored answers are played again
+    and compared. An agent runs again, and its equal calls get the stored answers."""
 
 
-class EnvironmentConfig(EpisodeConfig):
+class EnvironmentConfig(Settings):
     """An environment; without a name, every response is one turn."""
 
     name: str = ""
@@ -74,8 +54,13 @@ class EnvironmentConfig(EpisodeConfig):
     """`credit: turn`: factor of a reward for each turn that it comes later."""
 
     @property
+    def used(self) -> bool:
+        """Return whether there is an environment."""
+        return bool(self.name)
+
+    @property
     def shown(self) -> str:
-        """The setting that names it, and its value, for sentences."""
+        """The setting that names the environment, and its value, for messages."""
         return f"environment.name {self.name!r}"
 
     @property
@@ -89,7 +74,8 @@ class EnvironmentConfig(EpisodeConfig):
                 f"environment.name is {self.name!r}; it must be package.module:Class or "
                 "path/to/file.py:Class"
             )
-        self._refuse_unused("environment", "environment.name")
+        if not self.used:
+            refuse_changed(self, "environment", "environment.name")
         if self.discount != 1 and self.credit != "turn":
             raise ValueError(
                 f"environment.discount is {self.discount:g} and environment.credit "
@@ -97,7 +83,7 @@ class EnvironmentConfig(EpisodeConfig):
             )
 
 
-class AgentConfig(EpisodeConfig):
+class AgentConfig(Settings):
     """A program of yours that calls the policy by the OpenAI chat API."""
 
     name: str = ""
@@ -111,11 +97,12 @@ class AgentConfig(EpisodeConfig):
 
     @property
     def used(self) -> bool:
+        """Return whether there is an agent."""
         return bool(self.name or self.command)
 
     @property
     def shown(self) -> str:
-        """The setting that names it, and its value, for sentences."""
+        """The setting that names the agent, and its value, for messages."""
         return f"agent.name {self.name!r}" if self.name else f"agent.command {self.command}"
 
     def check(self) -> None:
@@ -132,4 +119,13 @@ class AgentConfig(EpisodeConfig):
             raise ValueError(
                 "agent.arguments are for a function; put what a program needs into agent.command"
             )
-        self._refuse_unused("agent", "agent.name or agent.command")
+        if not self.used:
+            refuse_changed(self, "agent", "agent.name or agent.command")
+
+
+def refuse_changed(settings: Settings, section: str, needed: str) -> None:
+    """Refuse settings that are not their defaults, since `needed` is not set. Raises ValueError."""
+    for name in sorted(settings.model_fields_set):
+        default = type(settings).model_fields[name].get_default(call_default_factory=True)
+        if getattr(settings, name) != default:
+            raise ValueError(f"{section}.{name} is set and {needed} is not")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from megatron_async.config.base import Settings
 from megatron_async.config.data import FileConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.sampling_contract import (
@@ -14,7 +15,9 @@ from megatron_async.config.sampling_contract import (
 )
 
 HELDOUT = "heldout"
-"""The set of the training problems that are kept for evaluation, or of `eval.path`."""
+"""The set of the training problems that are kept for evaluation."""
+HELDOUT_SEED = 1_000_003
+"""Seed of the held-out problems. It never changes, so that runs are evaluated on the same ones."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -38,7 +41,7 @@ class EvalSetConfig(FileConfig):
     """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
 
     prompts: int = Field(0, ge=0)
-    """Problems, drawn by task.eval_seed; 0 = all."""
+    """Number of problems, drawn in an order that never changes; 0 = all."""
     samples: int | None = Field(None, ge=1)
     """Answers per problem."""
     temperature: float | None = None
@@ -55,11 +58,11 @@ class EvalSetConfig(FileConfig):
             raise ValueError("an evaluation set needs a path")
 
 
-class EvalConfig(FileConfig):
-    """Evaluation on problems that training never sees; `path`: a file of one's own for it."""
+class EvalConfig(Settings):
+    """Evaluation on problems that training never sees."""
 
     prompts: int = Field(256, ge=0)
-    """Held-out problems; 0 = all that a file holds."""
+    """Number of held-out problems; 0 = all that the files of the task hold."""
     temperature: float = 0.0
     """0 = greedy; else 0.01 to 100."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -74,15 +77,13 @@ class EvalConfig(FileConfig):
     """Reward from which on a response counts as right; accuracy is the share of such responses.
     Lower it for a shaped reward, which may never reach 1, or compare mean rewards."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """More sets, by the names that their metrics get."""
+    """Sets with files of their own, by the names that their metrics get."""
     every_steps: int = Field(0, ge=0)
     """Also during training; 0 = only at its ends."""
     exact: bool | None = None
     """Whether training waits for evaluations on the way, so that each measures one version; false:
     they run beside it, and responses under way go on with newer weights. none = true where the
     schedule drains its requests or engines are colocated. At both ends of a run training waits."""
-    slots: int = Field(16, ge=1)
-    """Requests on each engine at once of an evaluation beside training."""
     save_samples: int = Field(32, ge=0)
     """Problems of each set whose responses are kept in `evaluations/`."""
     timeout_seconds: float = Field(3600.0, gt=0)
@@ -112,20 +113,18 @@ class EvalConfig(FileConfig):
 
     def files(self) -> dict[str, tuple[str, FileConfig]]:
         """(setting, file) of each set that has a file of its own."""
-        files: dict[str, tuple[str, FileConfig]] = {}
-        if self.path:
-            own = {name: getattr(self, name) for name in FileConfig.model_fields}
-            files[HELDOUT] = ("eval.path", FileConfig.model_validate(own))
-        files |= {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
-        return files
+        return {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
 
     def settled(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
         """All sets; `heldout`: training keeps problems for evaluation."""
-        own = [EvalSet(HELDOUT, self.prompts, self.samples, self._sampled(None, sampling))]
-        return own * (heldout or bool(self.path)) + [
-            EvalSet(name, one.prompts, one.samples or self.samples, self._sampled(one, sampling))
-            for name, one in self.sets.items()
-        ]
+        found = []
+        if heldout:
+            sampled = self._sampled(None, sampling)
+            found.append(EvalSet(HELDOUT, self.prompts, self.samples, sampled))
+        for name, one in self.sets.items():
+            samples, sampled = one.samples or self.samples, self._sampled(one, sampling)
+            found.append(EvalSet(name, one.prompts, samples, sampled))
+        return found
 
     def _sampled(self, one: EvalSetConfig | None, training: SamplingConfig) -> SamplingConfig:
         def of(name: str) -> float:

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -25,9 +25,12 @@ from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.files.package_files import existing
 from megatron_async.runtime.import_path import anchored
+
+_Config = TypeVar("_Config", bound=RunConfig)
 
 _MAX_BASE_DEPTH = 8
 _GIVEN = "given"
@@ -109,10 +112,24 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
+    if "simulate" in settings:
+        raise UserError(
+            "simulate is set; a run has no such section. Put it into a file of its own with "
+            "`base: RUN.yaml`, for `megatron-async simulate` and `plan`"
+        )
+    return _built(settings, RunConfig)
+
+
+def build_simulation(settings: Mapping[str, Any]) -> SimulationConfig:
+    """Like `build_config`, with the section `simulate`. Raises UserError."""
+    return _built(settings, SimulationConfig)
+
+
+def _built(settings: Mapping[str, Any], kind: type[_Config]) -> _Config:
     settings = _expanded(settings)
     own = {key: value for key, value in settings.items() if key != _GIVEN}
     try:
-        config = RunConfig.model_validate(merge(_defaults_below(own), own))
+        config = kind.model_validate(merge(_defaults_below(own), own))
     except ValidationError as error:
         raise UserError(describe(error)) from error
     return config.with_given(settings.get(_GIVEN, own))
@@ -182,6 +199,16 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     if _GIVEN in settings:
         return load_run_config(path, overrides)
     return build_config(merge(settings, _changes(overrides)))
+
+
+def load_simulation(path: Path | str, overrides: Sequence[str] = ()) -> SimulationConfig:
+    """Like `load_config`, of a simulation or of a run, whose assumptions are then the defaults."""
+    return build_simulation(read_settings(path, overrides))
+
+
+def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings of a file and `overrides`, not yet checked."""
+    return merge(read_yaml(existing(Path(path))), _changes(overrides))
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:

@@ -116,11 +116,6 @@ class TrainerConfig(Settings):
     """Activations that the backward pass computes again instead of keeping them: `feed_forward`,
     the MLP or experts of each layer; a number, so many layers of each pipeline stage; `all` layers.
     Unless set, the least with which the estimated peak fits into a GPU."""
-    max_nonfinite_steps: int = Field(3, ge=1)
-    """Skipped non-finite steps in a row after which the run stops."""
-    max_filtered_rounds: int = Field(20, ge=1)
-    """Batches' worth of responses that schedule.dynamic_sampling drops in a row, with no group
-    kept, after which the run stops."""
     compare_replicas_every_steps: int = Field(10, ge=0)
     """Compare the copies of weights that ranks must hold equal (one hash a tensor), after the first
     step and after every such number of steps; a difference stops the run. 0 = never."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from pydantic import BaseModel
 
 from megatron_async.config.run import RunConfig
+from megatron_async.config.simulate import SimulateConfig
 
 _SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 _SUGGESTIONS = 3
@@ -62,23 +63,33 @@ def all_settings() -> tuple[Setting, ...]:
 
 
 @cache
+def simulation_sections() -> tuple[Section, ...]:
+    """The sections that a simulation has in addition to those of a run."""
+    return tuple(sections_of(SimulateConfig, "simulate"))
+
+
+@cache
 def all_sections() -> tuple[Section, ...]:
     """All sections in the order of the models; those of elements behind the one with the list."""
     return tuple(sections_of(RunConfig))
 
 
 def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
-    """All sections with the defaults of a run that sets nothing: its recipe's come first."""
+    """All sections, also of a simulation, with the defaults of a run that sets nothing.
+
+    Those of its recipe come first.
+    """
 
     def given(setting: Setting) -> Setting:
         value = shown_value(setting.value_in(defaults))
         other = value != setting.default
         return replace(setting, default=value, source=" (the recipe's)") if other else setting
 
-    return tuple(
+    run = (
         part if part.of_items else replace(part, settings=tuple(map(given, part.settings)))
         for part in all_sections()
     )
+    return (*run, *simulation_sections())
 
 
 def sections_of(
@@ -149,8 +160,11 @@ def shown_value(value: Any) -> str:
 
 def did_you_mean(unknown: str) -> str:
     """`; did you mean a.b or c.b?` for a name that is like others, else the empty string."""
-    names = [setting.name for setting in all_settings()]
-    names += sorted({setting.section for setting in all_settings()} - {""})
+    settings = list(all_settings())
+    if unknown.startswith("simulate"):
+        settings += [setting for part in simulation_sections() for setting in part.settings]
+    names = [setting.name for setting in settings]
+    names += sorted({setting.section for setting in settings} - {""})
     section, _, last = unknown.rpartition(".")
     same_last = [name for name in names if name.rpartition(".")[2] == last]
     beside = [name for name in names if name.rpartition(".")[0] == section]

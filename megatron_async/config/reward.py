@@ -67,8 +67,6 @@ class SandboxConfig(Settings):
     """Memory of one process and of all together."""
     disk_mib: int = Field(64, ge=1)
     """Its directory and /tmp, in memory."""
-    output_kib: int = Field(64, ge=1)
-    """What it may print; more ends it."""
     processes: int = Field(32, ge=2)
     """Processes and threads at once."""
     readable: list[str] = Field(default_factory=list)

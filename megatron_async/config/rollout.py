@@ -73,8 +73,6 @@ class SamplingConfig(Settings):
 class SimulatedEngineConfig(Settings):
     """Behaviour of `engines.kind: simulated`, which runs no model."""
 
-    seed: int = 0
-    """Tokens depend on it, on the token before and on the place."""
     mean_length: int = Field(64, ge=1)
     """A response ends at each token with 1 / this."""
     step_seconds: float = Field(0.005, ge=0)
@@ -127,18 +125,25 @@ class EngineConfig(Settings):
     """Key that servers ask for; needed where hosts differ."""
     start_timeout_seconds: float = Field(240.0, gt=0)
     """Longest time until a started engine answers; unless set, 1,200 where engines use GPUs."""
-    request_timeout_seconds: float = Field(600.0, gt=0)
-    """Longest silence of one response, however long it is, while its engine works and has no queue:
-    then it is cut off there and resumed."""
-    health_interval_seconds: float = Field(5.0, gt=0)
-    """Between two health checks."""
     no_progress_seconds: float = Field(120.0, gt=0)
     """No token, or no answer, for this long: the engine is hung. Time in which it has no requests,
     is paused or receives weights does not count."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts of one engine before the run stops."""
-    max_manager_restarts: int = Field(3, ge=0)
-    """Restarts of the rollout manager before the run stops."""
+    """Restarts of one engine, and of the rollout manager, before the run stops."""
+
+    @property
+    def health_interval_seconds(self) -> float:
+        """Seconds between two health checks; a hang is only found at one of them."""
+        return self.no_progress_seconds / 24
+
+    @property
+    def silence_seconds(self) -> float:
+        """Longest silence of one response while its engine works and has no queue.
+
+        It is well above `no_progress_seconds`, since a hung engine would otherwise look like many
+        lost responses. A response that is silent for longer is cut off there and resumed.
+        """
+        return 5 * self.no_progress_seconds
 
     @property
     def uses_nvls(self) -> bool:
@@ -157,19 +162,6 @@ class EngineConfig(Settings):
 
     def check(self) -> None:
         check_extra_args(self.extra_args)
-        interval, hung = self.health_interval_seconds, self.no_progress_seconds
-        if interval >= hung:
-            raise ValueError(
-                f"engines.health_interval_seconds {interval:g} is not less than "
-                f"engines.no_progress_seconds {hung:g}, and a hang is only found at a health "
-                "check: lower the first or raise the second"
-            )
-        if self.request_timeout_seconds < hung:
-            raise ValueError(
-                f"engines.request_timeout_seconds {self.request_timeout_seconds:g} is less than "
-                f"engines.no_progress_seconds {hung:g}, so that a hung engine would look like many "
-                "lost responses: raise the first or lower the second"
-            )
 
 
 class WeightsConfig(Settings):
@@ -180,15 +172,11 @@ class WeightsConfig(Settings):
     directory: str = ""
     """Where `disk` and `delta` publish; the engines' hosts must see it under the same name. Empty:
     `weights` in the run directory."""
-    delta_full_every: int = Field(16, ge=1)
-    """`delta`: versions from one that is read whole to the next; 1 = all."""
     bucket_mib: int = Field(512, ge=1)
     """Size of one bucket, MiB."""
     verify: Literal["every", "first", "never"] = "every"
     """Updates after which checksums, and ratios of tokens that each engine samples, are
     compared."""
-    probe_tokens: int = Field(48, ge=4)
-    """Tokens that each engine samples for that, over four prompts."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean |engine - trainer| log-prob of them. Unset: 1e-4 where all compute in float32;
     else learned in the first updates (docs/weights.md)."""
@@ -202,10 +190,6 @@ class StoreConfig(Settings):
     directory: str = Field("", pattern="^(/.*)?$")
     """Where its database lies on the rollout manager's node, an absolute path; empty: in the run
     directory where that is on a local disk, else below TMPDIR."""
-    chunk_tokens: int = Field(64, ge=1)
-    """Tokens after which a chunk is written."""
-    chunk_seconds: float = Field(2.0, gt=0)
-    """... or this long, whichever is first."""
     compact_after_checkpoints: int = Field(4, ge=1)
     """Consumed trajectories are exported and removed after this many."""
     export: Literal["none", "jsonl"] = "jsonl"

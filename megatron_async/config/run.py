@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
-from megatron_async.config.environment import AgentConfig, EnvironmentConfig
+from megatron_async.config.environment import (
+    AgentConfig,
+    EnvironmentConfig,
+    EpisodeConfig,
+    refuse_changed,
+)
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -28,7 +33,6 @@ from megatron_async.config.rollout import (
     WeightsConfig,
 )
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.config.simulate import SimulateConfig
 from megatron_async.errors import shown
 
 _SFT_STEPS: Final = 200
@@ -72,10 +76,6 @@ class TeacherConfig(Settings):
     """Name of the model at an address."""
     api_key_env: str = ""
     """Environment variable with a key for the address."""
-    concurrency: int = Field(64, ge=1)
-    """Answers under way at once."""
-    retries: int = Field(3, ge=0)
-    """More tries where the address is busy."""
 
 
 class SFTConfig(Settings):
@@ -100,8 +100,6 @@ class SFTConfig(Settings):
     """Columns that are called otherwise."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Its own Adam."""
-    log_every: int = Field(10, ge=1)
-    """Steps between two progress lines."""
     teacher: TeacherConfig = TeacherConfig()
     """`--from-teacher` only."""
 
@@ -140,18 +138,12 @@ class TrackerConfig(Settings):
 class TelemetryConfig(Settings):
     """Records of a run, written while it goes on."""
 
-    trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(default_factory=list)
-    """Trackers; its name alone is enough for one."""
-    tensorboard: bool = True
-    """TensorBoard, without naming it a tracker."""
-    histograms_every: int = Field(5, ge=1)
-    """Steps between two histograms."""
+    trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(
+        default_factory=lambda: [TrackerConfig(name="tensorboard")]
+    )
+    """Trackers of the run; the name of one is enough for it. [] = none."""
     record_events: bool = True
     """Record scheduler events for `replay`."""
-    record_steps: int = Field(50, ge=1)
-    """Steps of which events are kept; older ones are removed."""
-    record_mib: int = Field(512, ge=1)
-    """Most that recorded events take on disk, MiB; the oldest go first."""
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Terminal view."""
 
@@ -195,6 +187,8 @@ class RunConfig(Settings):
     """What a policy plays against over many turns."""
     agent: Annotated[AgentConfig, BeforeValidator(named)] = AgentConfig()
     """A program that calls the policy by the OpenAI chat API, over many turns."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """Episodes that the environment or the agent plays."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -218,9 +212,6 @@ class RunConfig(Settings):
     experiment: ExperimentConfig = ExperimentConfig()
     """For measurements only."""
 
-    simulate: SimulateConfig = SimulateConfig()
-    """`megatron-async simulate` and `plan` only."""
-
     _given: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
@@ -230,13 +221,13 @@ class RunConfig(Settings):
             self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
         )
 
-    def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
+    def with_given(self, given: Mapping[str, Any]) -> Self:
         """The same settings; `given` are those that were set."""
         config = self.model_copy()
         config._given = dict(given)
         return config
 
-    def with_section(self, section: str, **settings: Any) -> "RunConfig":
+    def with_section(self, section: str, **settings: Any) -> Self:
         """The same but for these settings of a section, which are not checked again."""
         changed = getattr(self, section).model_copy(update=settings)
         return self.model_copy(update={section: changed})
@@ -244,11 +235,16 @@ class RunConfig(Settings):
     @property
     def plays(self) -> bool:
         """Return whether trajectories are episodes, of an environment or an agent."""
-        return self.episodes.used
+        return self.player.used
 
     @property
-    def episodes(self) -> EnvironmentConfig | AgentConfig:
-        """Settings of what episodes are played by."""
+    def opens_episodes(self) -> bool:
+        """Return whether `schedule.open_episodes` has a meaning."""
+        return self.plays
+
+    @property
+    def player(self) -> EnvironmentConfig | AgentConfig:
+        """The environment or agent that plays episodes; unused where there are none."""
         return self.agent if self.agent.used else self.environment
 
     @property
@@ -316,9 +312,10 @@ class RunConfig(Settings):
             )
 
     def _check_episodes(self) -> None:
-        opened = self.schedule.open_episodes is not None and self.simulate.episode.turns is None
-        if not self.plays and opened:
+        if self.schedule.open_episodes is not None and not self.opens_episodes:
             raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
+        if not self.plays:
+            refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")
         if self.agent.used and self.environment.used:
             raise ValueError(
                 f"{self.agent.shown} and {self.environment.shown} are both set: an episode is "
@@ -335,7 +332,7 @@ class RunConfig(Settings):
         if self.plays and share > 0:
             raise ValueError(
                 "algorithm.overlong shapes the length of one response, and with "
-                f"{self.episodes.shown} there are many: set algorithm.overlong.buffer_share 0, got "
+                f"{self.player.shown} there are many: set algorithm.overlong.buffer_share 0, got "
                 f"{share:g}"
             )
 

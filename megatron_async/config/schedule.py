@@ -48,9 +48,6 @@ class ScheduleConfig(Settings):
     on_stale: Literal["wait", "drop", "restart", "mask"] = "drop"
     """What happens to a trajectory that would pass the lag bound. `wait` holds the update for it;
     `mask` trains only its tokens within the bound."""
-    max_off_policy_share: float = Field(1.0, gt=0, le=1)
-    """`concurrency: auto` lowers N' when more of a batch's tokens than this were written by an
-    older version than the batch's; 1 = never."""
     buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = "oldest_first"
     """Order in which buffered partial trajectories are resumed."""
     ring_batches: int = Field(2, ge=1)

@@ -1,15 +1,19 @@
 """Settings of the simulator and the planner: every constant that they assume is a field here.
 
+They are the section `simulate` of a file of its own kind, a simulation (`SimulationConfig`), which
+also holds a run's settings or names the run's file as its `base:`. A run's file cannot have them.
+
 What a field's description calls "assumed" comes from no data sheet; `megatron-async simulate`
 prints all of them. Public figures (peak rates, memory, links, model shapes) are in
 `megatron_async/simulate/hardware.py` and `models/shape.py` and are chosen by name.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_async.config.base import Settings
+from megatron_async.config.run import RunConfig
 
 GpuName = Literal["A100", "H100", "H800", "H200", "B200", "L40S", "A6000"]
 
@@ -129,7 +133,8 @@ class SimulateConfig(Settings):
     gpus_per_node: int = Field(8, ge=1)
     """GPUs that NVLink joins."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Trainers and engines on their own GPUs, or all GPUs for each in turn."""
+    """Trainers and engines on their own GPUs, or all GPUs for each in turn. Unset where
+    engines.placement is colocated: colocated, with `offload`."""
     offload: bool = False
     """Colocated: the trainer's state leaves its GPUs while engines generate. Otherwise it stays,
     and the KV cache gets the remaining memory."""
@@ -184,3 +189,32 @@ class SimulateConfig(Settings):
                 f"simulate.warmup_steps {self.warmup_steps} must be below simulate.steps "
                 f"{self.steps}"
             )
+
+
+class SimulationConfig(RunConfig):
+    """A simulation: `megatron-async simulate --config FILE`, or `plan`."""
+
+    simulate: SimulateConfig = SimulateConfig()
+    """The simulated cluster, and what is assumed about it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _placement(cls, values: Any) -> Any:
+        """Simulate the placement of the run unless `simulate` sets another one."""
+        engines, own = values.get("engines"), values.get("simulate", {})
+        shared = isinstance(engines, dict) and engines.get("placement") == "colocated"
+        if not shared or not isinstance(own, dict):
+            return values
+        return {**values, "simulate": {"placement": "colocated", "offload": True, **own}}
+
+    @property
+    def opens_episodes(self) -> bool:
+        return self.plays or self.simulate.episode.turns is not None
+
+
+def simulation_of(config: RunConfig) -> SimulationConfig:
+    """Return the simulation of a run with the default assumptions; a simulation as it is."""
+    if isinstance(config, SimulationConfig):
+        return config
+    # Not checked again: a start may have derived settings which its file could not have.
+    return SimulationConfig.model_construct(config.model_fields_set, **dict(config))

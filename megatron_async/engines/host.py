@@ -25,6 +25,7 @@ from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.places.place import Place, Placed
 from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.trajectory.types import CHUNK_TOKENS
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 T = TypeVar("T")
@@ -54,7 +55,6 @@ class EngineHost:
             settings = settings.model_copy(update={"host": node_address()})
         dtype = resolve_dtype(settings, resolve_device(settings))
         self._settings = settings = settings.model_copy(update={"dtype": dtype})
-        self._chunk_tokens = config.store.chunk_tokens
         self._vocabulary = vocabulary_of(model_path)
         gpus = None
         if shared_index is not None:
@@ -80,7 +80,7 @@ class EngineHost:
     async def serve(self, url: str) -> str:
         """Relay the streams of the server at `url`. Raises EngineError."""
         client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
-        self._relay = StreamRelay(client, self._chunk_tokens)
+        self._relay = StreamRelay(client, CHUNK_TOKENS)
         search_rarely()
         return url
 

@@ -70,6 +70,7 @@ class AgentWorker:
 
         _pass_proxies()
         self._settings = config.agent
+        self._episode = config.episode
         self._scored = config.scores
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
@@ -77,12 +78,12 @@ class AgentWorker:
             config.task,
             tokenizer,
             stops,
-            self._settings.tool_parser,
+            self._episode.tool_parser,
             vocabulary_of(model_path),
         )
         self._stops = frozenset(stops)
-        threads = ThreadPoolExecutor(self._settings.threads, "agent")
-        self._program = program_of(self._settings, threads)
+        threads = ThreadPoolExecutor(self._episode.threads, "agent")
+        self._program = program_of(self._settings, threads, self._episode.memory_mib)
         self._gateway = Gateway(config.sampling)
         self._attempts: dict[str, _Attempt] = {}
 
@@ -147,7 +148,7 @@ class AgentWorker:
         attempt = await self._start(key, payload, turns)
         async with attempt.lock:
             with self._limit():
-                await attempt.calls.until_asked(turns[-1].number, self._settings.step_seconds)
+                await attempt.calls.until_asked(turns[-1].number, self._episode.step_seconds)
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
@@ -158,7 +159,7 @@ class AgentWorker:
         longest, turn = 0, 0
         try:
             while True:
-                last = turn + 1 >= self._settings.max_turns
+                last = turn + 1 >= self._episode.max_turns
                 stepped = await self.step(_REHEARSAL, answer, turn, 1 << 31, last)
                 if stepped.token_ids is None:
                     break
@@ -175,7 +176,7 @@ class AgentWorker:
             self._gateway.end(attempt.key)
             attempt.program.cancel()
             attempt.calls.end()  # a thread that waits for an answer has no other end
-            await asyncio.wait([attempt.program], timeout=self._settings.step_seconds)
+            await asyncio.wait([attempt.program], timeout=self._episode.step_seconds)
         return None
 
     # ------------------------------------------------------------ one attempt
@@ -247,7 +248,7 @@ class AgentWorker:
         `most`: tokens that its input may have. None: the program has ended, or has had its time
         since a call that was too long or too late.
         """
-        calls, seconds, full = attempt.calls, self._settings.step_seconds, False
+        calls, seconds, full = attempt.calls, self._episode.step_seconds, False
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic() if full else seconds
@@ -260,8 +261,8 @@ class AgentWorker:
             try:
                 if last:
                     raise CallRefused(
-                        f"this episode has had its {self._settings.max_turns} answers "
-                        "(agent.max_turns) or its time (agent.episode_seconds)",
+                        f"this episode has had its {self._episode.max_turns} answers "
+                        "(episode.max_turns) or its time (episode.seconds)",
                         "messages",
                         code=TOO_LONG,
                     )
@@ -337,7 +338,7 @@ class AgentWorker:
         except TimeoutError as error:
             raise EnvironmentFault(
                 f"{self._settings.shown} made no call and did not end for "
-                f"{self._settings.step_seconds:g} s (agent.step_seconds)"
+                f"{self._episode.step_seconds:g} s (episode.step_seconds)"
             ) from error
 
 
@@ -354,7 +355,7 @@ class AgentProcess(AgentWorker):
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)
-        self._process = OwnProcess(self._settings)
+        self._process = OwnProcess(self._episode)
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
         self._process.watch()

@@ -35,7 +35,7 @@ def check_environment(
 
     `longest`: tokens that an engine takes.
     """
-    shown = config.episodes.shown
+    shown = config.player.shown
     _check_threads(config)
     try:
         played = blocking(_rehearsed(config, payload))
@@ -70,22 +70,21 @@ def check_environment(
 
 def _check_threads(config: RunConfig) -> None:
     """Refuse an agent of which each open episode keeps a thread, where there are too few."""
-    agent, schedule = config.agent, config.schedule
+    agent, episode, schedule = config.agent, config.episode, config.schedule
     opened = schedule.open_episodes or schedule.concurrency
     if not agent.used or not isinstance(opened, int) or not is_blocking(agent):
         return
-    if opened > agent.workers * agent.threads:
+    if opened > episode.workers * episode.threads:
         raise UserError(
             f"{agent.shown} is no `async def`, so that each open episode keeps a thread; "
-            f"agent.workers x agent.threads is {agent.workers * agent.threads}, and "
+            f"episode.workers x episode.threads is {episode.workers * episode.threads}, and "
             f"{opened} episodes or more are open (schedule.open_episodes, else "
-            "schedule.concurrency): raise agent.threads or write `async def`"
+            "schedule.concurrency): raise episode.threads or write `async def`"
         )
 
 
 async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
-    one = config.episodes.model_copy(update={"workers": 1})
-    alone = config.model_copy(update={"agent" if config.agent.used else "environment": one})
+    alone = config.with_section("episode", workers=1)
     logs = process_directory("megatron-async-environment-", Path(tempfile.gettempdir()))
     named = False
     try:

@@ -304,10 +304,10 @@ class Player:
         call.cancel()
         await asyncio.wait([call], timeout=_ENDING_SECONDS)
         if isinstance(call, asyncio.Task) and call.done():
-            raise EnvironmentFault(f"{late} (environment.step_seconds)")
+            raise EnvironmentFault(f"{late} (episode.step_seconds)")
         self._object = None  # it is in use, for ever perhaps
         self._threads.hung += 1
-        raise EnvironmentHung(f"{late} (environment.step_seconds) and goes on")
+        raise EnvironmentHung(f"{late} (episode.step_seconds) and goes on")
 
     def _is_async(self, method: str) -> bool:
         return inspect.iscoroutinefunction(getattr(self._object, method, None))

@@ -43,13 +43,15 @@ _OUT_OF_MEMORY: Final = re.compile(
 )
 
 
-def program_of(settings: AgentConfig, threads: Executor) -> Program:
+def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Program:
     """The program that the settings name; `threads` run a function that is not `async def`.
+
+    `memory_mib` is the limit of a command's memory, which its errors name.
 
     Raises UserError.
     """
     if settings.command:
-        return _command(settings)
+        return _command(settings, memory_mib)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
         raise UserError(f"{settings.shown} is no function")
@@ -95,7 +97,7 @@ def is_blocking(settings: AgentConfig) -> bool:
     )
 
 
-def _command(settings: AgentConfig) -> Program:
+def _command(settings: AgentConfig, memory_mib: int) -> Program:
     command, where = settings.command, f"agent.command {settings.command}"
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
@@ -127,8 +129,8 @@ def _command(settings: AgentConfig) -> Program:
             ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
             if _OUT_OF_MEMORY.search(text):
                 ended += (
-                    f"; agent.memory_mib limits its address space to {settings.memory_mib} MiB "
-                    "more than its start takes: raise it"
+                    f"; episode.memory_mib limits its address space to {memory_mib} MiB more than "
+                    "its start takes: raise it"
                 )
             raise EnvironmentFault(ended)
         return _last_line(output, where)

@@ -110,7 +110,7 @@ class Texts:
         self._parser = parser
         self._known: dict[str, ToolTexts] = {}
         if parser:
-            CallReader(parser, ()).check("agent.tool_parser")  # also imports what reads calls
+            CallReader(parser, ()).check()  # also imports what reads calls
 
     def of(self, tools: str) -> ToolTexts:
         """Texts with these tools, as JSON; empty: none. Raises CallRefused."""
@@ -125,8 +125,8 @@ class Texts:
             return ToolTexts(self._conversation(), None)
         if not self._parser:
             raise CallRefused(
-                "the call has tools, and agent.tool_parser is not set: name the form in which the "
-                "model calls them, as qwen25 or llama3",
+                "the call has tools, and episode.tool_parser is not set: name the form in which "
+                "the model calls them, as qwen25 or llama3",
                 "tools",
             )
         schemas = json.loads(tools)

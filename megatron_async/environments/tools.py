@@ -101,19 +101,20 @@ class CallReader:
         self._parser = parser
         self._schemas = schemas
 
-    def check(self, setting: str = "environment.tool_parser") -> None:
-        """Check that there is such a parser. Raises UserError that names `setting`."""
+    def check(self) -> None:
+        """Check that SGLang has the parser. Raises UserError."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         known = FunctionCallParser.ToolCallParserEnum
         if self._parser not in known:
             raise UserError(
-                f"{setting} is {self._parser!r}; it must be one of {', '.join(sorted(known))}"
+                f"episode.tool_parser is {self._parser!r}; it must be one of "
+                f"{', '.join(sorted(known))}"
             )
         try:
             self.read("")
         except ValueError as error:  # one that needs what no setting gives
-            raise UserError(f"{setting} is {self._parser!r}: {error}") from error
+            raise UserError(f"episode.tool_parser is {self._parser!r}: {error}") from error
 
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
         """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""

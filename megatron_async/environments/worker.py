@@ -116,12 +116,13 @@ class EnvironmentWorker:
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._settings = config.environment
+        self._episode = config.episode
         self._build = environment_builder(self._settings.name, self._settings.arguments)
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
         tools = tools_of(built(self._build, self._settings.name), self._settings.name)
         schemas = described(tools, self._settings.name)
-        parser = self._settings.tool_parser
+        parser = self._episode.tool_parser
         self.conversation = Conversation(
             config.task,
             tokenizer,
@@ -135,7 +136,7 @@ class EnvironmentWorker:
             self.reader = CallReader(parser, schemas)
             self.reader.check()  # which imports what reads calls, before memory is limited
         self._stops = frozenset(stops)
-        self._threads = Threads(self._settings.threads)
+        self._threads = Threads(self._episode.threads)
         self._episodes: dict[str, _Episode] = {}
 
     async def begin(self, key: str, payload: Mapping[str, Any], _room: int | None = None) -> Opened:
@@ -241,7 +242,7 @@ class EnvironmentWorker:
             if player.tools and self.reader is None:
                 raise UserError(
                     f"environment.name is {self._settings.name!r}, a class of tools, and "
-                    "environment.tool_parser is not set: name the form in which the model calls "
+                    "episode.tool_parser is not set: name the form in which the model calls "
                     "them"
                 )
             await player.state()
@@ -271,8 +272,8 @@ class EnvironmentWorker:
         return None
 
     def _player(self) -> Player:
-        settings = self._settings
-        return Player(self._build, settings.name, self._threads, settings.step_seconds)
+        name, seconds = self._settings.name, self._episode.step_seconds
+        return Player(self._build, name, self._threads, seconds)
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
@@ -280,7 +281,7 @@ class EnvironmentWorker:
         try:
             yield
         except EnvironmentHung:
-            if self._threads.hung >= max(1, self._settings.threads // 2):
+            if self._threads.hung >= max(1, self._episode.threads // 2):
                 # The reply goes out first.
                 asyncio.get_running_loop().call_later(_EXIT_SECONDS, self._end)
             raise
@@ -314,7 +315,7 @@ class EnvironmentProcess(EnvironmentWorker):
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)
-        self._process = OwnProcess(self._settings)
+        self._process = OwnProcess(self._episode)
 
     def _player(self) -> Player:
         self._process.watch()

@@ -77,11 +77,11 @@ class _Door:
 
 
 class EnvironmentWorkers:
-    """`environment.workers` processes of `place`, started when made; they end with it."""
+    """`episode.workers` processes of `place`, started when made; they end with it."""
 
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
-        self._settings = config.episodes
+        self._settings = config.episode
         what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
         if config.agent.used:
             from megatron_async.environments import agents
@@ -90,7 +90,7 @@ class EnvironmentWorkers:
         path = model_path or config.model.path
         self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
             place.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
-            for index in range(config.episodes.workers)
+            for index in range(config.episode.workers)
         ]
         self._doors = [_Door() for _ in self._workers]
 

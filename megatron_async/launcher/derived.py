@@ -15,12 +15,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from megatron_async.config import RunConfig
 from megatron_async.config.model import Recompute
-from megatron_async.config.simulate import GpuName
+from megatron_async.config.simulate import GpuConfig, GpuName, SimulationConfig, simulation_of
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.runtime.gpus import sees_gpu
@@ -33,6 +32,7 @@ from megatron_async.weight_sync.gpu_sharing import trainer_ranks_of
 _GRAPH_STEP: Final = 8
 _GPU_START_SECONDS: Final = 1200.0
 _GB: Final = 1e9
+_ANY_GPU: Final = GpuConfig()
 _SHARE: Final = "--mem-fraction-static"
 _SET: Final = "as set (file, command line, recipe or preset)"
 
@@ -56,18 +56,17 @@ class Machine:
         if resolve_device(config.engines) == "cpu":
             return cls("cpu", cores=cores)
         if not sees_gpu():  # asked for by engines.device, and refused later
-            return replace(cls.of_nodes(config, 1, 1), cores=cores)
+            return replace(cls.of_nodes(1, 1), cores=cores)
         import torch
 
         properties = torch.cuda.get_device_properties(0)
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 
     @classmethod
-    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> "Machine":
-        """Nodes elsewhere: their GPUs are taken to be `simulate.gpu`."""
-        if not gpus_per_node:
+    def of_nodes(cls, gpus: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU) -> "Machine":
+        """Return a node elsewhere with so many of this GPU, or without any."""
+        if not gpus:
             return cls("cpu", engine_nodes=engine_nodes)
-        gpu = config.simulate.gpu
         return cls("cuda", gpu.name, gpu_of(gpu).memory, engine_nodes=engine_nodes)
 
     @property
@@ -134,8 +133,9 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
     default = config.schedule.concurrency
     if machine.device == "cpu":
         return default, "the default for CPU engines"
+    simulation = modelled(config, machine)
     try:
-        found = sufficient_concurrency(modelled(config, machine))
+        found = sufficient_concurrency(simulation)
     except UserError as error:
         return default, f"the default, as the model's shape is not known ({error})"
     if found is None:
@@ -143,10 +143,9 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
             default,
             f"the default: simulated engines of this size have no room on {machine.title}",
         )
-    lengths = config.simulate.lengths
     return found, (
         "the smallest with 95 % of the generation speed that the KV cache allows, in the planner's "
-        f"model of {machine.title} and lengths {lengths.distribution} (simulate.lengths)"
+        f"model of {machine.title} and lengths {simulation.simulate.lengths.distribution} (assumed)"
     )
 
 
@@ -168,21 +167,20 @@ def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, 
 def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     if machine.device == "cpu":
         return config.trainer.recompute, "the default with engines on CPUs"
+    simulation = modelled(config, machine)
     try:
-        shape = shape_of(with_own_model(config))
+        shape = shape_of(simulation)
     except UserError as error:
         return config.trainer.recompute, f"the default, as the model's shape is not known ({error})"
     shared = config.engines.placement == "colocated"
-    # Settings of `simulate` on the placement describe simulations, not this run.
-    config = config.with_section("simulate", placement=config.engines.placement, offload=True)
-    found = fitting_recompute(config, shape, machine.memory_bytes)
+    found = fitting_recompute(simulation, shape, machine.memory_bytes)
     if found is None:
         return "all", "nothing less fits, by the estimate"
-    peak = memory_of_trainer(config, shape, found).peak / _GB
+    peak = memory_of_trainer(simulation, shape, found).peak / _GB
     return found, (
         f"the least that fits: an estimated peak of {peak:.1f} GB, at most "
-        f"{config.simulate.trainer_memory_share:g} of {machine.title} "
-        f"(simulate.trainer_memory_share){', less 5 GB for a paused engine' if shared else ''}"
+        f"{simulation.simulate.trainer_memory_share:g} of {machine.title}"
+        f"{', less 5 GB for a paused engine' if shared else ''}"
     )
 
 
@@ -226,7 +224,7 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     if machine.device == "cpu":
         return lines
     try:
-        shape = shape_of(with_own_model(config))
+        shape = shape_of(config)
     except UserError as error:
         return [*lines, f"memory: not estimated ({error})"]
     return [*lines, *_memory_lines(config, machine, shape)]
@@ -241,13 +239,14 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
         return
     _check_engine_share(config, machine)
     try:
-        shape = shape_of(with_own_model(config))
+        shape = shape_of(config)
     except UserError:
         return
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     if config.optimizer.name == "adam":
         layout = f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state"
-        _check_held(memory_of_trainer(config, shape).state, layout, "them", machine)
+        state = memory_of_trainer(modelled(config, machine), shape).state
+        _check_held(state, layout, "them", machine)
     if config.engines.quantization == "none":
         layout = f"engines.tensor {config.engines.tensor}: an engine's weights"
         _check_held(_engine_weights(config, shape), layout, "it", machine)
@@ -257,7 +256,7 @@ def _check_held(held: float, layout: str, remedy: str, machine: Machine) -> None
     if held > machine.memory_bytes:
         raise UserError(
             f"{layout} would take {held / _GB:.1f} GB of a {machine.title}: raise {remedy}, "
-            "or set simulate.gpu to what those nodes have"
+            "or name the GPU of those nodes by launch --gpu"
         )
 
 
@@ -283,7 +282,7 @@ def _update_bytes(config: RunConfig) -> float:
     if config.weights.transport != "distributed":
         return 0.0
     try:
-        shape = shape_of(with_own_model(config))
+        shape = shape_of(config)
     except UserError:
         return 0.0
     return update_bytes(shape, config.weights.bucket_mib << 20, config.parallel.pipeline)
@@ -303,12 +302,11 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    trainer, weights = memory_of_trainer(config, shape), _engine_weights(config, shape)
+    simulation, weights = modelled(config, machine), _engine_weights(config, shape)
+    trainer, share = memory_of_trainer(simulation, shape), simulation.simulate.engine_memory_share
     update = _update_bytes(config)
     beside = f"a weight update {update / _GB:.1f} GB, " if update else ""
-    tokens = kv_capacity_tokens(
-        shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
-    )
+    tokens = kv_capacity_tokens(shape, machine.memory_bytes, share, config.engines.tensor, 0.0)
     over = ""
     if trainer.peak > machine.memory_bytes:
         over = (
@@ -325,18 +323,13 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
     ]
 
 
-def modelled(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with the machine as the simulated GPU."""
-    gpu = config.simulate.gpu
+def modelled(config: RunConfig, machine: Machine) -> SimulationConfig:
+    """Return the simulation of the run as it is: on this machine, with its placement."""
+    simulation, placement = simulation_of(config), config.engines.placement
+    gpu = simulation.simulate.gpu
     changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
-    return with_own_model(config.with_section("simulate", gpu=gpu.model_copy(update=changes)))
-
-
-def with_own_model(config: RunConfig) -> RunConfig:
-    """The model in `model.path` where it is there already, whatever `simulate.model` names."""
-    if not (Path(config.model.path) / "config.json").is_file():
-        return config
-    return config.with_section("simulate", model="")
+    gpu = gpu.model_copy(update=changes)
+    return simulation.with_section("simulate", gpu=gpu, placement=placement, offload=True)
 
 
 def _sheet_of(device_name: str) -> GpuName | None:

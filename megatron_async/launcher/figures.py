@@ -8,7 +8,8 @@ A stop that Slurm asks for costs at most the step under way, and then a save. A 
 way at the signal goes on during that step, and must have ended before the next one begins.
 
 Invariants
-- Rates are settings (`checkpoint.write_gb_per_s`, `simulate`); nothing here is measured.
+- Rates are settings of the run (`checkpoint.write_gb_per_s`) or assumptions of the simulator;
+  nothing here is measured.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_async.config import RunConfig
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.files.mounts import existing
-from megatron_async.launcher.derived import Machine, layout_lines, modelled, with_own_model
+from megatron_async.launcher.derived import Machine, layout_lines, modelled
 from megatron_async.models.shape import BF16, ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
 from megatron_async.simulate.build import simulate, trainer_costs
@@ -76,19 +78,16 @@ def figures(config: RunConfig, machine: Machine) -> list[str]:
     lines = layout_lines(config, machine)
     if machine.device == "cpu":
         return lines
-    placement = config.engines.placement
-    offload = placement == "colocated"
-    config = config.with_section("simulate", placement=placement, offload=offload)
-    config = modelled(config, machine)
+    simulation = modelled(config, machine)
     try:
-        return [*lines, *_storage_and_times(config, shape_of(config))]
+        return [*lines, *_storage_and_times(simulation, shape_of(simulation), machine)]
     except UserError as error:
         return [*lines, f"storage and times: not estimated ({error})"]
 
 
-def _storage_and_times(config: RunConfig, shape: ModelShape) -> list[str]:
+def _storage_and_times(config: SimulationConfig, shape: ModelShape, machine: Machine) -> list[str]:
     checkpoints, layout = Checkpoints.of(config, shape), config.parallel
-    stop = stop_seconds(config, checkpoints, on_gpus=True)
+    stop = stop_seconds(config, checkpoints, machine)
     # A node reads what its ranks hold once, from a file system that all nodes share.
     held = min(1.0, layout.ranks / layout.nodes / (layout.tensor * layout.pipeline))
     read = layout.nodes * held * BF16 * shape.parameters
@@ -114,7 +113,7 @@ def _storage_and_times(config: RunConfig, shape: ModelShape) -> list[str]:
     ]
 
 
-def _recomputation(config: RunConfig, shape: ModelShape) -> list[str]:
+def _recomputation(config: SimulationConfig, shape: ModelShape) -> list[str]:
     """Return a line on `trainer.recompute` and the time that it saves."""
     recompute, layers = config.trainer.recompute, shape.layers // config.parallel.pipeline
     if recompute == "all":
@@ -131,7 +130,6 @@ def _recomputation(config: RunConfig, shape: ModelShape) -> list[str]:
 
 def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpoints | None:
     """The run's checkpoints; None where the shape of its model is not known. Raises UserError."""
-    config = with_own_model(config)
     try:
         shape = shape_of(config)
     except UserError:  # a family of the user's own, with names of its own in config.json
@@ -141,11 +139,11 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
     return found
 
 
-def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, *, on_gpus: bool) -> int:
+def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, machine: Machine) -> int:
     """Longest time from the signal to a finalised checkpoint."""
     if checkpoints is None:
         return _LEAST_STOP_SECONDS
-    step = training_seconds(with_own_model(config)) if on_gpus else 0.0
+    step = training_seconds(modelled(config, machine)) if machine.device == "cuda" else 0.0
     under_way = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
     found = math.ceil(max(step, under_way) + checkpoints.write_seconds)
     return max(_LEAST_STOP_SECONDS, found)

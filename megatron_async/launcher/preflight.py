@@ -296,12 +296,14 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
             "schedule.groups_per_batch or add problems"
         )
     checked = Checked(config)
-    if config.task.heldout_share and not config.eval.path:
+    if config.task.heldout_share:
         checked = _with_heldout(config, heldout)
     for one in checked.config.eval_sets():
         most = None if longest is None else longest - one.sampling.max_new_tokens
         task.check_evaluation(one.prompts, one.name, most)
-    more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" if left_out else ""
+    more = ""
+    if left_out:
+        more = f"\nleft out as too long (task.long_prompts: filter): {left_out:,}"
     return replace(
         checked,
         summary=task.summary() + more + played.summary,

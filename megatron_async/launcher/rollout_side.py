@@ -57,7 +57,7 @@ class RolloutSide:
             str(directory.path),
             place.address,
             name=MANAGER_NAME,
-            restarts=config.engines.max_manager_restarts,
+            restarts=config.engines.max_restarts,
             here=True,  # always: the database of the trajectory store is on this disk
         )
 
@@ -74,8 +74,7 @@ class RolloutSide:
         except PlacedDead as error:
             self._log(str(error))
             raise ComponentFailure(
-                f"{error} (engines.max_manager_restarts is "
-                f"{self._config.engines.max_manager_restarts})"
+                f"{error} (engines.max_restarts is {self._config.engines.max_restarts})"
             ) from error
         except PlacedLost as error:
             self._log(f"the rollout manager is restarted: {error}")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from megatron_async.config import RunConfig
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import ConfigReader, read_config_json
 
@@ -96,26 +97,35 @@ SHAPES: Final = MappingProxyType(
         "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29568, 152064, False),
         "llama-3-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256, False),
         "llama-3-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256, False),
+        "llama-3.3-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256, False),
         "gemma-3-1b": ModelShape(1152, 26, 4, 1, 256, 6912, 262144, True),
     }
 )
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    """The shape by `simulate.model`, or by the config.json in `model.path`. Raises UserError."""
-    name = config.simulate.model
+    """Return the shape of a run's model. Raises UserError where it is not known.
+
+    A simulation may name it. Otherwise it is that of the config.json in `model.path` or, where the
+    directory does not exist on this machine, of the public model that its name contains.
+    """
+    name = config.simulate.model if isinstance(config, SimulationConfig) else ""
     if name:
         if name not in SHAPES:
             raise UserError(f"simulate.model is {name!r}; it must be one of {', '.join(SHAPES)}")
         return SHAPES[name]
-    file = Path(config.model.path) / "config.json"
-    if not config.model.path or not file.is_file():
-        raise UserError(
-            f"the shape of the model is not known: model.path {config.model.path!r} has no "
-            "config.json, which suffices without weights; or set simulate.model to one of "
-            f"{', '.join(SHAPES)}"
-        )
-    return shape_from_config(read_config_json(config.model.path), file)
+    folder = Path(config.model.path)
+    file = folder / "config.json"
+    if config.model.path and file.is_file():
+        return shape_from_config(read_config_json(config.model.path), file)
+    public = [shape for known, shape in SHAPES.items() if known in folder.name.lower()]
+    if public and not folder.exists():
+        return public[0]
+    raise UserError(
+        f"the shape of the model is not known: model.path {config.model.path!r} has no "
+        "config.json, which suffices without weights, and its name contains none of "
+        f"{', '.join(SHAPES)}; a simulation may set simulate.model to one of them"
+    )
 
 
 def shape_from_config(data: dict[str, Any], path: Path) -> ModelShape:

@@ -33,7 +33,7 @@ from megatron_async.places.child_process import (
     module_command,
     wait_until_ended,
 )
-from megatron_async.places.place import Call, PlacedDead, PlacedLost, T
+from megatron_async.places.place import MethodCall, PlacedDead, PlacedLost, T
 from megatron_async.places.placed import PlacedCalls, request_of
 from megatron_async.runtime.time_limits import AwakeTimeout
 
@@ -137,7 +137,7 @@ class LocalPlaced(PlacedCalls[T]):
         super().__init__(path.name, str(logs / f"{path.name}.log"))
         self._path, self._process = path, process
 
-    async def _called(self, call: Call, limit: float) -> Any:
+    async def _called(self, call: MethodCall, limit: float) -> Any:
         deaths = self._deaths()
         try:
             async with AwakeTimeout(limit):

@@ -21,7 +21,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.errors import ComponentFailure, one_line
-from megatron_async.places.place import UNLIMITED, Call, PlacedDead, PlacedLost, T
+from megatron_async.places.place import UNLIMITED, MethodCall, PlacedDead, PlacedLost, T
 from megatron_async.places.placed import PlacedCalls, PlacedObject, request_of
 from megatron_async.places.ray_cluster import join_ray, ray_directory, start_ray
 from megatron_async.runtime.time_limits import AwakeTimeout
@@ -116,7 +116,7 @@ class RayPlaced(PlacedCalls[T]):
         self._patience = 0.0 if actor is not None else _DEAD_SECONDS
         self._dead_since: float | None = None
 
-    async def _called(self, call: Call, limit: float) -> Any:
+    async def _called(self, call: MethodCall, limit: float) -> Any:
         try:
             reply = self._begin(call)
             async with AwakeTimeout(limit):
@@ -130,7 +130,7 @@ class RayPlaced(PlacedCalls[T]):
         if self._actor is not None:
             ray.kill(self._actor)
 
-    def _begin(self, call: Call) -> Any:
+    def _begin(self, call: MethodCall) -> Any:
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name)

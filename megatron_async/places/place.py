@@ -7,7 +7,7 @@
 
 Invariants
 - `call` and `ask` get a function that makes one call of one asynchronous method. It gets a
-  `Recorder` here; the call is made of the object in its process.
+  `CallRecorder` here; the call is made of the object in its process.
 - A call ends within its limit, which counts only time in which the caller could run, and its
   method goes on when the caller has died, was cancelled or has stopped waiting.
 - Errors of this package reach the caller as they are. Any other is a defect of the method:
@@ -49,7 +49,7 @@ class CallFailed(ComponentFailure):
 
 
 @dataclass(frozen=True)
-class Call:
+class MethodCall:
     """A call of a method by its name, as it travels to the process of the object."""
 
     method: str
@@ -60,16 +60,16 @@ class Call:
         return getattr(target, self.method)(*self.arguments)
 
 
-class Recorder:
-    """Stands for an object in another process: calling a method of it returns the `Call`."""
+class CallRecorder:
+    """Stands for an object in another process: calling a method of it returns the `MethodCall`."""
 
-    def __getattr__(self, method: str) -> Callable[..., Call]:
-        return lambda *arguments: Call(method, arguments)
+    def __getattr__(self, method: str) -> Callable[..., MethodCall]:
+        return lambda *arguments: MethodCall(method, arguments)
 
 
-def recorded(what: Callable[[Any], Any]) -> Call:
+def recorded(what: Callable[[Any], Any]) -> MethodCall:
     """Return the call that `what` makes of the object that it gets."""
-    return cast(Call, what(Recorder()))
+    return cast(MethodCall, what(CallRecorder()))
 
 
 class Placed(Protocol[T_co]):

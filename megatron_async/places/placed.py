@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic
 
 from megatron_async.errors import one_line
-from megatron_async.places.place import Call, CallFailed, CallLate, R, T, recorded
+from megatron_async.places.place import CallFailed, CallLate, MethodCall, R, T, recorded
 from megatron_async.runtime.blocking import blocking
 
 _OURS = __name__.partition(".")[0]
 
 
-def request_of(call: Call) -> bytes:
+def request_of(call: MethodCall) -> bytes:
     """Pack a call."""
     return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
 
@@ -43,13 +43,13 @@ class PlacedCalls(ABC, Generic[T]):
         return blocking(self.call(what, limit=limit), while_waiting)
 
     @abstractmethod
-    async def _called(self, call: Call, limit: float) -> Any:
+    async def _called(self, call: MethodCall, limit: float) -> Any:
         """Make a call, for `limit` seconds at most."""
 
-    def _late(self, call: Call, limit: float) -> CallLate:
+    def _late(self, call: MethodCall, limit: float) -> CallLate:
         return CallLate(f"{self._name} did not answer {call.method} within {limit:g} s")
 
-    def _result(self, reply: bytes, call: Call) -> Any:
+    def _result(self, reply: bytes, call: MethodCall) -> Any:
         """Return the value that a reply holds. Raises the error that it holds instead."""
         asked = f"{self._name} failed in {call.method}"
         try:
@@ -78,7 +78,7 @@ class PlacedObject:
         try:
             if self._failed is not None:
                 raise self._failed
-            call: Call = pickle.loads(request)
+            call: MethodCall = pickle.loads(request)
             value = await call.on(self._object)  # bounded: by its caller
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - it is the caller's

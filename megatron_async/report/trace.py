@@ -2,7 +2,7 @@
 
 Made afterwards from what a run writes anyway: the scheduler's recorded events, each with its time,
 and the trainer's times in metrics.jsonl. So a run pays for it with one clock reading an event, and
-the trace reaches as far back as telemetry.record_steps.
+the trace reaches as far back as the recorded steps.
 
 Invariants
 - Output is trace-event JSON: complete (X), instant (i) and metadata (M) events, times in

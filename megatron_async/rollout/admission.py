@@ -10,6 +10,7 @@ Invariants
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -29,6 +30,10 @@ from megatron_async.trajectory.types import (
     TrajectoryState,
 )
 
+# Batches' worth of responses that dynamic sampling drops in a row, with no group kept, after which
+# the run stops. A policy that solves or fails every prompt gets no better by waiting longer.
+MAX_FILTERED_ROUNDS: Final = 20
+
 
 class FilteredRounds:
     """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
@@ -36,15 +41,15 @@ class FilteredRounds:
     A round is as many responses as a batch has.
     """
 
-    def __init__(self, batch_trajectories: int, most: int) -> None:
-        self._batch, self._most = batch_trajectories, most
+    def __init__(self, batch_trajectories: int) -> None:
+        self._batch = batch_trajectories
         self._members = 0
         self._kept = 0
 
     @property
     def hopeless(self) -> bool:
-        """Return whether `most` rounds are dropped in a row."""
-        return self._members >= self._most * self._batch
+        """Return whether `MAX_FILTERED_ROUNDS` rounds are dropped in a row."""
+        return self._members >= MAX_FILTERED_ROUNDS * self._batch
 
     def emitted(self) -> None:
         """A batch has taken what was kept."""
@@ -91,7 +96,7 @@ class Admission:
         """`vocabulary`: tokens of the model; None: not known."""
         self._vocabulary = vocabulary
         self._plays = config.plays
-        self._begins_anew = config.episodes.resume == "restart"
+        self._begins_anew = config.episode.resume == "restart"
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -101,7 +106,7 @@ class Admission:
         self.evidence = PromptEvidence()
         self._hopeless = False
         batch = config.schedule.groups_per_batch * self._group_size
-        self._filtered = FilteredRounds(batch, config.trainer.max_filtered_rounds)
+        self._filtered = FilteredRounds(batch)
 
     def filtered(self, complete_groups: int) -> None:
         """Count a response of a group without reward variance; others wait for a batch."""

@@ -203,7 +203,7 @@ class RolloutDriver:
         while True:
             await asyncio.sleep(settings.health_interval_seconds)
             for slot in await self._monitor.look():
-                self._generation.end_silent(slot, settings.request_timeout_seconds)
+                self._generation.end_silent(slot, settings.silence_seconds)
 
     # ------------------------------------------------------------ the trainer's side
 
@@ -404,7 +404,7 @@ class RolloutDriver:
             branch_points=self._store.branch_points(),
             temperature=self._config.sampling.temperature,
             mask_before=action.mask_before,
-            discount=self._config.episodes.turn_discount,
+            discount=self._config.environment.turn_discount,
         )
         metrics = self.statistics.batch_metrics(batch, self._scheduler.view(), self._scorers.size)
         metrics |= reward_means(groups)

@@ -7,7 +7,7 @@ Invariants
   one transaction, before the scheduler hears of it.
 - A trajectory that is dropped or starts again is forgotten first; a reply that comes later meets a
   superseded call in the store, and is discarded.
-- A failure costs its own episode (`environment.on_failure`), and one that cannot be restored begins
+- A failure costs its own episode (`episode.on_failure`), and one that cannot be restored begins
   anew. `FAILURES` of others in a row without a success end the run.
 - An episode's time goes on after a death, from the last reply of its environment.
 """
@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from megatron_async.config import RunConfig
-from megatron_async.config.environment import AgentConfig, EpisodeConfig
+from megatron_async.config.environment import EpisodeConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import ReplayDiffers
 from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
@@ -77,7 +77,7 @@ class Episodes:
 
         Without `workers` there are no episodes.
         """
-        self._settings = config.episodes
+        self._settings, self._shown = config.episode, config.player.shown
         self._logprobs = config.agent.used
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -224,9 +224,7 @@ class Episodes:
 
     def _is_last(self, trajectory_id: int, turn: Turn) -> bool:
         played = time.monotonic() - self._began[trajectory_id]
-        return (
-            played > self._settings.episode_seconds or turn.number + 1 >= self._settings.max_turns
-        )
+        return played > self._settings.seconds or turn.number + 1 >= self._settings.max_turns
 
     def _warn(self, trajectory_id: int, fault: str) -> None:
         """Count what is wrong with an environment, and name it."""
@@ -246,7 +244,7 @@ class Episodes:
         if self._failures >= FAILURES:
             self._background.fail(
                 ComponentFailure(
-                    f"{self._failures} calls of {self._settings.shown} failed "
+                    f"{self._failures} calls of {self._shown} failed "
                     f"in a row and none succeeded; the last: {error}"
                 )
             )
@@ -313,13 +311,13 @@ async def play(
             played.add(response)
             ids = np.concatenate([ids, np.asarray(response.token_ids, np.int32)])
             branches.append(ids)
-            late = time.monotonic() - began > settings.episode_seconds
+            late = time.monotonic() - began > settings.seconds
             stepped = await held.step(
                 number,
                 payload,
                 played.turns,
                 response.token_ids,
-                logprobs=response.logprobs if isinstance(settings, AgentConfig) else (),
+                logprobs=response.logprobs,
                 room=room_after(longest, len(ids), wanted.limit),
                 last=late or turn.number + 1 >= settings.max_turns,
             )

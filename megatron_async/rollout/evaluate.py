@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,9 @@ from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
 _Z = 1.959964  # 95 % of a normal distribution
+# Requests of an evaluation beside training that one engine runs at once. The limit leaves most of
+# an engine's decode batch to the requests that the trainer waits for.
+REQUESTS_PER_ENGINE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,7 @@ class Evaluator:
                 wanted,
                 name,
                 engines,
-                self._config.episodes,
+                self._config.episode,
                 self._longest,
             )
 
@@ -396,7 +399,7 @@ class Evaluations:
         self._begun: PolicyVersion | None = None
         self._beside: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._engines = SharedEngines(driver.serving, config.eval.slots, self._failed)
+        self._engines = SharedEngines(driver.serving, REQUESTS_PER_ENGINE, self._failed)
 
     async def hold(self) -> None:
         """Let no request of an evaluation run from before an update until `updated`."""
@@ -416,7 +419,7 @@ class Evaluations:
             self._driver.statistics.warned(
                 "evaluation_skipped",
                 f"version {version} is not evaluated: the evaluation of {self._begun} still runs "
-                "(raise eval.every_steps or eval.slots)",
+                "(raise eval.every_steps)",
             )
             return False
         self._begun = version
@@ -448,7 +451,7 @@ class Evaluations:
         if self._beside is not None:
             self._engines.slots = IN_FLIGHT_PER_ENGINE  # nothing else is waited for
             await asyncio.wait([self._beside])
-            self._engines.slots = self._config.eval.slots
+            self._engines.slots = REQUESTS_PER_ENGINE
         engines = SharedEngines(living, failed=self._failed)
         await self._evaluate(engines, version)
         self._begun = version

@@ -162,6 +162,7 @@ class RolloutManager:
             self._config.task.difficulty,
             self._store_file.with_name("difficulty.jsonl"),
             store.prompts_read,
+            self._config.eval.solved_at,
         )
         driver = RolloutDriver(
             self._config,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatron_async.config import RunConfig
 from megatron_async.files.disk import naming_disk_errors
-from megatron_async.places.place import Call, recorded
+from megatron_async.places.place import MethodCall, recorded
 from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.tasks.base import Task
 
@@ -28,7 +28,7 @@ def _task_of(config: RunConfig) -> Task:
 
     task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
     longest = longest_tokens(config)
-    if config.task.filter_overlong and longest is not None:  # as the start has counted
+    if config.task.long_prompts == "filter" and longest is not None:  # as the start has counted
         task.check_lengths(longest, config.sampling.max_new_tokens)
     return task
 
@@ -85,7 +85,7 @@ class ManagerHost:
         await self._manager.start()
         search_rarely()
 
-    async def on_manager(self, call: Call) -> Any:
+    async def on_manager(self, call: MethodCall) -> Any:
         """Make a call of the manager, once it has started."""
         with naming_disk_errors():
             await asyncio.shield(self._begin())  # bounded: every engine's start is

@@ -42,6 +42,9 @@ from megatron_async.trajectory.types import (
 from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
+# Tokens that each engine samples for one check, over all prompts. The mean error of a dozen tokens
+# of each prompt shows wrong weights, and generation waits for few steps.
+TOKENS = 48
 _PROMPT_TOKENS = 256
 _ANY_TOKEN = np.zeros(1, np.int32)
 _TRIES = 3

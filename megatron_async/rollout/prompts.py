@@ -68,12 +68,16 @@ class PassRates:
 class TaskPrompts:
     """The prompts of `task` after the first `groups`.
 
-    `file`: where positions and scores are kept; it is made only where there are pools.
+    Args:
+        file: where positions and scores are kept; it is made only where there are pools.
+        solved_at: reward from which on a response counts as right.
     """
 
-    def __init__(self, task: Task, config: DifficultyConfig, file: Path, groups: int) -> None:
+    def __init__(
+        self, task: Task, config: DifficultyConfig, file: Path, groups: int, solved_at: float = 1.0
+    ) -> None:
         self._task = task
-        self._config = config
+        self._solved_at = solved_at
         self._group = groups
         self._position = groups
         self._rates = PassRates(config)
@@ -127,7 +131,7 @@ class TaskPrompts:
         """Count a score of a response to `prompt`, unless the scorer failed."""
         if self._file is None or reward is None:
             return
-        key, right = prompt_key(prompt), reward >= self._config.solved_at
+        key, right = prompt_key(prompt), reward >= self._solved_at
         self._rates.add(key, right)
         self._file.write(f'{{"prompt": "{key}", "right": {str(right).lower()}}}\n')
 

@@ -106,7 +106,7 @@ class WeightChecks:
 
         async def ask(engine: EngineClient) -> list[probe.ProbeSample]:
             return await probe.sample(
-                engine, prompts, sampling, version, weights.probe_tokens, weights.timeout_seconds
+                engine, prompts, sampling, version, probe.TOKENS, weights.timeout_seconds
             )
 
         found, failed = await _ask_all(engines, ask)

@@ -21,8 +21,7 @@ Invariants
   much. Nothing is compared but with the best that is known, so small losses do not add up.
 - No trial goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
   than the KV cache allows; a storm of preemptions ends a window at once.
-- Preemptions above `PREEMPTION_LIMIT`, and an off-policy share above the limit of the schedule, are
-  a ceiling for N', which relaxes slowly.
+- Preemptions above `PREEMPTION_LIMIT` are a ceiling for N', which relaxes slowly.
 - Equal inputs give equal outputs: times come from the events, never from a clock. Without times
   (all zero) N' is never changed but by the guards.
 The constants are assumed.
@@ -171,13 +170,6 @@ def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoCon
     )
 
 
-def batched(state: AutoConcurrency, off_policy_share: float, limit: float) -> AutoConcurrency:
-    """A batch was emitted with this share of off-policy tokens; `limit` 1 accepts any."""
-    if off_policy_share <= limit or state.window.settling:
-        return state
-    return _over(state)
-
-
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
     """The trainer took a batch at this time; `batched_tokens` is what all so far have held."""
     window = state.window
@@ -251,7 +243,7 @@ def _reachable(state: AutoConcurrency, wanted: float) -> float:
 
 
 def _over(state: AutoConcurrency) -> AutoConcurrency:
-    """Too many preemptions, or too far off-policy: back to the best N', or below it."""
+    """Return to the best N', or below it, after too many preemptions."""
     lower = math.floor(BACK_OFF * state.limit)
     state = replace(state, ceiling=float(state.limit), refused=0, step=-FINE)
     if state.best and state.best < state.limit:

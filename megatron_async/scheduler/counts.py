@@ -1,7 +1,7 @@
 """Running counts of the scheduler, and the snapshot of them that metrics read.
 
 Invariants
-- Counts only grow, but for the off-policy share, which is the newest batch's.
+- Counts only grow.
 - A view is never used for decisions.
 """
 
@@ -23,7 +23,6 @@ class Counts:
         self.batched_tokens = 0
         self.wasted_tokens = 0
         self.filtered_tokens = 0
-        self.off_policy_share = 0.0
 
     def restart(self, entry: TrajectoryEntry) -> None:
         """Count that `entry` goes back to its prompt."""
@@ -37,15 +36,9 @@ class Counts:
         if reason is DropReason.FILTERED:
             self.filtered_tokens += entry.tokens
 
-    def batch(self, groups: Sequence[GroupEntry], step: int) -> None:
-        """Count these complete groups as the batch of `step`."""
-        total = current = 0
-        for group in groups:
-            for entry in group.members:
-                total += entry.tokens
-                current += entry.tokens_of(step)
-        self.off_policy_share = 1 - current / total if total else 0.0
-        self.batched_tokens += total
+    def batch(self, groups: Sequence[GroupEntry]) -> None:
+        """Count the tokens of these complete groups, which make a batch."""
+        self.batched_tokens += sum(entry.tokens for group in groups for entry in group.members)
 
 
 @dataclass(frozen=True, slots=True)

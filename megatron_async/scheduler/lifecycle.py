@@ -383,7 +383,7 @@ class Lifecycle:
                 self.ready.add(group)
             return False
         masked = any(group.oldest is not None and group.oldest < floor for group in groups)
-        self.counts.batch(groups, step)
+        self.counts.batch(groups)
         for group in groups:
             self.lag.remove(group)
             for entry in group.members:

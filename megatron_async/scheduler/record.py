@@ -49,7 +49,11 @@ _T = TypeVar("_T")
 _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
+# Recorded events of so many steps are kept, in at most so many bytes; the oldest are removed first.
+# Fifty steps show what led to a state, and the bytes bound what a long run leaves on disk.
+KEPT_STEPS = 50
+MOST_BYTES = 512 << 20
 """8: episodes; records of 5 to 7 are read too. 7: the drop reason `scorer`. 6: `LeftQueue`. 5: a
 first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has `regenerate`. 3:
 `Refused`."""
@@ -279,8 +283,8 @@ def new_record(
     files = RecordFiles(
         directory,
         version.lineage,
-        keep_steps=config.telemetry.record_steps,
-        most_bytes=config.telemetry.record_mib << 20,
+        keep_steps=KEPT_STEPS,
+        most_bytes=MOST_BYTES,
     )
     return Recorder(
         files, config.resolved_schedule, first_step=version.number, version=version, clock=clock

@@ -269,10 +269,6 @@ class Scheduler:
             self._untaken.append(step)
             if self.config.boundary == "abort" and not self.config.overlap:
                 self._life.abort_all(out)
-            if self._auto is not None:
-                self._auto = auto_concurrency.batched(
-                    self._auto, self._life.counts.off_policy_share, self.config.max_off_policy_share
-                )
 
     def _shed_overflow(self, out: Actions) -> None:
         """`overflow: drop_oldest`: the oldest group of a batch beyond `ring_batches` leaves."""

@@ -58,7 +58,6 @@ class TrajectoryEntry:
     tokens: int = 0
     oldest: int | None = None
     newest: int = -1
-    newest_tokens: int = 0
     reward: float | None = None
     engine: EngineEntry | None = None
     abort_sent: bool = False
@@ -72,11 +71,7 @@ class TrajectoryEntry:
     def add_tokens(self, count: int, version: int) -> None:
         """Count tokens of one policy number."""
         self.tokens += count
-        if version > self.newest:
-            self.newest = version
-            self.newest_tokens = 0
-        if version == self.newest:
-            self.newest_tokens += count
+        self.newest = max(self.newest, version)
 
     def forget_tokens(self) -> None:
         """Back to the prompt."""
@@ -84,15 +79,10 @@ class TrajectoryEntry:
         self.tokens = 0
         self.oldest = None
         self.newest = -1
-        self.newest_tokens = 0
         self.reward = None
         self.ending = None
         self.extra = 0
         self.home = None
-
-    def tokens_of(self, version: int) -> int:
-        """Tokens that policy `version` wrote, if that is the newest one seen; else 0."""
-        return self.newest_tokens if self.newest == version else 0
 
 
 @dataclass(slots=True, eq=False)

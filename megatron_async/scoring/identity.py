@@ -22,9 +22,9 @@ def reward_identity(config: RunConfig) -> str:
             name = f"task {config.task.kind}" if part.name == "task" else part.name
             sources.append(_described(name, part.arguments, part.weight))
     if config.plays:
-        episodes = config.episodes
-        name = episodes.name or " ".join(getattr(episodes, "command", []))
-        sources.append(_described(name, episodes.arguments))
+        player = config.player
+        name = player.name or " ".join(config.agent.command)
+        sources.append(_described(name, player.arguments))
     return " + ".join(sources)
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_async.config import RunConfig
 from megatron_async.config.base import Settings
-from megatron_async.config.simulate import SimulateConfig
+from megatron_async.config.simulate import SimulateConfig, SimulationConfig
 from megatron_async.models import shape as model_shape
 from megatron_async.models.shape import shape_of
 from megatron_async.simulate import lengths, memory, planner, recomputation
@@ -84,7 +83,7 @@ def setting_constants(settings: SimulateConfig) -> list[Constant]:
     ]
 
 
-def main_assumptions(config: RunConfig) -> list[str]:
+def main_assumptions(config: SimulationConfig) -> list[str]:
     """Return the three assumptions that change the results most, with the settings that hold them.
 
     For a sweep they are those of its first point.
@@ -105,7 +104,7 @@ def main_assumptions(config: RunConfig) -> list[str]:
     ]
 
 
-def assumptions(config: RunConfig) -> list[str]:
+def assumptions(config: SimulationConfig) -> list[str]:
     """`what: value` lines, in groups: hardware and model, derived, assumed."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     costs, trainer = engine_costs(config), trainer_costs(config)
@@ -129,7 +128,7 @@ def assumptions(config: RunConfig) -> list[str]:
     return [*lines, *map(str, (*setting_constants(config.simulate), *CODE_CONSTANTS))]
 
 
-def assumptions_of_all(points: Sequence[tuple[str, RunConfig]]) -> list[str]:
+def assumptions_of_all(points: Sequence[tuple[str, SimulationConfig]]) -> list[str]:
     """Return the assumptions of all (label, configuration) points, then those of some."""
     lines = [(label, assumptions(config)) for label, config in points]
     shared = [line for line in lines[0][1] if all(line in others for _, others in lines)]

@@ -10,8 +10,8 @@ cost model, or `simulate.kv_capacity_tokens`.
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_async.config import RunConfig
 from megatron_async.config.model import Recompute
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.scheduler.record import Recorder
@@ -38,7 +38,7 @@ from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World
 
 
-def engine_costs(config: RunConfig) -> EngineCosts:
+def engine_costs(config: SimulationConfig) -> EngineCosts:
     """Measured if `simulate.cost_model` names a file, else the roofline. Raises UserError."""
     settings = config.simulate
     if settings.cost_model:
@@ -69,7 +69,7 @@ def engine_costs(config: RunConfig) -> EngineCosts:
     return costs
 
 
-def check_placement(config: RunConfig) -> None:
+def check_placement(config: SimulationConfig) -> None:
     """Refuse what cannot be. Raises UserError."""
     if config.simulate.placement == "disaggregated":
         return
@@ -87,7 +87,7 @@ def check_placement(config: RunConfig) -> None:
 
 
 def memory_of_trainer(
-    config: RunConfig, shape: ModelShape, recompute: Recompute | None = None
+    config: SimulationConfig, shape: ModelShape, recompute: Recompute | None = None
 ) -> TrainerMemory:
     """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
     longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
@@ -103,7 +103,7 @@ def memory_of_trainer(
 
 
 def fitting_recompute(
-    config: RunConfig, shape: ModelShape, memory_bytes: float
+    config: SimulationConfig, shape: ModelShape, memory_bytes: float
 ) -> Recompute | None:
     """Return the `trainer.recompute` with the least work whose estimated peak fits into a GPU.
 
@@ -124,7 +124,7 @@ def fitting_recompute(
     return next(fitting, None)
 
 
-def trainer_costs(config: RunConfig) -> TrainerCosts:
+def trainer_costs(config: SimulationConfig) -> TrainerCosts:
     """Return the trainer's cost model, with the `trainer.recompute` that a start would choose."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     recompute, stages = config.trainer.recompute, config.parallel.pipeline
@@ -143,7 +143,7 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
     )
 
 
-def group_source(config: RunConfig) -> GroupSource:
+def group_source(config: SimulationConfig) -> GroupSource:
     """The responses of a run's prompts, drawn. Raises UserError for a bad length file."""
     return GroupSource(
         config.simulate.lengths,
@@ -154,7 +154,7 @@ def group_source(config: RunConfig) -> GroupSource:
     )
 
 
-def episode_source(config: RunConfig) -> EpisodeSource | None:
+def episode_source(config: SimulationConfig) -> EpisodeSource | None:
     """Episodes, drawn; None for responses without an environment. Raises UserError."""
     settings = config.simulate
     if settings.episode.turns is None:
@@ -168,7 +168,7 @@ def episode_source(config: RunConfig) -> EpisodeSource | None:
     )
 
 
-def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
+def build_world(config: SimulationConfig, recorder: Recorder | None = None) -> World:
     """Everything at time zero. Raises UserError for settings that do not fit together."""
     check_placement(config)
     settings = config.simulate
@@ -189,7 +189,7 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
     )
 
 
-def simulate(config: RunConfig) -> Summary:
+def simulate(config: SimulationConfig) -> Summary:
     """Run `simulate.steps` batches and summarise those after the warm-up."""
     world = build_world(config)
     world.run(config.simulate.steps)

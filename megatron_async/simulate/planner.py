@@ -27,10 +27,10 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar
 
-from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, parse_override
+from megatron_async.config.load import build_simulation, merge, parse_override
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.recipes import SCHEDULE_PRESETS
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
 from megatron_async.simulate.build import (
@@ -100,7 +100,7 @@ class Candidate:
     engines: EnginePlan
     step_seconds: float
     response_tokens: int
-    config: RunConfig
+    config: SimulationConfig
     summary: Summary | None = None
 
     @property
@@ -182,9 +182,9 @@ def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: i
     return ""
 
 
-def _unplaced(settings: dict[str, Any]) -> RunConfig:
+def _unplaced(settings: dict[str, Any]) -> SimulationConfig:
     """Return the settings with the smallest layout, which is valid for every number of GPUs."""
-    return build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
+    return build_simulation(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
 
 
 def _with(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -298,14 +298,14 @@ def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate, _ in sorted(rated, key=order)]
 
 
-def _gpus(settings: Mapping[str, Any], config: RunConfig) -> int:
+def _gpus(settings: Mapping[str, Any], config: SimulationConfig) -> int:
     """`simulate.gpus`, or as many as the file's own layout has; one node where it has none."""
     if config.simulate.gpus is not None:
         return config.simulate.gpus
     layout = {**settings.get("parallel", {}), **settings.get("engines", {})}
     if not layout.keys() & {"ranks", "count", "tensor"}:
         return config.simulate.gpus_per_node
-    own = build_config(settings)
+    own = build_simulation(settings)
     if config.simulate.placement == "colocated":
         return own.parallel.ranks
     return own.parallel.ranks + own.engines.count * own.engines.tensor
@@ -324,13 +324,13 @@ def _candidates(settings: dict[str, Any], gpus: int) -> Iterator[Candidate]:
 
 
 def _candidate(
-    config: RunConfig,
+    config: SimulationConfig,
     settings: dict[str, Any],
     workload: _Workload,
     trainer: TrainerPlan,
     engines: EnginePlan,
 ) -> Candidate:
-    candidate = build_config(_with_layout(settings, trainer.layout, engines))
+    candidate = build_simulation(_with_layout(settings, trainer.layout, engines))
     candidate = candidate.with_section("trainer", recompute=trainer.recompute)
     both = (trainer.seconds, engines.seconds)
     step = max(both) if config.schedule.overlap else sum(both)
@@ -338,7 +338,7 @@ def _candidate(
     return Candidate(trainer, engines, step, workload.response_tokens, candidate)
 
 
-def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
+def _splits(config: SimulationConfig, gpus: int) -> list[tuple[int, int]]:
     """Trainer and engine GPUs: whole nodes when there are more than two, else any number."""
     settings = config.simulate
     if settings.placement == "colocated":
@@ -347,7 +347,7 @@ def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
     return [(n, gpus - n) for n in range(unit, gpus, unit)]
 
 
-def _workload(config: RunConfig) -> _Workload:
+def _workload(config: SimulationConfig) -> _Workload:
     source, episodes = group_source(config), episode_source(config)
     groups = range(config.schedule.groups_per_batch)
     prompt = config.simulate.lengths.prompt_tokens
@@ -367,7 +367,7 @@ def _workload(config: RunConfig) -> _Workload:
     return _Workload(sequences, answered, kv / answered)
 
 
-def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
+def _trainers(config: SimulationConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
     """Return the layouts that fit, fastest first; of equally fast ones the simplest first."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     plans = []
@@ -391,7 +391,7 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
 
 
 def _engines(
-    config: RunConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
+    config: SimulationConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
 ) -> list[EnginePlan]:
     """TP sizes that hold the model and the longest response, fastest first."""
     taken = trainer.fixed_memory if config.simulate.placement == "colocated" else 0.0
@@ -402,14 +402,14 @@ def _engines(
     return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
 
 
-def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
+def _tensor_sizes(config: SimulationConfig, gpus: int) -> list[int]:
     """TP sizes that divide heads and GPUs, within a node."""
     heads, most = shape_of(config).heads, config.simulate.gpus_per_node
     return [n for n in _SIZES if n <= most and heads % n == 0 and gpus % n == 0]
 
 
 def _engine_plan(
-    config: RunConfig, workload: _Workload, count: int, tensor: int, taken: float
+    config: SimulationConfig, workload: _Workload, count: int, tensor: int, taken: float
 ) -> EnginePlan | None:
     """Engines of this TP with the N' that suffices; None where the longest response has no room."""
     settings = config.simulate
@@ -426,7 +426,7 @@ def _engine_plan(
     return EnginePlan(count, tensor, batch * count, seconds)
 
 
-def sufficient_concurrency(config: RunConfig) -> int | None:
+def sufficient_concurrency(config: SimulationConfig) -> int | None:
     """The N' that `plan` would give the engines of this layout; None where the model has no room.
 
     Raises UserError when the model's shape is not known.
@@ -436,13 +436,13 @@ def sufficient_concurrency(config: RunConfig) -> int | None:
     return None if plan is None else plan.concurrency
 
 
-def training_seconds(config: RunConfig) -> float:
+def training_seconds(config: SimulationConfig) -> float:
     """Training on one batch and the weight update after it. Raises UserError."""
     costs, updates = trainer_costs(config), config.schedule.updates_per_batch
     return costs.batch_seconds(_workload(config).sequences, updates) + costs.publish_seconds
 
 
-def _requests_allowed(config: RunConfig) -> int | None:
+def _requests_allowed(config: SimulationConfig) -> int | None:
     """Requests that the schedule itself ever has in flight; None = as many as N'."""
     schedule = config.schedule
     batch = schedule.groups_per_batch * schedule.group_size
@@ -455,7 +455,7 @@ def _requests_allowed(config: RunConfig) -> int | None:
 
 
 def _generation_seconds(
-    config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
+    config: SimulationConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
 ) -> float:
     """Return the seconds of a step's generation on `count` engines of `batch` requests each."""
     kv_tokens = workload.kv_tokens
@@ -469,7 +469,7 @@ def _generation_seconds(
 
 
 def _smallest_sufficient(
-    config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, limit: int
+    config: SimulationConfig, costs: RooflineEngine, workload: _Workload, count: int, limit: int
 ) -> tuple[int, float]:
     """(requests an engine, seconds); on a grid of 5 % steps up to `limit`."""
     grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})

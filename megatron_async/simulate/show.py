@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_async.config import RunConfig
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.files.disk import writing
 from megatron_async.simulate.statistics import Summary
@@ -90,7 +90,7 @@ def comments(point: Point) -> list[str]:
     return [f"{label(point)}: {text}" for text in _found(point.summary, point.config)]
 
 
-def _found(s: Summary, config: RunConfig) -> Iterator[str]:
+def _found(s: Summary, config: SimulationConfig) -> Iterator[str]:
     schedule = config.schedule
     split = config.simulate.placement == "disaggregated"  # else each waits while the other works
     if split and s.engine_idle > _MUCH_IDLE and not schedule.overlap:

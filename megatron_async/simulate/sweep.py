@@ -7,12 +7,11 @@ given by `--presets` does not override what the file sets of the schedule itself
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, parse_override, read_yaml
+from megatron_async.config.load import build_simulation, merge, parse_override
 from megatron_async.config.recipes import SCHEDULE_PRESETS
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
@@ -25,7 +24,7 @@ class Point:
     """A simulated configuration: `labels` hold how it differs from the others."""
 
     labels: Overrides
-    config: RunConfig
+    config: SimulationConfig
     summary: Summary
 
 
@@ -47,14 +46,6 @@ def sweep_points(sweeps: Sequence[str], presets: Sequence[str]) -> list[Override
     return [tuple(point) for point in itertools.product(*axes)]
 
 
-def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The file with overrides, not yet checked."""
-    settings = read_yaml(path)
-    for text in overrides:
-        settings = merge(settings, parse_override(text))
-    return settings
-
-
 def run_points(
     settings: Mapping[str, Any],
     points: Iterable[Overrides],
@@ -70,7 +61,7 @@ def run_points(
         for text in labels:
             merged = merge(merged, parse_override(text))
         try:
-            configs.append((labels, build_config(merged)))
+            configs.append((labels, build_simulation(merged)))
         except UserError as error:
             raise UserError(": ".join([*labels, str(error)])) from error
     out: list[Point] = []

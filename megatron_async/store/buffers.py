@@ -1,8 +1,8 @@
-"""Tokens on their way to the writer: a full chunk at once, any other within `chunk_seconds`.
+"""Tokens on their way to the writer: a full chunk at once, any other within `CHUNK_SECONDS`.
 
 Invariants
 - What is handed over with a trajectory's row is one transaction with it.
-- Nothing waits longer than `chunk_seconds` while the event loop turns; without a loop the next
+- Nothing waits longer than `CHUNK_SECONDS` while the event loop turns; without a loop the next
   append looks again.
 """
 
@@ -11,13 +11,17 @@ import time
 
 from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.writer import StoreWriter
+from megatron_async.trajectory.types import CHUNK_TOKENS
+
+# Longest time that fewer tokens than a chunk wait: what a slow response loses to a kill.
+CHUNK_SECONDS = 2.0
 
 
 class ChunkBuffers:
     """Trajectories whose buffers hold tokens, in the order in which these came."""
 
-    def __init__(self, writer: StoreWriter, chunk_seconds: float) -> None:
-        self._writer, self._seconds = writer, chunk_seconds
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
         self._due: dict[int, tuple[float, TrajectoryRecord]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,7 +47,7 @@ class ChunkBuffers:
         """Hand over what has waited for long enough, and come back for what is waiting still."""
         while self._due:
             since, record = next(iter(self._due.values()))
-            if now - since < self._seconds:
+            if now - since < CHUNK_SECONDS:
                 break
             self.flush(record)
         if self._due and self._timer is None:
@@ -51,7 +55,12 @@ class ChunkBuffers:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
                 return
-            self._timer = loop.call_later(self._seconds, self._on_timer)
+            self._timer = loop.call_later(CHUNK_SECONDS, self._on_timer)
+
+    def added(self, record: TrajectoryRecord) -> None:
+        """Hand over the buffer of `record` if it holds a chunk."""
+        if record.buffered >= CHUNK_TOKENS:
+            self.flush(record)
 
     def forget(self, record: TrajectoryRecord) -> None:
         """Leave it out: its buffer is empty again, or no longer wanted."""

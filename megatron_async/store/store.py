@@ -119,7 +119,7 @@ class TrajectoryStore:
         self._serials = itertools.count(1)
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(place.file, state.position, lock)
-        self._buffers = ChunkBuffers(self._writer, settings.chunk_seconds)
+        self._buffers = ChunkBuffers(self._writer)
         self._loss_reported = False
         self._compactor = Compactor(place, state, self._writer, settings)
         self._replicator = Replicator(place, self._writer, state.lineage)
@@ -245,8 +245,8 @@ class TrajectoryStore:
         record.add(arrays)
         if end is not None:
             self.end(trajectory_id, end)
-        elif record.buffered >= self._settings.chunk_tokens:
-            self._buffers.flush(record)
+        else:
+            self._buffers.added(record)
         self._buffers.flush_due(now)
 
     async def written(self, trajectory_id: int) -> None:

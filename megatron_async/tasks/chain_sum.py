@@ -6,17 +6,16 @@ Invariants
 - Every worked answer ends with `ANSWER_MARKER` and an answer that scores 1.
 - A worked answer is a pure function of the problem and `seed`.
 
-The demonstrations are of several styles, as collected data are: full ones write out every step (and
-are long), terse ones note the running results, direct ones state only the result. A model that
-imitates them all answers many problems without working and gets them wrong. That working pays is
-for RL to discover.
+The demonstrations are of two styles, as collected data are: full ones write out every step (and are
+long), direct ones state only the result. A model that imitates both answers many problems without
+working and gets them wrong. That working pays is for RL to discover.
 """
 
 import itertools
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
@@ -34,7 +33,8 @@ _QUESTION: Final = "State the final answer to the following arithmetic problem: 
 class ChainSums:
     """An endless sequence of problems; the numbers of one problem have equally many digits.
 
-    Raises ValueError for a range that is empty or does not start at 1 or above.
+    `direct_share` is the share of worked answers that state only the result. Raises ValueError for
+    a range that is empty or does not start at 1 or above, and for a share outside 0..1.
     """
 
     seed: int
@@ -42,12 +42,15 @@ class ChainSums:
     max_terms: int = 6
     min_digits: int = 1
     max_digits: int = 4
+    direct_share: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        if not 0 <= self.direct_share <= 1:
+            raise ValueError(f"direct_share must be from 0 to 1, got {self.direct_share}")
+        for name in ("seed", "min_terms", "max_terms", "min_digits", "max_digits"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field.name} must be an integer, got {value!r}")
+                raise ValueError(f"{name} must be an integer, got {value!r}")
         for low, high in (("min_terms", "max_terms"), ("min_digits", "max_digits")):
             if getattr(self, low) < 1:
                 raise ValueError(f"{low} must be at least 1, got {getattr(self, low)}")
@@ -72,6 +75,12 @@ class ChainSums:
             "answer": str(totals[-1]),
             "metadata": {"num_terms": terms, "num_digits": digits, "expression": expression},
         }
+
+    def worked_answer(self, expression: str, seed: int) -> str:
+        """Return a worked answer to a problem; `seed` draws whether it is direct or full."""
+        if random.Random(seed).random() < self.direct_share:
+            return chain_sum_direct(expression)
+        return chain_sum_full(expression)
 
     def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
         """Return 1 for the right number (`+01,000.00` is 1000), else 0."""
@@ -101,23 +110,6 @@ def chain_sum_full(expression: str) -> str:
     return f"{STEP_SEPARATOR.join(written)}{ANSWER_MARKER}{totals[-1]}"
 
 
-def chain_sum_terse(expression: str) -> str:
-    """Running results: `3;5#5`."""
-    totals, _ = chain_sum_steps(expression)
-    return f"{STEP_SEPARATOR.join(map(str, totals[1:]))}{ANSWER_MARKER}{totals[-1]}"
-
-
 def chain_sum_direct(expression: str) -> str:
     """The result: `#5`."""
     return f"{ANSWER_MARKER}{chain_sum_steps(expression)[0][-1]}"
-
-
-def chain_sum_answer(metadata: dict[str, Any], direct: float, terse: float, seed: int) -> str:
-    """Return a worked answer: direct, terse or full; `direct`, `terse`: their shares."""
-    chance = random.Random(seed).random()
-    expression = str(metadata["expression"])
-    if chance < direct:
-        return chain_sum_direct(expression)
-    if chance < direct + terse:
-        return chain_sum_terse(expression)
-    return chain_sum_full(expression)

@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 import orjson
 
 from megatron_async.config.data import DataConfig, FileConfig
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Place, Problem, is_heldout_key, stable_hash
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
@@ -201,7 +202,7 @@ class FileProblems:
                     training[number].append(index)
         self._epochs = [self._epochs_of(number, rows) for number, rows in enumerate(training)]
         self._heldout = list(heldout.values())
-        random.Random(stable_hash("held-out order", config.eval_seed)).shuffle(self._heldout)
+        random.Random(stable_hash("held-out order", HELDOUT_SEED)).shuffle(self._heldout)
 
     def summary(self) -> str:
         """The rows to train on and those held out."""
@@ -236,7 +237,7 @@ class FileProblems:
             raise UserError(
                 f"{self._files[0].what} has only {len(self._heldout)} held-out problems at "
                 f"task.heldout_share {self._config.heldout_share}, eval.prompts asks for {count}: "
-                "lower eval.prompts, raise the share, or set eval.path"
+                "lower eval.prompts, raise the share, or evaluate on eval.sets"
             )
         return [self._files[number][index] for number, index in self._heldout[: count or None]]
 

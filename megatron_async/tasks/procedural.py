@@ -17,6 +17,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
@@ -28,7 +29,7 @@ from megatron_async.tasks.base import (
     row_payload,
     stable_hash,
 )
-from megatron_async.tasks.chain_sum import ChainSums, chain_sum_answer
+from megatron_async.tasks.chain_sum import ChainSums
 
 CHAIN_SUM: Final = "chain_sum"
 CHUNK: Final = 1000
@@ -59,7 +60,7 @@ class ProceduralProblems:
     def leave_out(self, places: Collection[Place]) -> None:
         """Impossible, for the same reason."""
         raise UserError(
-            f"task.filter_overlong leaves rows of files out; task {self.name} has none: make its "
+            f"task.long_prompts filter removes rows of files; task {self.name} has none: make its "
             "prompts shorter or the context longer"
         )
 
@@ -68,7 +69,7 @@ class ProceduralProblems:
         return f"procedural problems of {self.name}"
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` different held-out problems of `eval_seed`'s order."""
+        """The first `count` different held-out problems of the held-out order."""
         if not count:
             raise UserError("eval.prompts 0 means all, and a procedural task has no end of them")
         found = self._different_heldout(count)
@@ -90,7 +91,7 @@ class ProceduralProblems:
         for index in range(limit):
             if len(found) == count:
                 break
-            problem = self._problem("heldout", self._config.eval_seed, index, 0)
+            problem = self._problem("heldout", HELDOUT_SEED, index, 0)
             if is_heldout(problem.question, self._config.heldout_share):
                 found.setdefault(problem.question, problem)
         return list(found.values())
@@ -102,12 +103,13 @@ class ProceduralProblems:
                 f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
                 f"with `prompt` and `response` (only task.kind {CHAIN_SUM} has worked answers)"
             )
-        shares = self._config.direct_share, self._config.terse_share
         found = []
         for index in range(count):
             problem = self._training_problem(_SFT_SEED_OFFSET, index)
             style_seed = stable_hash("style", self._config.train_seed, index)
-            found.append((problem, chain_sum_answer(problem.fields, *shares, style_seed)))
+            dataset = self._datasets.chunk(problem.payload["component"], problem.payload["seed"])
+            assert isinstance(dataset, ChainSums)
+            found.append((problem, dataset.worked_answer(problem.fields["expression"], style_seed)))
         return found
 
     def _training_problem(self, purpose: str, index: int) -> Problem:
@@ -130,6 +132,8 @@ class ProceduralProblems:
         entry = self._datasets.chunk(component, chunk_seed)[offset]
         metadata = {k: v for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
         texts = {k: str(v) for k, v in metadata.items()}
+        if self._config.kind == CHAIN_SUM:
+            texts["compact"] = texts["expression"].replace(" ", "")
         payload = row_payload(entry["question"], str(entry["answer"]), metadata)
         payload |= {"component": component, "seed": chunk_seed, "index": offset}
         return Problem(entry["question"], payload, texts)

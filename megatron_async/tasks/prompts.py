@@ -208,13 +208,12 @@ class PromptRenderer:
         template = problem.template or self._config.prompt_template or "{question}"
         fields = {k: v for k, v in problem.fields.items() if k != "question"}
         try:
-            text = template.format(question=problem.question, **fields)
+            return template.format(question=problem.question, **fields)
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
                 f"task.prompt_template {template!r} does not fit the task: "
                 f"it may name question{''.join(', ' + k for k in sorted(problem.fields))}"
             ) from error
-        return "".join(text.split()) if self._config.remove_spaces else text
 
 
 def check_vocabulary(ids: IntArray | list[int], vocabulary: int | None, tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """`task.kind: seeds`: rows `{seed}` for environments that make their own problems.
 
 Invariants
-- Row `index` depends on `task.train_seed` (held-out rows: `task.eval_seed`) and `index` only.
+- Row `index` depends on `task.train_seed` (held-out rows: on `HELDOUT_SEED`) and `index` only.
 - Whether a seed is held out follows from the seed alone.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import (
@@ -48,7 +49,7 @@ class SeedProblems:
         """The first `count` held-out rows. Raises UserError where all are asked for."""
         if not count:
             raise UserError("eval.prompts 0 means all, and task.kind seeds has no end of them")
-        drawn = (self._drawn(self._config.eval_seed, index, 0) for index in itertools.count())
+        drawn = (self._drawn(HELDOUT_SEED, index, 0) for index in itertools.count())
         return list(itertools.islice(filter(self._heldout, drawn), count))
 
     def counts(self, heldout: int) -> tuple[None, int]:
@@ -61,7 +62,7 @@ class SeedProblems:
 
     def leave_out(self, places: Collection[Place]) -> None:
         """Impossible: there is no file. Raises UserError."""
-        raise UserError("task.filter_overlong leaves rows of files out; task.kind seeds has none")
+        raise UserError("task.long_prompts filter removes rows of files; task.kind seeds has none")
 
     def summary(self) -> str:
         """A name for the rows."""

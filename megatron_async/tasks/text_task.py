@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.config.data import DataConfig, FileConfig
-from megatron_async.config.evaluation import HELDOUT
+from megatron_async.config.evaluation import HELDOUT, HELDOUT_SEED
 from megatron_async.config.files import read_json_object, vocabulary_of
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import (
@@ -77,7 +77,7 @@ class TextTask:
 
     def _eval_problems(self, count: int, name: str) -> list[Problem]:
         if name in self._evaluated:
-            return self._evaluated[name].first(count, self._config.eval_seed)
+            return self._evaluated[name].first(count, HELDOUT_SEED)
         return self.source.heldout(count)
 
     def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
@@ -124,16 +124,14 @@ class TextTask:
         Only what has more bytes than it may have tokens is tokenized, and where one refuses, of
         that so much that it takes seconds; the rest is looked at when it is admitted.
         """
-        if self._plays or (
-            self._config.long_prompts == "drop" and not self._config.filter_overlong
-        ):
+        if self._plays or self._config.long_prompts == "drop":
             return 0
         most = longest - max_new_tokens
         first = self.source.train(0)
         blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
         around = len(self._prompts.text(blank).encode()) + _SPECIAL_TOKENS
         suspects = self.source.longer(most - around)
-        if self._config.filter_overlong:
+        if self._config.long_prompts == "filter":
             gone = [place for place, one in suspects if len(self.prompt_ids(one)) > most]
             if gone:
                 self.source.leave_out(gone)
@@ -146,7 +144,7 @@ class TextTask:
                     f"sampling.max_new_tokens {max_new_tokens} is more than the {longest} that an "
                     "engine takes (engines.context_length, else the model's; "
                     "engines.max_total_tokens): shorten the prompt, lower the one or raise the "
-                    "other, or set task.filter_overlong: true"
+                    "other, or set task.long_prompts: filter"
                 )
         return 0
 

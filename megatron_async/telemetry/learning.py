@@ -237,11 +237,11 @@ class LearningWatch:
         )
 
 
-class UnreachedThresholds:
-    """Names each threshold for right responses that no reward of the run has reached.
+class UnreachedThreshold:
+    """Warns once if no reward of the run has reached `eval.solved_at`.
 
     Args:
-        thresholds: values by setting, for example `{"eval.solved_at": 1.0}`.
+        solved_at: the setting; None where nothing depends on it.
         before: metrics of the steps before a resume.
         evaluated: largest rewards of the evaluations before a resume.
 
@@ -250,11 +250,11 @@ class UnreachedThresholds:
 
     def __init__(
         self,
-        thresholds: Mapping[str, float],
+        solved_at: float | None,
         before: Iterable[Metrics] = (),
         evaluated: Iterable[float] = (),
     ) -> None:
-        self._thresholds = dict(thresholds)
+        self._solved_at = solved_at
         self._steps = 0
         self._largest = max(evaluated, default=-math.inf)
         for metrics in before:
@@ -276,19 +276,17 @@ class UnreachedThresholds:
         return self._warnings(1)
 
     def _warnings(self, steps: int) -> list[tuple[str, str]]:
-        if self._steps < steps or not self._largest > 0:
+        solved_at = self._solved_at
+        if solved_at is None or self._steps < steps or not 0 < self._largest < solved_at:
             return []
-        unreached = [name for name, value in self._thresholds.items() if self._largest < value]
-        # Each is named once.
-        values = {name: self._thresholds.pop(name) for name in unreached}
+        self._solved_at = None  # The warning is given once.
         return [
             (
-                name.replace(".", "_") + "_unreached",
-                f"no reward so far has reached {name} {value:g} (the largest is "
-                f"{self._largest:.3g}), so that every response counts as wrong: set {name} to the "
-                "reward of a right response, or compare mean rewards instead of accuracy",
+                "eval_solved_at_unreached",
+                f"no reward so far has reached eval.solved_at {solved_at:g} (the largest is "
+                f"{self._largest:.3g}), so that every response counts as wrong: set eval.solved_at "
+                "to the reward of a right response, or compare mean rewards instead of accuracy",
             )
-            for name, value in values.items()
         ]
 
 

@@ -19,7 +19,7 @@ from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.scoring.identity import reward_identity
 from megatron_async.tasks.data_identity import data_identity
 from megatron_async.telemetry.health import HealthWatch
-from megatron_async.telemetry.learning import UnreachedThresholds
+from megatron_async.telemetry.learning import UnreachedThreshold
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise
 from megatron_async.telemetry.trackers.base import TrackedRun
@@ -96,7 +96,7 @@ def train(
             begin=lambda: directory.begin(data_identity(config, directory.data_identity())),
             health=HealthWatch(config.schedule.max_async_level, before),
             scored_by=reward_identity(config) if first else "",
-            thresholds=_thresholds(config, directory, before),
+            threshold=_threshold(config, directory, before),
         ).run()
         if complete and config.checkpoint.export_hf:
             _export(trainer, directory, config, rank_zero)
@@ -110,18 +110,14 @@ def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
     return [line for line in read_metrics(directory.metrics_file) if line["step"] < step]
 
 
-def _thresholds(
+def _threshold(
     config: RunConfig, directory: RunDirectory, before: Sequence[Mapping[str, float]]
-) -> UnreachedThresholds:
-    """Return the watch over the rewards of a right response that the settings name."""
-    thresholds = {}
-    if config.eval_sets():
-        thresholds["eval.solved_at"] = config.eval.solved_at
-    if config.task.difficulty.pools:
-        thresholds["task.difficulty.solved_at"] = config.task.difficulty.solved_at
+) -> UnreachedThreshold:
+    """Return the watch over the reward of a right response."""
+    counts = bool(config.eval_sets() or config.task.difficulty.pools)
     evaluated = read_metrics(directory.metrics_file, kind="eval") if before else []
     largest = [n for line in evaluated for name, n in line.items() if name.endswith("reward_max")]
-    return UnreachedThresholds(thresholds, before, largest)
+    return UnreachedThreshold(config.eval.solved_at if counts else None, before, largest)
 
 
 def _export(

@@ -25,7 +25,7 @@ from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
-from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThresholds
+from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThreshold
 from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
 from megatron_async.train_loop.attempt import restarts
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
@@ -40,6 +40,10 @@ from megatron_async.trajectory.types import DropReason
 from megatron_async.weight_sync.publisher import WeightPublisher
 
 T = TypeVar("T")
+
+# Steps between two histograms. They are for a person who looks at a run, and each takes as much
+# space in a tracker's files as many scalars.
+HISTOGRAMS_EVERY = 5
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,7 +68,7 @@ class TrainLoop:
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
     scored_by: str = ""
-    thresholds: UnreachedThresholds = field(default_factory=lambda: UnreachedThresholds({}))
+    threshold: UnreachedThreshold = field(default_factory=lambda: UnreachedThreshold(None))
     begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -117,7 +121,7 @@ class TrainLoop:
 
     def _ask(self, question: Callable[[], T]) -> T:
         """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
-        while True:  # ends: a manager is restarted engines.max_manager_restarts times
+        while True:  # ends: a manager is restarted engines.max_restarts times
             try:
                 return self.rank_zero.run(question)
             except ManagerLost:
@@ -231,7 +235,7 @@ class TrainLoop:
         for evaluation in found:
             numbers = evaluation.metrics()
             self.metrics.write(evaluation.number, numbers, kind="eval", scored_by=self.scored_by)
-            for name, message in self.thresholds.evaluated(evaluation.reward_max):
+            for name, message in self.threshold.evaluated(evaluation.reward_max):
                 self.metrics.warn(evaluation.number, name, message)
             for one in evaluation.results:
                 self.metrics.samples(evaluation.number, one.name, one.samples)
@@ -298,12 +302,12 @@ class TrainLoop:
             "train/tokens_per_second": report.tokens_per_second,
         }
         metrics |= {**update.metrics, **self._update_seconds}
-        warnings = self.health.step(metrics) + self.thresholds.trained(metrics)
+        warnings = self.health.step(metrics) + self.threshold.trained(metrics)
         metrics |= {f"warning/{name}": 1.0 for name in self.health.holding}
         writer.write(report.step, metrics)
         for name, message in warnings:
             writer.warn(report.step, name, message)
-        if report.step % self.config.telemetry.histograms_every == 0:
+        if report.step % HISTOGRAMS_EVERY == 0:
             trained = batch.loss_mask_T > 0
             writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S

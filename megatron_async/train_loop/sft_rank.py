@@ -20,6 +20,10 @@ from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
+# Steps between two progress lines. A line for every step would fill the terminal, since steps of
+# small models are short.
+_LOG_EVERY = 10
+
 
 def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[np.int64]]:
     """Examples of each step: epoch by epoch in a new order, so that none is learned once more than
@@ -79,7 +83,7 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
             metrics = writer(directory, config, stack, lineage=0, stage="sft")
         for step, chosen in enumerate(batches):
             report = trainer.train_sft(example_batch([examples[i] for i in chosen], step))
-            due = step % config.sft.log_every == 0 or step == len(batches) - 1
+            due = step % _LOG_EVERY == 0 or step == len(batches) - 1
             if metrics is not None and due:
                 metrics.write(step, _sft_metrics(report), kind="sft")
         save_hf(trainer.model, destination, config.model.path)

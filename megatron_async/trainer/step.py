@@ -52,6 +52,10 @@ from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+# Skipped updates in a row after which the run stops. One may be a rare batch; three mean that the
+# weights or the learning rate are at fault, which no further batch repairs.
+MAX_NONFINITE_STEPS = 3
+
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
@@ -170,7 +174,7 @@ class PolicyTrainer:
 
         An update that is not finite is skipped, counted and reported; where preparing the batch
         fails for that reason, all of it is. Raises ComponentFailure after
-        `trainer.max_nonfinite_steps` skipped updates in a row, and when copies of the weights that
+        `MAX_NONFINITE_STEPS` skipped updates in a row, and when copies of the weights that
         ranks must hold equal are not.
         """
         began = time.monotonic()
@@ -281,11 +285,10 @@ class PolicyTrainer:
         skipped = [update for update in updates if not update.applied]
         for update in skipped:
             logger.warning("batch %d: an update was skipped: %s", self.step, update.reason)
-        limit = self._config.trainer.max_nonfinite_steps
-        if self._nonfinite_in_a_row >= limit:
+        if self._nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise ComponentFailure(
                 f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
-                f"{skipped[-1].reason}); trainer.max_nonfinite_steps is {limit}"
+                f"{skipped[-1].reason})"
             )
         self._replicas.after_step(self.step + 1)
         report = StepReport(

@@ -29,6 +29,9 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 LEFT: Final = "left"
 """In a stored answer: `Turn.left`."""
+CHUNK_TOKENS: Final = 64
+"""Tokens that the store writes at once, and fewer than which an engine's host holds unacknowledged:
+what a kill costs of a response at most. Smaller chunks cost more writes for each token."""
 
 
 class PolicyVersion(NamedTuple):

@@ -24,8 +24,8 @@ name: tuned
 root: {root}
 model: {{path: {root}/model}}
 parallel: {{nodes: 2, ranks: 2, tensor: 2}}
-sft: {{steps: 3, batch_sequences: 4, examples: 16, log_every: 1, optimizer: {{lr: 1.0e-3}}}}
-telemetry: {{progress: lines, tensorboard: false}}
+sft: {{steps: 3, batch_sequences: 4, examples: 16, optimizer: {{lr: 1.0e-3}}}}
+telemetry: {{progress: lines, trackers: []}}
 """
 SECONDS = 180
 

@@ -91,7 +91,7 @@ def settings(folder: Path, **teacher: Any) -> RunConfig:
             },
             "reward": {"name": "exact", "arguments": {"answer_marker": "#"}},
             "sampling": {"max_new_tokens": 32},
-            "sft": {"batch_sequences": 4, "teacher": {"model": "m", "retries": 0, **teacher}},
+            "sft": {"batch_sequences": 4, "teacher": {"model": "m", **teacher}},
         }
     )
 

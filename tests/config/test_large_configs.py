@@ -15,6 +15,7 @@ import pytest
 
 from megatron_async.commands.launch import Cluster, check_nodes, launch_run
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import read_settings
 from megatron_async.errors import UserError
 from megatron_async.launcher import preflight
 from megatron_async.launcher.derived import Machine, derive
@@ -27,9 +28,8 @@ from megatron_async.models.shards import LayerPlace
 from megatron_async.rollout.prompt_lengths import longest_tokens
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.planner import make_plan
-from megatron_async.simulate.sweep import read_settings
 from megatron_async.weight_sync.gpu_sharing import gpus_of
-from tests.config.headers import printed, stated
+from tests.config.headers import overrides, printed, simulation, stated
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -115,14 +115,15 @@ def step_gigabytes(config: RunConfig, parameters: Count) -> float:
     return 4 * (dense + parameters.experts / p.ranks) / 1e9
 
 
-def gpu_gigabytes(config: RunConfig) -> float:
-    return gpu_of(config.simulate.gpu).memory / 1e9
+def gpu_gigabytes(name: str) -> float:
+    return gpu_of(simulation(name).simulate.gpu).memory / 1e9
 
 
 def as_started(name: str) -> RunConfig:
     """Return a shipped file's settings as a start on its GPUs derives them."""
     config = load_config(ROOT / "configs" / f"{name}.yaml")
-    return derive(config, Machine.of_nodes(config, GPUS_PER_NODE, 1)).config
+    machine = Machine.of_nodes(GPUS_PER_NODE, 1, simulation(name).simulate.gpu)
+    return derive(config, machine).config
 
 
 def figure(name: str, pattern: str) -> float:
@@ -224,7 +225,7 @@ def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
     assert figure(name, r"peak ([\d.]+) of") == pytest.approx(peak, abs=0.12)
     assert figure(name, r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
     assert figure(name, r"checkpoint: ([\d,]+) GB") == pytest.approx(12e-9 * published, abs=1)
-    gpu = gpu_gigabytes(config)
+    gpu = gpu_gigabytes(name)
     assert peak < 0.8 * gpu, "no room for buffers"
     assert weights < 0.6 * gpu, "no room for the KV cache"
 
@@ -238,7 +239,7 @@ def test_engines_in_turn_with_the_trainer_use_every_gpu_of_the_node(name: str) -
     gpus = [gpu for e in range(engines.count) for gpu in gpus_of(e, engines.tensor, None)]
     assert gpus == [str(rank) for rank in range(config.parallel.ranks)]
     assert config.schedule.preset == name.rpartition("-")[2]
-    assert config.simulate.placement == engines.placement == "colocated"
+    assert simulation(name).simulate.placement == engines.placement == "colocated"
     assert shape_of(config) == shape_of(load_config(ROOT / "configs" / "qwen2.5-7b.yaml"))
 
 
@@ -268,7 +269,8 @@ def test_a_dry_run_shows_the_figures_of_the_header(
     raw = (DATA / f"{PUBLISHED[name][0]}.config.json").read_text()
     (tmp_path / "config.json").write_text(raw)
     file = ROOT / "configs" / f"{name}.yaml"
-    cluster = Cluster(GPUS_PER_NODE, None, "24:00:00")
+    gpu = simulation(name).simulate.gpu.name
+    cluster = Cluster(GPUS_PER_NODE, None, "24:00:00", gpu=gpu)
     with pytest.raises(UserError, match="holds no"):  # weights, which a start needs
         launch_run(file, None, [f"model.path={tmp_path}"], cluster, slurm=True, dry_run=True)
     shown = capsys.readouterr().out.splitlines()
@@ -285,7 +287,7 @@ def test_the_first_llama_of_70b_needs_the_override_that_its_file_names(tmp_path:
 
     def room(*overrides: str) -> int:
         config = load_config(file, [f"model.path={tmp_path}", *overrides])
-        config = derive(config, Machine.of_nodes(config, GPUS_PER_NODE, 4)).config
+        config = derive(config, Machine.of_nodes(GPUS_PER_NODE, 4)).config
         longest = longest_tokens(config)
         assert longest is not None
         preflight._check_room(config, longest)
@@ -335,7 +337,9 @@ def test_its_model_is_the_one_that_is_simulated(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_plan_of_the_file_as_shipped(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
-    settings = read_settings(ROOT / "configs" / f"{name}.yaml", ["simulate.steps=6"])
+    settings = read_settings(
+        ROOT / "configs" / f"{name}.yaml", ["simulate.steps=6", *overrides(name)]
+    )
     plan = make_plan(settings, 1)
     gpus = config.parallel.ranks + config.engines.count * config.engines.tensor
     best = plan.candidates[0]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import build_config, dump, load_config
-from megatron_async.config.load import parse_override
+from megatron_async.config.load import build_simulation, load_simulation, parse_override
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
-from megatron_async.config.run import RunConfig
+from megatron_async.config.simulate import SimulateConfig, SimulationConfig
 from megatron_async.errors import UserError
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -126,8 +126,8 @@ def test_a_refusal_names_the_setting_and_its_value(
 def test_a_name_alone_stands_for_its_section(tmp_path: Path, section: str) -> None:
     file = write(tmp_path / "c.yaml", f"{section}: game.py:play\n")
     assert getattr(load_config(file), section).name == f"{tmp_path}/game.py:play"
-    played = getattr(load_config(file, [f"{section}.max_turns=3"]), section)
-    assert (played.name, played.max_turns) == (f"{tmp_path}/game.py:play", 3)
+    played = getattr(load_config(file, [f"{section}.arguments={{high: 3}}"]), section)
+    assert (played.name, played.arguments) == (f"{tmp_path}/game.py:play", {"high": 3})
     assert getattr(load_config(file, [f"{section}=games:play"]), section).name == "games:play"
 
 
@@ -170,7 +170,39 @@ def test_dump_and_load_are_inverse(lr: float, preset: str, concurrency: int) -> 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
-    load_config(path)
+    simulates = path.parent.name == "simulate"
+    loaded = load_simulation(path) if simulates else load_config(path)
+    assert isinstance(loaded, SimulationConfig) == simulates
+
+
+@pytest.mark.parametrize("overrides", [[], ["simulate.steps=5"]])
+def test_section_simulate_is_refused_when_it_is_set_for_a_run(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    file = write(tmp_path / "c.yaml", "name: x\n" if overrides else "simulate: {steps: 5}\n")
+    sentence = "simulate is set; a run has no such section. Put it into a file of its own with "
+    with pytest.raises(UserError, match=sentence):
+        load_config(file, overrides)
+
+
+def test_simulation_has_the_settings_of_the_run_that_is_its_base(tmp_path: Path) -> None:
+    run = write(tmp_path / "run.yaml", "sampling: {max_new_tokens: 512}\nengines: {count: 3}\n")
+    text = "base: run.yaml\nsimulate: {gpu: {name: H200}}\n"
+    simulation = load_simulation(write(tmp_path / "simulation.yaml", text), ["simulate.steps=7"])
+    assert (simulation.engines.count, simulation.sampling.max_new_tokens) == (3, 512)
+    assert (simulation.simulate.gpu.name, simulation.simulate.steps) == ("H200", 7)
+    assert load_simulation(run).simulate == SimulateConfig()
+    with pytest.raises(UserError, match=r"simulate\.gpu\.nme .*did you mean simulate\.gpu\.name\?"):
+        load_simulation(run, ["simulate.gpu.nme=H200"])
+
+
+def test_simulation_has_the_placement_of_its_run_unless_it_sets_one() -> None:
+    run = {"engines": {"placement": "colocated"}, "weights": {"transport": "tensor"}}
+    run |= {"schedule": {"preset": "sync"}}
+    shared = build_simulation(run).simulate
+    assert (shared.placement, shared.offload) == ("colocated", True)
+    own = build_simulation({**run, "simulate": {"placement": "disaggregated"}}).simulate
+    assert own.placement == "disaggregated"
 
 
 def test_every_setting_is_documented() -> None:
@@ -180,4 +212,4 @@ def test_every_setting_is_documented() -> None:
             if hasattr(field.annotation, "model_fields"):
                 walk(field.annotation, f"{where}{name}.")
 
-    walk(RunConfig, "")
+    walk(SimulationConfig, "")

@@ -18,6 +18,7 @@ from megatron_async.config.reference import (
     did_you_mean,
     sections_with,
     shown_value,
+    simulation_sections,
 )
 from megatron_async.errors import UserError
 from tests.syntax import parse
@@ -52,7 +53,8 @@ def test_a_default_is_that_of_a_run_which_sets_nothing() -> None:
     assert "schedule.concurrency  int or auto, default 1024 (the recipe's)" in shown
     assert "schedule.group_size  int (≥ 1), default 8\n" in re.sub(" +\n", "\n", shown)
     for section in sections_with(values):
-        for setting in () if section.of_items else section.settings:
+        apart = section.of_items or section in simulation_sections()
+        for setting in () if apart else section.settings:
             assert setting.default == shown_value(setting.value_in(values)), setting.name
 
 
@@ -92,6 +94,12 @@ def test_the_command_shows_a_section_with_the_values_of_a_file() -> None:
     assert "schedule.group_size" in CliRunner().invoke(app, ["settings"]).output
 
 
+def test_the_command_shows_the_settings_of_the_simulator() -> None:
+    file = ROOT / "configs" / "quickstart.yaml"
+    shown = CliRunner().invoke(app, ["settings", "simulate.gpu", "--of", str(file)])
+    assert "simulate.gpu.name  A100 | H100" in shown.output and "engines.count" not in shown.output
+
+
 def test_the_command_refuses_a_section_that_is_not_there() -> None:
     refused = CliRunner().invoke(app, ["settings", "scedule"])
     assert isinstance(refused.exception, UserError)
@@ -111,8 +119,9 @@ def sentences() -> list[tuple[str, str]]:
 
 
 def test_advice_names_settings_that_exist() -> None:
-    settings = {setting.name for setting in all_settings()}
-    sections = {setting.section for setting in all_settings()} - {""}
+    known = [*all_settings(), *(one for part in simulation_sections() for one in part.settings)]
+    settings = {setting.name for setting in known}
+    sections = {setting.section for setting in known} - {""}
     tops = "|".join(sorted({section.split(".")[0] for section in sections} - {"model"}))
     named = re.compile(rf"(?<![\w./`{{])((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(]|\.py)")
     wrong = {

@@ -46,12 +46,12 @@ from megatron_async.engines.interface import (
     GenerationRequest,
     TokenChunk,
 )
-from megatron_async.rollout.fleet import EngineLauncher
-from megatron_async.rollout.messages import ResumePoint
-from megatron_async.trajectory.batch import TokenBatch
 
-if TYPE_CHECKING:  # its import calls `note_batches`, which must be there before
+if TYPE_CHECKING:  # a module is changed while it is imported: it cannot be imported from here
+    from megatron_async.rollout.fleet import EngineLauncher
+    from megatron_async.rollout.messages import ResumePoint
     from megatron_async.train_loop.manager_client import RolloutLink
+    from megatron_async.trajectory.batch import TokenBatch
 
 # Requests of trajectories; those of an evaluation have other names and are not noted.
 _TRAJECTORY = re.compile(r"t\d+-\d+;")

@@ -33,6 +33,7 @@ from megatron_async.models.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.trajectory.types import CHUNK_TOKENS
 from tests.crash.checks import Rules
 from tests.crash.evidence import Evidence, Seen, gather, look, open_names
 from tests.crash.injection import injected
@@ -127,15 +128,13 @@ def configuration(
             "device": "cpu",
             "max_total_tokens": 16384,
             "stream_interval": 8,
-            "health_interval_seconds": 0.5,
             "no_progress_seconds": 20,
             "start_timeout_seconds": 300,
             "max_restarts": 1_000_000,
-            "max_manager_restarts": 1_000_000,
         },
         "weights": {"timeout_seconds": 60},
-        "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
-        "telemetry": {"progress": "lines", "tensorboard": False},
+        "store": {"compact_after_checkpoints": 2},
+        "telemetry": {"progress": "lines", "trackers": []},
     }
     if simulated:
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
@@ -156,8 +155,8 @@ def of_episodes(root: Path, name: str) -> dict[str, Any]:
         "environment": {
             "name": f"{environment}:Noted",
             "arguments": {"ledger": str(calls_file(root / name))},
-            "step_seconds": 20.0,
         },
+        "episode": {"step_seconds": 20.0},
         "sampling": {"max_new_tokens": 40},
     }
 
@@ -177,7 +176,7 @@ def rules_of(config: dict[str, object]) -> Rules:
     if settings.engines.kind == "simulated":
         simulated = engine_model(settings.engines, Path(settings.model.path))
     return Rules(
-        settings.store.chunk_tokens,
+        CHUNK_TOKENS,
         settings.schedule.max_async_level,
         EOS_ID,
         settings.sampling.max_new_tokens,

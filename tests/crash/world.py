@@ -40,7 +40,7 @@ from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks import build_task
-from megatron_async.trajectory.types import Prompt
+from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 from tests.crash.checks import Rules, audit
 from tests.crash.engines import EngineThread, FaultyLauncher, Served
 from tests.crash.evidence import Seen, gather, look
@@ -83,12 +83,10 @@ def settings(preset: str, **changes: Any) -> RunConfig:
             "count": 3,
             "device": "cpu",
             "max_restarts": 1_000_000,
-            "health_interval_seconds": SILENCE_SECONDS / 10,
             "no_progress_seconds": SILENCE_SECONDS,
-            "request_timeout_seconds": 2 * SILENCE_SECONDS,
         },
         "weights": {"timeout_seconds": 8.0},
-        "store": {"chunk_tokens": 16, "chunk_seconds": 0.5, "compact_after_checkpoints": 2},
+        "store": {"compact_after_checkpoints": 2},
     }
     return build_config(merge(base, changes))
 
@@ -98,7 +96,7 @@ def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_character_tokenizer(folder.parent)
     own = of_episodes(folder.parent, folder.name)
-    own["environment"] |= {"step_seconds": 2.0, "memory_mib": 1024}
+    own["episode"] = {"step_seconds": 2.0, "memory_mib": 1024}
     own["model"] = {"path": str(folder.parent)}
     own["engines"] = {"kind": "simulated", "max_total_tokens": 1 << 16}
     own["weights"] = {"transport": "tensor", "verify": "never"}
@@ -108,7 +106,7 @@ def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
 def rules_of(config: RunConfig) -> Rules:
     """What such a run promises."""
     return Rules(
-        config.store.chunk_tokens,
+        CHUNK_TOKENS,
         config.schedule.max_async_level,
         EOS_ID if config.plays else STOP_TOKEN,
         config.sampling.max_new_tokens,

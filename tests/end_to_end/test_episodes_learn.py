@@ -35,7 +35,7 @@ def python(*words: str) -> None:
 def test_a_game_is_learned_from_its_rewards(tmp_path: Path) -> None:
     config, model = str(EXAMPLE / "config.yaml"), tmp_path / "fine_tuned"
     python(str(EXAMPLE / "prepare.py"), str(tmp_path), "--games", "5000")
-    own = [f"root={tmp_path}", "name=game", "telemetry.tensorboard=false"]
+    own = [f"root={tmp_path}", "name=game", "telemetry.trackers=[]"]
     made = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'games.jsonl'}"]
     sft = [*own, *made, "sft.steps=60", "sft.examples=3840"]
     python("-m", "megatron_async.cli", "sft", "--config", config, "--out", str(model), *sft)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CHANGES = {
     "steps": 200,
     "trainer": {"max_restarts": 0},
-    "engines": {"count": 1, "max_manager_restarts": 0},
+    "engines": {"count": 1, "max_restarts": 0},
     "store": {"compact_after_checkpoints": 1000},
 }
 

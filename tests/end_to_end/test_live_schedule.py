@@ -20,6 +20,7 @@ import pytest
 from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
@@ -62,6 +63,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def frequent_load_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask engines for their load every 20 ms: these runs are short."""
+    monkeypatch.setattr(EngineConfig, "health_interval_seconds", 0.02)
+
+
 def settings(name: str, root: Path, model: Path, changes: dict[str, Any]) -> RunConfig:
     base = {
         "name": name,
@@ -73,7 +80,6 @@ def settings(name: str, root: Path, model: Path, changes: dict[str, Any]) -> Run
         "engines": {
             "kind": "simulated",
             "max_total_tokens": 16384,
-            "health_interval_seconds": 0.02,
             "simulated": {"step_seconds": 0.002},
         },
         "weights": {"transport": "tensor", "verify": "never"},
@@ -100,7 +106,6 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
         "steps": 12,  # a second trial needs more
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
-        "telemetry": {"record_steps": 100},  # all of it in one file
     }
     config = settings("auto", tmp_path, model, changes)
     directory = RunDirectory.create(config)
@@ -178,12 +183,10 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
             "difficulty": {"min_attempts": 2, "pools": pools},
         },
         "eval": {
-            "path": str(tmp_path / "eval.jsonl"),
-            "prompts": 1,
+            "sets": {"own": {"path": str(tmp_path / "eval.jsonl")}},
             "samples": 4,
             "temperature": 1.0,
             "every_steps": 1,
-            "slots": 1,
         },
         "schedule": {"preset": "copris", "concurrency": 4},
         "experiment": {"forced_lengths": [10, 20, 30, 60]},
@@ -228,14 +231,14 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
     ends = evaluations[0], evaluations[-1]
     assert [line["step"] for line in ends] == [0, config.steps]
     for line in evaluations:
-        assert line["eval/version_oldest"] >= line["step"] and line["eval/answers"] == 4
-        kept = (directory.path / "evaluations" / f"heldout-{line['step']:.0f}.jsonl").open()
+        assert line["eval/own/version_oldest"] >= line["step"] and line["eval/own/answers"] == 4
+        kept = (directory.path / "evaluations" / f"own-{line['step']:.0f}.jsonl").open()
         newest = max(int(json.loads(text)["versions"][-1].split(".")[1]) for text in kept)
-        assert newest == line["eval/version_newest"]
-    assert {line["eval/version_newest"] - line["step"] for line in ends} == {0}
+        assert newest == line["eval/own/version_newest"]
+    assert {line["eval/own/version_newest"] - line["step"] for line in ends} == {0}
     assert len(evaluations) > 2, "some ran beside training"
 
     # The same by command (that the exported weights agree: tests/commands/test_quickstart.py).
     (again,) = evaluate_checkpoints(config, [model], tmp_path, lambda *_: None)
-    kept = (directory.path / "evaluations" / f"heldout-{config.steps}.jsonl").open()
+    kept = (directory.path / "evaluations" / f"own-{config.steps}.jsonl").open()
     assert [s["response"] for s in again.samples()] == [json.loads(s)["response"] for s in kept]

@@ -16,6 +16,7 @@ import pytest
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.config.recipes import RECIPES
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import build_tiny_model
@@ -139,13 +140,13 @@ def test_the_real_scorer_scores_what_the_engine_generates(
 
 
 def test_auto_concurrency_follows_what_the_engine_reports(
-    tmp_path: Path, model: Path, engine: SGLangProcess
+    tmp_path: Path, model: Path, engine: SGLangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins with two batches' worth; the first trial after a window doubles N'."""
+    monkeypatch.setattr(EngineConfig, "health_interval_seconds", 0.05)
     changes = {
         "steps": 14,
         "schedule": {"groups_per_batch": 2, "group_size": 2, "concurrency": "auto"},
-        "engines": {"health_interval_seconds": 0.05},
         "experiment": {"forced_lengths": [48, 64, 48, 96]},
     }
     config = build_config(merge(settings("copris", tmp_path, model).model_dump(), changes))

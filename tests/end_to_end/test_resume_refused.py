@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CHANGES = {
     "steps": 2,
     "trainer": {"max_restarts": 0},
-    "engines": {"count": 1, "max_manager_restarts": 0},
+    "engines": {"count": 1, "max_restarts": 0},
 }
 
 

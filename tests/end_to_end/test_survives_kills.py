@@ -39,8 +39,7 @@ engines: {kind: simulated, simulated: {mean_length: 100, step_seconds: 0.01}}
 weights: {transport: tensor, verify: never}
 eval: {prompts: 4}
 checkpoint: {every_steps: 2, export_hf: false}
-store: {chunk_tokens: 16}
-telemetry: {progress: lines, tensorboard: false}
+telemetry: {progress: lines, trackers: []}
 """
 
 

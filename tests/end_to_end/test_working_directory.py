@@ -60,7 +60,7 @@ def settings(folder: Path, **changes: Any) -> str:
         "eval": {"prompts": 2},
         "engines": {"count": 1, "device": "cpu", "max_total_tokens": 2048},
         "sft": {"data": str(folder / "rows.jsonl"), "batch_sequences": 4, "epochs": 1},
-        "telemetry": {"tensorboard": False, "progress": "lines"},
+        "telemetry": {"trackers": [], "progress": "lines"},
         **changes,
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(config))

@@ -22,6 +22,7 @@ from megatron_async.launcher.derived import Machine, derive
 from megatron_async.models.shape import shape_from_config
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.memory import update_bytes
+from tests.config.headers import simulation
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -68,7 +69,7 @@ def on_gpus(name: str, model: Path | None = None) -> RunConfig:
     if model is not None:
         settings = config.model.model_copy(update={"path": str(model)})
         config = config.model_copy(update={"model": settings})
-    return derive(config, Machine.of_nodes(config, 8, 1)).config
+    return derive(config, Machine.of_nodes(8, 1, simulation(name).simulate.gpu)).config
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_wi
 ) -> None:
     from tests.engines.sglang_arguments import MEMORY_MIB
 
-    settings = configs[name].simulate
+    settings = simulation(name).simulate
     promised = settings.engine_memory_share * gpu_of(settings.gpu).memory
     kept = resolved[name]["mem_fraction_static"] * MEMORY_MIB * 2**20
     assert promised <= kept - CONTEXT_BYTES

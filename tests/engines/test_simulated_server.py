@@ -28,7 +28,7 @@ SETTINGS = EngineConfig(
     kind="simulated",
     api_key="secret",
     stream_interval=4,
-    simulated=SimulatedEngineConfig(mean_length=1000, step_seconds=0.002, seed=3),
+    simulated=SimulatedEngineConfig(mean_length=1000, step_seconds=0.002),
 )
 PROMPT = [5, 9, 17]
 
@@ -229,8 +229,7 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
-        config = build_config({"store": {"chunk_tokens": 8}})
-        config = config.with_section("model", path=str(model))
+        config = build_config({"model": {"path": str(model)}})
         config = config.model_copy(update={"engines": SETTINGS})
         host = EngineHost("e", config, model / "log")
         await host.serve(process.url)

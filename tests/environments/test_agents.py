@@ -45,10 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def worker_of(model: str, program: str, *, scored: bool = False, **settings: Any) -> AgentWorker:
+    """`settings`: those of `agent` and of `episode`."""
     named = {} if "command" in settings else {"name": f"{PROGRAMS}:{program}"}
+    own = {name: settings.pop(name) for name in ("command", "arguments") if name in settings}
     config = build_config(
         {
-            "agent": {**named, **settings},
+            "agent": {**named, **own},
+            "episode": settings,
             "task": {"kind": "seeds"},
             "sampling": {"max_new_tokens": 16},
             **({"reward": "exact"} if scored else {}),
@@ -291,7 +294,7 @@ def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
 
 def test_tools_without_a_parser_are_refused_to_the_program(model: str) -> None:
     async def body() -> None:
-        with pytest.raises(EnvironmentFault, match=r"400.*agent.tool_parser is not set"):
+        with pytest.raises(EnvironmentFault, match=r"400.*episode.tool_parser is not set"):
             await worker_of(model, "uses_tools").begin("a.5.0", PAYLOAD)
 
     run(body())
@@ -331,7 +334,7 @@ FAULTS = {
     "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
     "runs_dry_in_a_promise": r"raised RuntimeError: coroutine raised StopIteration",
     "cancels_itself": "has cancelled itself",
-    "sleeps": r"made no call and did not end for 0.2 s \(agent.step_seconds\)",
+    "sleeps": r"made no call and did not end for 0.2 s \(episode.step_seconds\)",
 }
 
 
@@ -377,7 +380,7 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
         ("import sys; sys.exit(400 * 'x ' + '.\\nab\\nc')", r"exit code 1: ab\s+c$"),
         (
             "import sys; sys.exit('RangeError: Out of memory\\nat a frame')",
-            r"at a frame; agent\.memory_mib limits its address space to 4096 MiB more than",
+            r"at a frame; episode\.memory_mib limits its address space to 4096 MiB more than",
         ),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
         ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
@@ -510,16 +513,19 @@ def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
 
 
 def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str) -> None:
-    agent = {"name": f"{PROGRAMS}:solve_in_a_thread", "threads": 3}
+    agent = {"name": f"{PROGRAMS}:solve_in_a_thread"}
     schedule = {"groups_per_batch": 2, "group_size": 2, "concurrency": 4}
-    config = build_config({"model": {"path": model}, "agent": agent, "schedule": schedule})
-    sentence = "agent.workers x agent.threads is 3, and 4 episodes or more are open"
+    episode = {"threads": 3}
+    config = build_config(
+        {"model": {"path": model}, "agent": agent, "episode": episode, "schedule": schedule}
+    )
+    sentence = "episode.workers x episode.threads is 3, and 4 episodes or more are open"
     with pytest.raises(UserError, match=sentence):
         check_environment(config, PAYLOAD, None)
 
 
 def test_the_check_before_a_start_names_the_program_once(model: str) -> None:
-    agent = {"name": f"{PROGRAMS}:calls_nobody", "threads": 3}
+    agent = {"name": f"{PROGRAMS}:calls_nobody"}
     config = build_config({"model": {"path": model}, "agent": agent})
     with pytest.raises(UserError, match=r"^agent\.name '[^']*' ended without a call"):
         check_environment(config, PAYLOAD, None)

@@ -229,7 +229,7 @@ def test_an_agent_whose_calls_can_no_longer_be_read_is_a_fault(model: str) -> No
             Turn(1, 0, 1, HELLO["messages"], state=b"{}"),
         ]
         worker = worker_of(model, "solve")
-        with pytest.raises(EnvironmentFault, match=r"agent\.tool_parser is not set"):
+        with pytest.raises(EnvironmentFault, match=r"episode\.tool_parser is not set"):
             await worker.restore("a.5.0", PAYLOAD, turns)
         await worker.forget("a.5.0")
 

@@ -120,14 +120,16 @@ def checked(
     folder: Path,
     longest: int = 100,
     run: Mapping[str, Any] = MappingProxyType({}),
-    **settings: Any,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    **episode: Any,
 ) -> CheckedEnvironment:
     config = build_config(
         {
             **run,
             "model": {"path": str(folder / "model")},
             "task": {"kind": "seeds"},
-            "environment": {"name": name, "memory_mib": 1 << 20, **settings},
+            "environment": {"name": name, "arguments": dict(arguments)},
+            "episode": {"memory_mib": 1 << 20, **episode},
             "sampling": {"max_new_tokens": 16},
         }
     )
@@ -145,8 +147,8 @@ def checked(
         ("Long", {"arguments": {"high": 3}}, "environment.arguments do not fit"),
         ("Long", {"arguments": {"opening": 90}}, "the opening has 91 tokens, which with "),
         ("Long", {"arguments": {"observation": 90}}, "an observation has 93 tokens, which with "),
-        ("Tools", {}, "a class of tools, and environment.tool_parser is not set"),
-        ("Tools", {"tool_parser": "qwen99"}, "environment.tool_parser is 'qwen99'; it must be"),
+        ("Tools", {}, "a class of tools, and episode.tool_parser is not set"),
+        ("Tools", {"tool_parser": "qwen99"}, "episode.tool_parser is 'qwen99'; it must be"),
         ("Untyped", {}, "the tool 'work' cannot be described"),
         ("HalfKept", {}, "own.py:HalfKept', which has `state` alone of `state` and `restore`"),
     ],

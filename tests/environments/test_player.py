@@ -518,7 +518,7 @@ def test_a_tool_that_cannot_be_described_is_refused(threads: Threads) -> None:
 
 
 def test_an_unknown_parser_is_refused() -> None:
-    with pytest.raises(UserError, match=r"environment\.tool_parser is 'qwen99'; it must be one of"):
+    with pytest.raises(UserError, match=r"episode\.tool_parser is 'qwen99'; it must be one of"):
         CallReader("qwen99", []).check()
     with pytest.raises(UserError, match=r"tool_parser is 'response_template': .* is required"):
         CallReader("response_template", []).check()

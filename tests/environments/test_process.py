@@ -40,10 +40,8 @@ class Workers:
             "environment": {
                 "name": f"{VILLAIN}:Villain",
                 "arguments": {"marker": str(folder)},
-                "step_seconds": 1.0,
-                "threads": THREADS,
-                "memory_mib": 1024,
             },
+            "episode": {"step_seconds": 1.0, "threads": THREADS, "memory_mib": 1024},
         }
         self.workers = EnvironmentWorkers(build_config(merge({}, settings)), place)
 
@@ -113,9 +111,9 @@ ENDS_AS_FAULT = {
     "flood": r"Villain.step returned an observation of more than 1,048,576 characters",
     "surrogate": r"Villain.step returned the message .*; one has a text `content`",
     "memory": r"Villain.step raised MemoryError",
-    "hang": r"Villain.step took longer than 1 s \(environment.step_seconds\) and goes on",
-    "hang_async": r"Villain.step took longer than 1 s \(environment.step_seconds\)$",
-    "deaf_async": r"Villain.step took longer than 1 s \(environment.step_seconds\) and goes on",
+    "hang": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
+    "hang_async": r"Villain.step took longer than 1 s \(episode.step_seconds\)$",
+    "deaf_async": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
 }
 
 

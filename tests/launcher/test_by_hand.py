@@ -31,7 +31,7 @@ schedule: {{preset: copris, groups_per_batch: 2, group_size: 2, concurrency: 8}}
 sampling: {{max_new_tokens: 32}}
 eval: {{prompts: 2}}
 checkpoint: {{every_steps: 100, export_hf: false}}
-telemetry: {{progress: lines, tensorboard: false}}
+telemetry: {{progress: lines, trackers: []}}
 """
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_async.commands.launch import Cluster, job_script, seconds_of
-from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import load_simulation
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.files.package_files import ROOT
+from megatron_async.launcher.derived import Machine
 from megatron_async.launcher.figures import END_SECONDS, Checkpoints, stop_seconds
 from megatron_async.models.shape import shape_of
 from megatron_async.run_directory import RunDirectory
@@ -21,12 +23,15 @@ PARAMETERS = 70_553_706_496
 SCRIPT = (ROOT / "launch/slurm/train.sbatch").read_text()
 
 
-def seventy(*overrides: str) -> RunConfig:
-    return load_config(ROOT / "configs" / "llama3.3-70b.yaml", list(overrides))
+NODE = Machine.of_nodes(8, 4)
 
 
-def stop_of(config: RunConfig) -> int:
-    return stop_seconds(config, Checkpoints.of(config, shape_of(config)), on_gpus=True)
+def seventy(*overrides: str) -> SimulationConfig:
+    return load_simulation(ROOT / "configs" / "llama3.3-70b.yaml", list(overrides))
+
+
+def stop_of(config: SimulationConfig) -> int:
+    return stop_seconds(config, Checkpoints.of(config, shape_of(config)), NODE)
 
 
 def nodes(time_limit: str = "24:00:00", *options: str) -> Cluster:

@@ -60,7 +60,12 @@ def test_a_reference_that_fails_its_rows_tests_stops_the_start(folder: Path) -> 
     file.write_text("\n".join(map(json.dumps, rows)))
     task = {"path": str(file), "layout": "mbpp_plus", "heldout_share": 0.0}
     task["prompt_template"] = "{question}"
-    asks = settings(folder, task=task, reward="code", eval={"path": str(folder / "data.jsonl")})
+    asks = settings(
+        folder,
+        task=task,
+        reward="code",
+        eval={"sets": {"held": {"path": str(folder / "data.jsonl")}}},
+    )
     with pytest.raises(UserError, match="`code` of the row with the prompt 'f6' fails"):
         check_evaluation(asks, folder)
 

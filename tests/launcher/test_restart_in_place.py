@@ -16,7 +16,7 @@ import pytest
 from megatron_async.files.disk import json_lines
 from megatron_async.telemetry.metrics import read_metrics
 from tests.crash.run import RunFailed, RunUnderFire, configuration, prepare
-from tests.launcher.test_processes import wait_for
+from tests.places.test_child_process import wait_for
 
 KILLS = 3
 

@@ -69,8 +69,8 @@ engines: {{device: cpu}}
 sampling: {{max_new_tokens: 64}}
 eval: {{prompts: 4}}
 checkpoint: {{every_steps: {CHECKPOINT_EVERY}, export_hf: false}}
-store: {{chunk_tokens: 16, compact_after_checkpoints: 100}}
-telemetry: {{progress: lines, tensorboard: false}}
+store: {{compact_after_checkpoints: 100}}
+telemetry: {{progress: lines, trackers: []}}
 """
 
 

@@ -6,7 +6,15 @@ import inspect
 
 import pytest
 
+from megatron_async.config.rollout import EngineConfig
 from tests.rollout.stand_ins import run
+
+
+@pytest.fixture(autouse=True)
+def frequent_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check engines every 0.1 s at most, whatever `engines.no_progress_seconds` is."""
+    interval = property(lambda settings: min(0.1, settings.no_progress_seconds / 24))
+    monkeypatch.setattr(EngineConfig, "health_interval_seconds", interval)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -83,7 +83,6 @@ def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
             "engines": {
                 "count": engines,
                 "max_restarts": max_restarts,
-                "health_interval_seconds": 0.1,
             },
             "eval": {"prompts": 2},
             "weights": {"timeout_seconds": 5},

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megatron_async.rollout import admission
 from megatron_async.rollout.admission import FilteredRounds
 
 
-def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> None:
-    rounds = FilteredRounds(4, most=3)
+def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
+    rounds = FilteredRounds(4)
     assert [rounds.dropped(0) for _ in range(4)] == [False, False, False, True]
     assert [rounds.dropped(0) for _ in range(4)] == [False] * 4, "named once"
     assert not rounds.hopeless

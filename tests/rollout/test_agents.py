@@ -358,7 +358,7 @@ def test_an_agent_does_not_go_with_what_has_one_response(tmp_path: Path, tokeniz
     refused("algorithm.overlong shapes", algorithm={"overlong": {"buffer_share": 0.5}})
     refused("set one of them", agent={"command": ["true"]})
     refused("agent.name is 'solve'; it must be", agent={"name": "solve"})
-    with pytest.raises(UserError, match=r"agent.max_turns is set and agent.name or"):
-        configured(tokenizer, agent={"max_turns": 3})
+    with pytest.raises(UserError, match=r"episode.max_turns is set and environment.name"):
+        configured(tokenizer, environment={"name": ""}, episode={"max_turns": 3})
     with pytest.raises(UserError, match="are both set"):
         configured(tokenizer, agent="agent.py:solve")

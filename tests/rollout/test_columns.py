@@ -31,6 +31,7 @@ from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.rollout.messages import ResumePoint
+from megatron_async.store import buffers
 from megatron_async.store.export import find
 from megatron_async.store.reader import StoreReader
 from megatron_async.trainer.forward import build_microbatch
@@ -68,7 +69,7 @@ class RoutingEngines(Engines):
 
 def config() -> RunConfig:
     changes = {
-        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 1},
+        "store": {"compact_after_checkpoints": 1},
         "sampling": {"max_new_tokens": LENGTH},
     }
     return build_config(merge(settings("copris").model_dump(), changes))
@@ -76,6 +77,7 @@ def config() -> RunConfig:
 
 def live_until_killed(folder: Path) -> None:
     """Train a step and die by SIGKILL while tokens of running trajectories are in the store."""
+    buffers.CHUNK_TOKENS = 4
 
     async def body() -> None:
         trainer = await Trainer(folder, config(), engines=RoutingEngines()).started()

@@ -227,7 +227,6 @@ def test_no_changed_message_ends_a_run_or_leaves_what_cannot_be(
         engines={
             "max_restarts": 10**6,
             "no_progress_seconds": 1.0,
-            "health_interval_seconds": 0.05,
         },
         schedule={"concurrency": 24, "group_size": 4, "groups_per_batch": 4},
         sampling={"max_new_tokens": 40},

@@ -16,6 +16,7 @@ from megatron_async.config.load import merge
 from megatron_async.engines.interface import EngineStatus
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout import admission
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
@@ -122,11 +123,12 @@ async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
     assert total("dropped_filtered") == len(dropped)
 
 
-async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: Path) -> None:
+async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`Fixed` gives every response the same reward."""
-    config = changed(
-        "sync", schedule={"dynamic_sampling": True}, trainer={"max_filtered_rounds": 3}
-    )
+    monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
+    config = changed("sync", schedule={"dynamic_sampling": True})
 
     trainer = await Trainer(tmp_path, config).started()
     with pytest.raises(ComponentFailure, match=r"dropped the last 6 responses \(3 batches' w"):
@@ -156,7 +158,7 @@ async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     """1,000 preemptions that it counted for somebody else before are no news."""
     warnings: list[tuple[str, str]] = []
 
-    config = changed("copris", engines={"health_interval_seconds": 0.02})
+    config = changed("copris")
     trainer = Trainer(tmp_path, config)
     await trainer.manager.start()
     engine = trainer.engines.all[0]

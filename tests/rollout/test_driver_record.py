@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_async.commands.replay import replay_command
-from megatron_async.config import build_config
-from megatron_async.config.load import merge
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.scheduler import events as ev
+from megatron_async.scheduler import record
 from megatron_async.scheduler.record import Raised, read_record, record_files
 from megatron_async.scheduler.scheduler import Scheduler
 from tests.rollout.stand_ins import Engines, manager_of, settings
@@ -53,14 +52,11 @@ async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once
 
 
 async def test_a_long_run_keeps_the_newest_steps_and_replays_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step a file here; four files are kept beside the one that is written."""
-    config = build_config(
-        merge(settings("copris").model_dump(), {"telemetry": {"record_steps": 1}})
-    )
-
-    trainer = await Trainer(tmp_path, config).started()
+    monkeypatch.setattr(record, "KEPT_STEPS", 1)
+    trainer = await Trainer(tmp_path, settings("copris")).started()
     for step in range(10):
         await trainer.batch()
         await trainer.publish(0, step + 1)

@@ -134,7 +134,7 @@ def test_conversations_keep_every_token(tmp_path: Path, family: str) -> None:
 def test_conversations_with_calls_keep_every_token(tmp_path: Path, family: str) -> None:
     model = family_folder(tmp_path / "model", family, "look")
     tools = {"tool_parser": CALLS[family][0], "max_turns": 6}
-    config = configured(model, game="Tools", environment=tools, **changes_of(GROUPS))
+    config = configured(model, game="Tools", episode=tools, **changes_of(GROUPS))
     episodes = assert_every_token_is_kept(*played(tmp_path, config, BATCHES))
     returned = Counter(
         message["content"].partition(":")[0][:8]
@@ -152,9 +152,11 @@ def test_conversations_that_fork_keep_every_token(tmp_path: Path, family: str) -
     tools = family in CALLS
     model = family_folder(tmp_path / "model", family, "add" if tools else "")
     arguments = {"system": family != "gemma3", "tools": tools}
-    agent = {"arguments": arguments, **({"tool_parser": CALLS[family][0]} if tools else {})}
+    changes: dict[str, Any] = {"agent": {"arguments": arguments}, **changes_of(FORKED_GROUPS, 12)}
+    if tools:
+        changes["episode"] = {"tool_parser": CALLS[family][0]}
     rows = tmp_path / "rows.jsonl"
-    config = with_agent(model, rows, "wanders_over", agent=agent, **changes_of(FORKED_GROUPS, 12))
+    config = with_agent(model, rows, "wanders_over", **changes)
     episodes = assert_every_token_is_kept(*played(tmp_path, config, BATCHES))
     ended = [e for e in episodes.values() if e.state == "batched"]
     assert sum(len(e.branches()) for e in ended) > 2 * len(ended)

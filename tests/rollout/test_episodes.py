@@ -24,15 +24,24 @@ from megatron_async.models.tiny_model import (
     write_character_tokenizer,
 )
 from megatron_async.places.host import new_loops
+from megatron_async.rollout import probe
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
+from megatron_async.store import buffers
 from megatron_async.store.reader import StoreReader
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
 from tests.environments.inside import InsidePlace
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store write after four tokens."""
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
+
 
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
@@ -129,14 +138,13 @@ def configured(
             "kind": "simulated",
             "count": 2,
             "max_total_tokens": 606,
-            "health_interval_seconds": 0.1,
         },
         "weights": {"transport": "tensor", "verify": "never"},
         "task": {"kind": "seeds"},
         "environment": {"name": f"{GAMES}:{game}"},
         "sampling": {"max_new_tokens": 12},
         "schedule": {**schedule, **({"updates_per_batch": 2} if preset == "rapid" else {})},
-        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 100},
+        "store": {"compact_after_checkpoints": 100},
     }
     return build_config(merge(own, changes))
 
@@ -304,7 +312,7 @@ def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path
     """As SGLang does, the simulated engine refuses a request without a token."""
 
     async def body() -> None:
-        weights = {"transport": "tensor", "verify": "every", "probe_tokens": 8}
+        weights = {"transport": "tensor", "verify": "every"}
         build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
         kind = {"kind": "sglang"}  # of which only its check after an update is wanted
         run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
@@ -314,7 +322,7 @@ def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(tmp_path
         for engine in run_.engines:
             engine.set_weights(PolicyVersion(0, 0))
         samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
-        assert samples is not None and samples.loss_mask_T.sum() == 16
+        assert samples is not None and samples.loss_mask_T.sum() == 2 * probe.TOKENS
         await run_.manager.stop()
 
     run(body())
@@ -347,7 +355,7 @@ def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> No
 def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, limit: str) -> None:
     changes: dict[str, Any] = {"environment": {"arguments": {"turns": 1000}}}
     if limit == "max_turns":
-        changes["environment"]["max_turns"] = 2
+        changes["episode"] = {"max_turns": 2}
     one = Run(tmp_path, configured(tokenizer, **changes))
 
     async def body() -> None:
@@ -456,11 +464,12 @@ def test_open_episodes_go_on_after_the_manager_has_died(tmp_path: Path, tokenize
 
 def test_the_time_of_an_episode_goes_on_after_a_death(tmp_path: Path, tokenizer: Path) -> None:
     """Else one that begins anew in every life would never be late."""
-    environment = {"arguments": {"turns": 1000, "seconds": 0.05}, "episode_seconds": 1.5}
+    environment = {"arguments": {"turns": 1000, "seconds": 0.05}}
     config = configured(
         tokenizer,
         game="KeptCount",
-        environment={**environment, "max_turns": 10_000},
+        environment=environment,
+        episode={"seconds": 1.5, "max_turns": 10_000},
         engines={"max_total_tokens": 100_000},
     )
 
@@ -519,9 +528,8 @@ def test_an_environment_that_cannot_be_restored_ends_no_run(
 
 
 def test_with_resume_restart_open_episodes_begin_anew(tmp_path: Path, tokenizer: Path) -> None:
-    config = configured(
-        tokenizer, environment={"resume": "restart", "arguments": {"turns": 6, "seconds": 0.01}}
-    )
+    environment = {"arguments": {"turns": 6, "seconds": 0.01}}
+    config = configured(tokenizer, environment=environment, episode={"resume": "restart"})
 
     async def lives() -> None:
         one = Run(tmp_path, config)
@@ -550,14 +558,12 @@ HOSTILE: dict[str, str] = {
 def test_a_hostile_environment_costs_its_own_episodes(
     tmp_path: Path, tokenizer: Path, how: str, on_failure: str
 ) -> None:
-    environment = {
-        "arguments": {"how": how},
-        "on_failure": on_failure,
+    changes: dict[str, Any] = {
+        "environment": {"arguments": {"how": how}},
+        "episode": {"on_failure": on_failure},
+        "schedule": {"concurrency": 24, "max_regenerations": 1},
     }
-    schedule = {"concurrency": 24, "max_regenerations": 1}
-    one = Run(
-        tmp_path, configured(tokenizer, game="Hostile", environment=environment, schedule=schedule)
-    )
+    one = Run(tmp_path, configured(tokenizer, game="Hostile", **changes))
 
     async def body() -> None:
         await one.begin(ResumePoint(0))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import RunConfig
-from megatron_async.config.environment import AgentConfig
+from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.environments.worker import Opened, Stepped
@@ -215,7 +215,7 @@ def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either()
     wanted = Wanted(SamplingConfig(), 2, (1,))
     engines = SharedEngines(lambda: [Echo()])  # type: ignore[list-item]
     found = asyncio.run(
-        play(Abandons(), 0, {}, wanted, "e", engines, AgentConfig(), None)  # type: ignore[arg-type]
+        play(Abandons(), 0, {}, wanted, "e", engines, EpisodeConfig(), None)  # type: ignore[arg-type]
     )
     assert found is not None
     assert [turn.left for turn in found.turns] == [False, True]

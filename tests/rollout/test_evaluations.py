@@ -17,6 +17,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.interface import EngineError, GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import UserError
+from megatron_async.rollout import evaluations
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion
@@ -52,10 +53,16 @@ class LongEngines(Engines):
         return self.all[-1]
 
 
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an evaluation beside training run two requests on an engine."""
+    monkeypatch.setattr(evaluations, "REQUESTS_PER_ENGINE", 2)
+
+
 def settings(preset: str, engines: int = 1, steps: int = 10_000, **evaluation: Any) -> RunConfig:
     """Rollouts of 16 tokens, evaluation responses of up to 40."""
     config = stand_in_settings(preset, engines, max_restarts=3)
-    own = {"prompts": 4, "every_steps": 1, "slots": 2, "max_new_tokens": 40, **evaluation}
+    own = {"prompts": 4, "every_steps": 1, "max_new_tokens": 40, **evaluation}
     tree = config.model_dump(mode="json") | {"eval": config.eval.model_dump() | own}
     tree |= {"steps": steps, "sampling": {"max_new_tokens": 16}}
     return build_config(tree)

@@ -176,7 +176,7 @@ def given_up(
     """Return whether the monitor gives the engine up."""
     found: list[str] = []
     monitor = EngineMonitor(
-        EngineConfig(no_progress_seconds=patience, health_interval_seconds=patience / 2),
+        EngineConfig(no_progress_seconds=patience),
         {"e": engine.slot},
         RolloutStatistics(overlap=True),
         lambda _: None,
@@ -317,7 +317,7 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         lambda: ended_engines(*[True] * 6),
         lambda: ended_engines(*[True] * 5, False),
     ),
-    "one response is silent for `engines.request_timeout_seconds`": (
+    "one response is silent for five times `engines.no_progress_seconds`": (
         "rollout/test_generation.py::test_a_silent_response_is_cut_off_and_its_engine_stays"
     ),
     "a request does not end when it is aborted": (

@@ -34,6 +34,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.respond import Wanted
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
+from megatron_async.store import buffers
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.schema import TrajectoryRow
@@ -49,12 +50,19 @@ from megatron_async.trajectory.types import (
 from tests.rollout.stand_ins import run, settings
 from tests.rollout.test_manager import Trainer
 
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store write after each token."""
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 1)
+
+
 STOP, LIMIT = 2, 6
 V0 = PolicyVersion(0, 0)
 
 
 def config_of(**changes: Any) -> RunConfig:
-    base = {"sampling": {"max_new_tokens": LIMIT}, "store": {"chunk_tokens": 1}}
+    base = {"sampling": {"max_new_tokens": LIMIT}}
     return build_config(merge(settings("sync").model_dump(), merge(base, changes)))
 
 

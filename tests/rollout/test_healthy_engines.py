@@ -136,7 +136,7 @@ async def test_engines_that_end_no_request_while_they_are_paused_in_place(
 
 
 async def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
-    """Over HTTP: every stream lasts three times `engines.request_timeout_seconds`."""
+    """Over HTTP: every stream lasts three times the silence that is allowed."""
 
     class Served(Engines):
         async def launch(self, index: int) -> Any:

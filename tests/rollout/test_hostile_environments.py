@@ -23,12 +23,10 @@ def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
     environment = {
         "name": f"{VILLAIN}:Villain",
         "arguments": {"marker": str(tmp_path)},
-        "step_seconds": 1.0,
-        "threads": 16,
-        "memory_mib": 1024,
     }
+    episode = {"step_seconds": 1.0, "threads": 16, "memory_mib": 1024}
     schedule = {"max_regenerations": 0, "concurrency": 12}
-    config = configured(tmp_path, environment=environment, schedule=schedule)
+    config = configured(tmp_path, environment=environment, episode=episode, schedule=schedule)
     with local_place(tmp_path) as place:
         one = Run(tmp_path, config, place=place)  # type: ignore[arg-type]
 

@@ -73,9 +73,7 @@ async def test_an_engine_is_given_up_for_no_load_report_alone_only_after_that_lo
     tmp_path: Path,
 ) -> None:
     """A few that cannot be read, and then one that can."""
-    config = config_of(
-        "copris", engines={"no_progress_seconds": 4 * HUNG, "request_timeout_seconds": 99.0}
-    )
+    config = config_of("copris", engines={"no_progress_seconds": 4 * HUNG})
     trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Odd)).started()
     await trainer.batch()
     odd = trainer.engines.all[0]

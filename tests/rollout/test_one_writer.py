@@ -16,11 +16,19 @@ import pytest
 
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.rollout.generation import Generation
+from megatron_async.store import buffers
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
 from tests.rollout.stand_ins import run
 from tests.rollout.test_manager import Trainer
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store write after four tokens."""
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
+
 
 STOP = 2
 
@@ -62,9 +70,8 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
     )
     config = config_of(
         "pipeline",
-        engines={"no_progress_seconds": 60.0, "request_timeout_seconds": 60.0},
+        engines={"no_progress_seconds": 60.0},
         schedule={"concurrency": 12, "group_size": 8, "groups_per_batch": 64},
-        store={"chunk_tokens": 4},
     )
 
     async def body() -> None:

@@ -68,7 +68,7 @@ def settings(preset: str, **engines: Any) -> RunConfig:
             "steps": 3,
             "parallel": {"ranks": engines.get("count", 1)},
             "trainer": {"wait_for_batch_seconds": 5},
-            "engines": {"placement": "colocated", "health_interval_seconds": 0.1, **engines},
+            "engines": {"placement": "colocated", **engines},
             "eval": {"prompts": 2},
             "weights": {"transport": "tensor", "timeout_seconds": 5},
         }

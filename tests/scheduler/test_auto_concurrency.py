@@ -266,16 +266,6 @@ def test_the_end_of_a_storm_is_not_taken_for_another_one() -> None:
     assert auto.loaded(state, 1.0, 64) == state
 
 
-def test_too_large_an_off_policy_share_lowers_it() -> None:
-    state = auto.start(16, 8, 100)
-    for _ in range(256):
-        state = auto.completed(state, 16)
-    lowered = auto.batched(state, 0.6, 0.5)
-    assert lowered.limit == 119
-    assert auto.batched(state, 0.6, 1.0) == state
-    assert auto.batched(lowered, 0.6, 0.5) == lowered  # what the old N' wrote
-
-
 def test_it_stays_between_one_group_and_what_engines_run() -> None:
     state = auto.capped(auto.start(4, 4, 100), 10, 0)
     assert state.limit == 10

@@ -176,7 +176,7 @@ def test_bad_settings_are_the_users_error() -> None:
 
 def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
-    config = TaskConfig(answer_marker="#", direct_share=1.0, scorer_workers=2)
+    config = TaskConfig(answer_marker="#", params={"direct_share": 1.0}, scorer_workers=2)
     tokenizer = character_tokenizer()
     pairs = ProceduralProblems(config).worked(40)
     pool = LocalScorerPool(ScorerSettings(task=config), str(tmp_path))

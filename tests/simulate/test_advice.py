@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.load import merge, parse_override
+from megatron_async.config.load import build_simulation, merge, parse_override
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
 from megatron_async.scheduler.events import EngineLoad
@@ -25,7 +24,7 @@ def point(*overrides: str) -> Point:
     settings = SMALL
     for override in overrides:
         settings = merge(settings, parse_override(override))
-    config = build_config(settings)
+    config = build_simulation(settings)
     return Point((), config, simulate(config))
 
 
@@ -188,7 +187,7 @@ def test_what_the_scheduler_warns_of_names_settings_of_a_simulation() -> None:
             watch.new_groups(cause)
         given += watch.taken(step, unscored=8)
     summary = replace(point().summary, warnings={warn.name: warn.message for warn in given})
-    lines = warnings([Point((), build_config(SMALL), summary)])
+    lines = warnings([Point((), build_simulation(SMALL), summary)])
     assert len(lines) == 4
     for line in lines:
         named = re.findall(r"\b(?:engines|simulate|task|trainer|schedule)\.\w+", line)

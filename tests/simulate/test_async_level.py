@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 from tests.simulate.test_world import SMALL
@@ -51,7 +50,7 @@ def run(
             "warmup_steps": 10,
         },
     }
-    return simulate(build_config(merge(SMALL, changes)))
+    return simulate(build_simulation(merge(SMALL, changes)))
 
 
 def generation_seconds(lengths: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.config import load_config
+from megatron_async.config.load import load_simulation
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 
@@ -37,7 +37,7 @@ WORKLOADS = {
 
 def point(name: str, *overrides: str) -> Summary:
     steps = (f"simulate.steps={STEPS}", f"simulate.warmup_steps={WARM_UP}")
-    return simulate(load_config(CONFIGS / f"{name}.yaml", [*steps, *overrides]))
+    return simulate(load_simulation(CONFIGS / f"{name}.yaml", [*steps, *overrides]))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.simulate.build import build_world
 from megatron_async.simulate.world import World
 from tests.simulate.test_world import SMALL
@@ -29,7 +28,7 @@ def run(preset: str, scorers: int = 1, steps: int = 60, **schedule: Any) -> Worl
         "simulate": SLOW,
         "task": {"scorer_workers": scorers},
     }
-    world = build_world(build_config(merge(SMALL, changes)))
+    world = build_world(build_simulation(merge(SMALL, changes)))
     world.run(steps)
     return world
 

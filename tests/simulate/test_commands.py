@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.commands.simulate import simulate_command
-from megatron_async.config import RunConfig
 from megatron_async.config.recipes import SCHEDULE_PRESETS
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
@@ -117,7 +117,7 @@ def test_what_is_bad_about_a_schedule_comes_with_what_to_try(config_file: Path) 
 def test_a_preset_that_fails_does_not_throw_away_the_others(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_fails(settings: RunConfig) -> Summary:
+    def one_fails(settings: SimulationConfig) -> Summary:
         if settings.schedule.preset == "copris":
             raise UserError("simulate.steps is too few")
         return simulate(settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_async.config import build_config
+from megatron_async.config.load import build_simulation
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
@@ -167,7 +167,7 @@ def test_recomputing_less_keeps_more_and_costs_less(
 
 
 def test_the_least_recomputation_is_the_one_with_the_least_work_that_fits() -> None:
-    config = build_config(
+    config = build_simulation(
         {
             "parallel": {"ranks": 32, "tensor": 2},
             "simulate": {"model": "qwen2.5-7b", "trainer_memory_share": 1.0},
@@ -226,7 +226,7 @@ def test_one_context_a_batch_is_enough() -> None:
 def test_a_cost_model_file_is_used_and_its_capacity_with_it(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text(yaml.safe_dump(table()))
-    config = build_config({"simulate": {"cost_model": str(path), "model": "qwen2.5-0.5b"}})
+    config = build_simulation({"simulate": {"cost_model": str(path), "model": "qwen2.5-0.5b"}})
     costs = engine_costs(config)
     assert costs.kv_capacity_tokens == 65536
     assert costs.decode(16)[0] == pytest.approx(0.016)
@@ -262,4 +262,4 @@ def test_a_config_without_a_size_is_named() -> None:
 
 def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"engines\.tensor 1"):
-        engine_costs(build_config({"simulate": {"model": "llama-3-70b"}}))
+        engine_costs(build_simulation({"simulate": {"model": "llama-3-70b"}}))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.config.simulate import LengthConfig, SimulateConfig, SimulatedEpisodeConfig
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder, read_record, replay
@@ -32,7 +31,7 @@ def settings(preset: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_simulates_tools_and_its_record_replays(preset: str, tmp_path: Path) -> None:
-    config = build_config(settings(preset))
+    config = build_simulation(settings(preset))
     record = io.StringIO()
     schedule = config.schedule.model_copy(update={"open_episodes": "auto"})
     recorder = Recorder(record, schedule, first_step=0, version=PolicyVersion(0, 0))
@@ -68,7 +67,7 @@ def busy(open_episodes: int) -> float:
             "efficiency": {"batch_overhead_seconds": 0.0},
         },
     }
-    summary = simulate(build_config(settings("pipeline", **changes)))
+    summary = simulate(build_simulation(settings("pipeline", **changes)))
     return summary.slots_busy * (1 - summary.engine_idle)
 
 
@@ -78,10 +77,10 @@ def test_open_episodes_beyond_the_slots_keep_these_busy_while_tools_run() -> Non
 
 
 def test_more_turns_and_slower_tools_make_longer_steps() -> None:
-    plain = simulate(build_config(settings("sync"))).step_seconds
+    plain = simulate(build_simulation(settings("sync"))).step_seconds
     for slower in ({"turns": 8}, {"tool_seconds": 3.0}):
         changes = {"simulate": {"episode": slower}}
-        assert simulate(build_config(settings("sync", **changes))).step_seconds > 1.3 * plain
+        assert simulate(build_simulation(settings("sync", **changes))).step_seconds > 1.3 * plain
 
 
 def source(**changes: Any) -> EpisodeSource:

@@ -151,7 +151,8 @@ def test_plan_prefers_the_simpler_layout_when_speeds_are_within_two_percent() ->
 def test_plan_prints_settings_that_a_run_accepts(preset: str) -> None:
     [best, *_] = make_plan(merge(SEVEN, {"simulate": {"gpus": 8}}), 1, [preset]).candidates
     pasted = yaml.safe_load(plan_yaml(best))
-    config = build_config(merge(SEVEN, pasted))
+    run = {name: section for name, section in SEVEN.items() if name != "simulate"}
+    config = build_config(merge(run, pasted))
     assert config.parallel.ranks == best.trainer.layout.ranks
     assert config.engines.placement == best.config.simulate.placement
     assert config.schedule.concurrency == best.engines.concurrency

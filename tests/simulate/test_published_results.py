@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import rapid_updates as rapid
-from megatron_async.config import load_config
+from megatron_async.config.load import load_simulation
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 
@@ -25,7 +25,7 @@ TOLERANCE = 0.10
 @cache
 def figures(name: str, *overrides: str) -> Summary:
     """One simulated point; equal points are simulated once."""
-    return simulate(load_config(CONFIGS / f"{name}.yaml", list(overrides)))
+    return simulate(load_simulation(CONFIGS / f"{name}.yaml", list(overrides)))
 
 
 def copris(*overrides: str) -> Summary:

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_async.config import build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.simulate.assumptions import assumptions
 from megatron_async.simulate.build import trainer_costs
@@ -19,7 +18,7 @@ H100 = Machine("cuda", "H100", 80e9)
 
 def costs(**simulate: object) -> TrainerCosts:
     settings = {"model": "qwen2.5-0.5b", "gpu": {"name": "A100"}, **simulate}
-    return trainer_costs(build_config({"parallel": {"ranks": 1}, "simulate": settings}))
+    return trainer_costs(build_simulation({"parallel": {"ranks": 1}, "simulate": settings}))
 
 
 def test_padding_goes_to_the_longest_of_the_batch_not_of_the_update() -> None:
@@ -49,7 +48,7 @@ def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
     trained = without.batch_seconds([100] * 4, 2) - overhead
     expected = overhead + 3 * trained + passes
     assert passes > 0 and thrice.batch_seconds([100] * 4, 2) == pytest.approx(expected)
-    config = build_config({"simulate": {"model": "qwen2.5-0.5b"}, "algorithm": {"epochs": 3}})
+    config = build_simulation({"simulate": {"model": "qwen2.5-0.5b"}, "algorithm": {"epochs": 3}})
     assert trainer_costs(config).epochs == 3
 
 
@@ -60,7 +59,7 @@ def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
     def update(**layout: object) -> TrainerCosts:
         engines = {"count": 4, "tensor": 8}
         return trainer_costs(
-            build_config({"parallel": layout, "engines": engines, "simulate": simulated})
+            build_simulation({"parallel": layout, "engines": engines, "simulate": simulated})
         )
 
     alone = update(ranks=1)
@@ -75,9 +74,9 @@ def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
 def test_a_simulation_recomputes_what_a_start_would_choose() -> None:
     model = {"simulate": {"model": "qwen2.5-7b"}, "parallel": {"ranks": 8, "tensor": 2}}
     sizes = {"trainer": {"microbatch_tokens": 20480}}
-    config = build_config(merge(model, sizes))
+    config = build_simulation(merge(model, sizes))
     assert trainer_costs(config).recompute == derive(config, H100).config.trainer.recompute
     assert isinstance(trainer_costs(config).recompute, int)
     assert f"trainer.recompute: {trainer_costs(config).recompute}" in assumptions(config)
-    given = build_config(merge(model, {"trainer": {"recompute": "none"}}))
+    given = build_simulation(merge(model, {"trainer": {"recompute": "none"}}))
     assert trainer_costs(given).recompute == "none"

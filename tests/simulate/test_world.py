@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge
+from megatron_async.config.load import build_simulation, merge
+from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.scheduler.record import Recorder, read_record, replay
 from megatron_async.simulate.build import build_world, simulate
@@ -33,14 +33,14 @@ SMALL: dict[str, Any] = {
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 
 
-def config(preset: str, **simulate: Any) -> RunConfig:
+def config(preset: str, **simulate: Any) -> SimulationConfig:
     schedule: dict[str, Any] = {"preset": preset}
     if preset == "rapid":
         schedule["updates_per_batch"] = 3
-    return build_config(merge(SMALL, {"schedule": schedule, "simulate": simulate}))
+    return build_simulation(merge(SMALL, {"schedule": schedule, "simulate": simulate}))
 
 
-def run(settings: RunConfig, recorder: Recorder | None = None) -> World:
+def run(settings: SimulationConfig, recorder: Recorder | None = None) -> World:
     world = build_world(settings, recorder)
     world.run(settings.simulate.steps)
     return world
@@ -89,7 +89,7 @@ def test_draining_schedules_are_on_policy(preset: str) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_the_lag_bound_holds(level: int) -> None:
     settings = merge(SMALL, {"schedule": {"preset": "async", "max_async_level": level}})
-    world = run(build_config(settings))
+    world = run(build_simulation(settings))
     assert max(lag.lag_max for lag in world.statistics.lags) <= level
     if level:
         assert max(lag.lag_max for lag in world.statistics.lags) > 0
@@ -109,7 +109,7 @@ def test_lag_in_samples_is_that_in_versions_times_the_batch(preset: str) -> None
 
 def test_kept_and_recomputed_caches_differ() -> None:
     keep, recompute = (
-        simulate(build_config(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))
+        simulate(build_simulation(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))
         for kv in ("keep", "recompute")
     )
     assert keep.recomputed == 0
@@ -120,7 +120,9 @@ def test_a_full_cache_shows_as_preemption_and_by_name() -> None:
     tight = {"kv_capacity_tokens": 6000, "load_report_seconds": 0.5, "admission_reserve_tokens": 0}
     base = merge(SMALL, {"simulate": tight})
     few, many = (
-        simulate(build_config(merge(base, {"schedule": {"preset": "pipeline", "concurrency": n}})))
+        simulate(
+            build_simulation(merge(base, {"schedule": {"preset": "pipeline", "concurrency": n}}))
+        )
         for n in (4, 160)
     )
     assert few.preemptions == 0
@@ -156,7 +158,7 @@ def test_a_recorded_simulation_replays(tmp_path: Path) -> None:
 
 def test_dynamic_sampling_filters_and_counts_the_waste() -> None:
     settings = merge(SMALL, {"schedule": {"preset": "copris", "dynamic_sampling": True}})
-    summary = simulate(build_config(settings))
+    summary = simulate(build_simulation(settings))
     assert summary.dropped["filtered"] > 0
     assert 0.1 < summary.wasted < 0.9
 
@@ -169,7 +171,7 @@ def test_overlap_on_shared_gpus_is_refused() -> None:
 def test_unequal_shared_gpus_are_refused() -> None:
     settings = merge(SMALL, {"parallel": {"ranks": 4}, "simulate": {"placement": "colocated"}})
     with pytest.raises(UserError, match=r"parallel\.ranks 4"):
-        build_world(build_config(merge(settings, {"schedule": {"preset": "copris"}})))
+        build_world(build_simulation(merge(settings, {"schedule": {"preset": "copris"}})))
 
 
 def test_masked_tokens_have_no_lag() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
-from megatron_async.store import compaction, export
+from megatron_async.store import buffers, compaction, export
 from megatron_async.store.compaction import apply_removal, remove_parts, restorable
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.lineage import Lineage, LineageTree
@@ -274,9 +274,11 @@ def test_a_large_group_is_removed_in_pieces_of_limited_size(
 
     store: TrajectoryStore
 
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 8)
+
     async def scenario() -> None:
         nonlocal store
-        settings = StoreConfig(chunk_tokens=8, compact_after_checkpoints=1)
+        settings = StoreConfig(compact_after_checkpoints=1)
         store = TrajectoryStore.open(tmp_path / STORE, settings)
         await batched_in_chunks(store, 0, size=3, chunks=10)
         await checkpoint(store, 1, [1])
@@ -296,7 +298,8 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     run, killed = tmp_path / "run", tmp_path / "killed"
-    settings = StoreConfig(chunk_tokens=8, compact_after_checkpoints=1)
+    monkeypatch.setattr(buffers, "CHUNK_TOKENS", 8)
+    settings = StoreConfig(compact_after_checkpoints=1)
 
     async def until_the_kill() -> None:
         store = TrajectoryStore.open(run / STORE, settings)

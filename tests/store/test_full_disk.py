@@ -20,7 +20,7 @@ from megatron_async.trajectory.types import FinishReason, PolicyVersion, Traject
 from tests.small_disk import SmallDisk
 from tests.trajectory.builders import STORE, append, expected, prompt, response, scored_group
 
-SETTINGS = StoreConfig(chunk_tokens=64)
+SETTINGS = StoreConfig()
 COUNT = 300
 SEEDS = 20
 REMEDY = r"; (free space on|look at) its file system"

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.store import buffers
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
@@ -90,9 +91,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(compact_after=st.integers(1, 2))
     def start(self, compact_after: int) -> None:
-        self.settings = StoreConfig(
-            chunk_tokens=CHUNK, chunk_seconds=1000.0, compact_after_checkpoints=compact_after
-        )
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(buffers, "CHUNK_TOKENS", CHUNK)
+        self.patch.setattr(buffers, "CHUNK_SECONDS", 1000.0)
+        self.settings = StoreConfig(compact_after_checkpoints=compact_after)
         self.store = TrajectoryStore.open(self.run_dir / STORE, self.settings)
 
     @rule(seed=st.integers(0, 2**32 - 1))
@@ -349,6 +351,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.wait(self.store.close())
+            self.patch.undo()
         self.loop.close()
         shutil.rmtree(self.root, ignore_errors=True)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.store import buffers
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.packing import pack_groups
@@ -50,7 +50,7 @@ def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
         return tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
 
     async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(chunk_tokens=8))
+        store = TrajectoryStore.open(tmp_path / STORE)
         store.add_group(prompt(), 1)
         request, start, lengths = store.begin_request(0), 0, []
         for kinds, count in (((), 5), ((routes,), 20), ((routes, teacher), 9), ((teacher,), 1)):
@@ -206,10 +206,13 @@ def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
     asyncio.run(scenario())
 
 
-def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> None:
+def test_a_chunk_is_written_when_full_when_old_or_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "CHUNK_SECONDS", 0.2)
+
     async def scenario() -> None:
-        settings = StoreConfig(chunk_tokens=64, chunk_seconds=0.2)
-        store = TrajectoryStore.open(tmp_path / STORE, settings)
+        store = TrajectoryStore.open(tmp_path / STORE)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
         store.begin_request(i)
         append(store, i, 0, 40)
@@ -505,6 +508,7 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.reader import StoreReader
+from megatron_async.store import buffers
 path = Path({str(tmp_path / STORE)!r})
 print(len(StoreReader(path).summaries()))
 try:

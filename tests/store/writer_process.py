@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.store import buffers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, TrajectoryState
 from tests.trajectory.builders import STORE, append, prompt
@@ -49,7 +50,7 @@ class Manager:
         self.step, self.lineage = restored["step"], lineage
         self.store = TrajectoryStore.open(
             run / STORE,
-            StoreConfig(directory=directory, chunk_tokens=CHUNK, compact_after_checkpoints=2),
+            StoreConfig(directory=directory, compact_after_checkpoints=2),
             lineage=lineage,
             step=restored["step"],
             parent=restored["lineage"] if lineage else None,
@@ -123,5 +124,6 @@ class Manager:
 
 
 if __name__ == "__main__":
+    buffers.CHUNK_TOKENS = CHUNK
     manager = Manager(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     asyncio.run(manager.work())

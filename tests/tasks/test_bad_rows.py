@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig, build_config
+from megatron_async.config.evaluation import EvalSetConfig
 from megatron_async.errors import UserError
 from megatron_async.launcher.preflight import check_run
 from megatron_async.tasks.build import build_source
@@ -96,17 +97,20 @@ def test_evaluation_sets_and_demonstrations_have_bad_rows_too(
     worked = folder / "worked.jsonl"
     rows = [{"prompt": f"{i}-{i}=", "response": "0"} for i in range(20)]
     worked.write_text("\n".join([*map(json.dumps, rows), "{", '{"prompt": "x"}']))
-    for mode, sets in (("eval", {"path": str(held)}), ("sft", {"data": str(worked)})):
+    held_set = EvalSetConfig(path=str(held))
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "eval": ("eval.sets.held.path", {"sets": {"held": held_set}}),
+        "sft": ("sft.data", {"data": str(worked)}),
+    }
+    for mode, (name, changes) in cases.items():
         for skip in (False, True):
             config = settings(folder, data, **({"bad_rows": "skip"} if skip else {}))
-            part = getattr(config, mode).model_copy(update=sets)
-            config = config.model_copy(update={mode: part})
+            config = config.with_section(mode, **changes)
             caplog.clear()
             if skip:
                 check_run(config, generates=mode == "eval")
                 assert "2 of " in caplog.text and "left out (task.bad_rows)" in caplog.text
                 continue
-            name = f"{mode}.{next(iter(sets))}"
             with pytest.raises(UserError, match=rf"^{name} .*: 2 of \d+ rows cannot be used; "):
                 check_run(config, generates=mode == "eval")
 
@@ -170,7 +174,7 @@ def test_a_wrong_column_is_named_once_with_the_setting_when_evaluation_sets_shar
 ) -> None:
     data, held = write(folder / "data.jsonl", 60, 0), write(folder / "held.jsonl", 9, 0)
     config = settings(folder, data, columns={"prompt": "quetsion"})
-    config = config.with_section("eval", path=str(held))
+    config = config.with_section("eval", sets={"held": EvalSetConfig(path=str(held))})
     with pytest.raises(UserError, match=r"^task\.path .*: 60 of 60 rows cannot be used; ") as found:
         check_run(config)
     assert "no column `quetsion` among ['answer', 'prompt'] (columns.prompt)" in str(found.value)

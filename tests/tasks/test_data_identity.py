@@ -77,16 +77,15 @@ def test_sources_and_evaluation_sets_count_and_other_files_do_not(tmp_path: Path
     sets = {"hard": {"path": rows(tmp_path / "hard.jsonl", 5)}}
     sections = {
         "task": {"sources": sources, "name": "exact", "heldout_share": 0},
-        "eval": {"path": rows(tmp_path / "held.jsonl", 5), "sets": sets},
+        "eval": {"sets": sets},
         "sft": {"data": rows(tmp_path / "sft.jsonl", 5)},
     }
     config = build_config(sections)
     before = data_identity(config)
-    for name in ("b", "hard", "held", "sft"):
+    for name in ("b", "hard", "sft"):
         rows(tmp_path / f"{name}.jsonl", 6)
     found = data_changes(before, data_identity(config, before))
     assert sorted(one.split()[0] for one in found) == [
-        "eval.path",
         "eval.sets.hard.path",
         "task.sources[1]",
     ]

@@ -94,7 +94,7 @@ def test_what_the_datasets_library_saved_is_read_without_it() -> None:
     pytest.importorskip("pyarrow")
     folder = Path(__file__).parents[1] / "data" / "saved_dataset"
     train = ProblemFile(FileConfig(path=str(folder), split="train"), "task.path")
-    test = ProblemFile(FileConfig(path=str(folder), split="test"), "eval.path")
+    test = ProblemFile(FileConfig(path=str(folder), split="test"), "eval.sets.held.path")
     found = [file[i].payload["answer"] for file in (train, test) for i in range(len(file))]
     assert sorted(map(int, found)) == list(range(1, 91)) and found[:80] != sorted(found[:80])
     assert train.where(45).endswith("train/data-00001-of-00002.arrow, row 6")
@@ -167,10 +167,10 @@ def test_rows_do_not_sit_in_memory(
 def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", SUMS[:40])
     write_jsonl(tmp_path / "test.jsonl", SUMS[40:])
-    assert len(ProblemFile(FileConfig(path=str(tmp_path), split="test"), "eval.path")) == 50
+    assert len(ProblemFile(FileConfig(path=str(tmp_path), split="test"), "eval.sets.x.path")) == 50
     for split, sentence in [("", "has several splits"), ("dev", "has no split 'dev'")]:
         with pytest.raises(UserError, match=f"{sentence}: set split to one of test, train"):
-            ProblemFile(FileConfig(path=str(tmp_path), split=split), "eval.path")
+            ProblemFile(FileConfig(path=str(tmp_path), split=split), "eval.sets.held.path")
 
 
 def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
@@ -418,7 +418,9 @@ def test_each_row_of_an_epoch_is_asked_once_wherever_a_run_is_restored(tmp_path:
 def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", SUMS)
     copies = [{"prompt": f" {row['prompt'].upper()}", "answer": 0} for row in SUMS[:30]]
-    file = ProblemFile(FileConfig(path=str(write_jsonl(tmp_path / "t.jsonl", copies))), "eval.path")
+    file = ProblemFile(
+        FileConfig(path=str(write_jsonl(tmp_path / "t.jsonl", copies))), "eval.sets.held.path"
+    )
     problems = FileProblems(config(train, heldout_share=0), file.keys)
     assert set(questions(problems, 0, 60)) == {row["prompt"] for row in SUMS[30:]}
 
@@ -438,7 +440,7 @@ def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     rows = [{"prompt": "1" * length, "answer": 1} for length in (5, 60, 30, 70)]
     path = write_jsonl(tmp_path / "lengths.jsonl", rows)
-    settings = config(path, heldout_share=0, filter_overlong=True)
+    settings = config(path, heldout_share=0, long_prompts="filter")
     task = build_task(settings, str(tmp_path))
     assert task.check_lengths(150, 100) == 2
     asked = task.train_prompts(0, 8)

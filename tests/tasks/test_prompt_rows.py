@@ -89,11 +89,11 @@ def test_a_row_of_an_evaluation_set_without_a_prompt_is_refused(tmp_path: Path, 
     row, changes, why = BAD_ROWS[case]
     path = write(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1"} for i in range(20)])
     held = write(tmp_path / "held.jsonl", [{"prompt": "9"}, row])
-    evaluation = EvalConfig.model_validate({"path": held})
-    with pytest.raises(UserError, match=rf"eval\.path .*held\.jsonl:2: .*{why}"):
+    evaluation = EvalConfig.model_validate({"sets": {"held": {"path": held}}})
+    with pytest.raises(UserError, match=rf"eval\.sets\.held\.path .*held\.jsonl:2: .*{why}"):
         task_of(tmp_path, path, evaluation, **changes)
     task = task_of(tmp_path, path, evaluation, bad_rows="skip", **changes)
-    assert len(task.eval_prompts(0, "heldout")) == 1
+    assert len(task.eval_prompts(0, "held")) == 1
 
 
 def test_an_example_with_a_token_that_the_model_lacks_is_refused_by_line(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_seeds_have_no_end() -> None:
     [
         ({"task": {"kind": "seeds"}}, "set environment.name"),
         ({"environment": {"name": "Guess"}}, "environment.name is 'Guess'; it must be"),
-        ({"environment": {"max_turns": 3}}, "environment.max_turns is set and"),
+        ({"episode": {"max_turns": 3}}, "episode.max_turns is set and"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], sentence: str) -> None:

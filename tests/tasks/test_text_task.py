@@ -34,8 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _config(**changes: Any) -> TaskConfig:
     settings = {
         "params": {"min_digits": 1, "max_digits": 1},
-        "prompt_template": "{expression}=",
-        "remove_spaces": True,
+        "prompt_template": "{compact}=",
         "answer_marker": "#",
         **changes,
     }
@@ -179,13 +178,13 @@ def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_li
     held = tmp_path / "held.jsonl"
     rows = [{"prompt": question, "answer": 1} for question in ("9+9=", "2" * 70)]
     held.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluation = EvalConfig.model_validate({"path": str(held)})
+    evaluation = EvalConfig.model_validate({"sets": {"held": {"path": str(held)}}})
     task = build_task(_file_of(tmp_path, ["1+1="], heldout_share=0), model, evaluation)
-    task.check_evaluation(0, "heldout", 70)
-    with pytest.raises(UserError, match=r"heldout: eval\.path .*held\.jsonl:2: the prompt has 70 "):
-        task.check_evaluation(0, "heldout", 69)
+    task.check_evaluation(0, "held", 70)
+    with pytest.raises(UserError, match=r"held: eval\..*held\.jsonl:2: the prompt has 70 "):
+        task.check_evaluation(0, "held", 69)
     config = _file_of(tmp_path, ["1+1="], heldout_share=0, long_prompts="drop")
-    build_task(config, model, evaluation).check_evaluation(0, "heldout", 69)
+    build_task(config, model, evaluation).check_evaluation(0, "held", 69)
 
 
 def test_a_held_out_prompt_that_no_engine_takes_is_refused_by_its_line(

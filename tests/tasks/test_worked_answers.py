@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_async.config import build_config
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.chain_sum import (
-    chain_sum_answer,
+    ChainSums,
     chain_sum_direct,
     chain_sum_full,
-    chain_sum_terse,
 )
 from megatron_async.tasks.procedural import ProceduralProblems, ProceduralScorer
 
@@ -44,9 +42,8 @@ def test_every_step_is_true_and_the_last_is_the_answer(
 
 def test_the_forms_are_the_documented_ones() -> None:
     assert chain_sum_full("4 - 1 + 2") == "4-1=3;3+2=5#5"
-    assert chain_sum_terse("4 - 1 + 2") == "3;5#5"
     assert chain_sum_direct("4 - 1 + 2") == "#5"
-    assert chain_sum_full("7") == chain_sum_terse("7") == "#7"
+    assert chain_sum_full("7") == "#7"
 
 
 @pytest.mark.parametrize("text", ["", "-1 + 2", "3 * 4", "1 + ", "1 + x"])
@@ -55,22 +52,21 @@ def test_what_is_no_chain_is_refused(text: str) -> None:
         chain_sum_full(text)
 
 
-def test_the_shares_of_the_styles_are_those_asked_for() -> None:
-    metadata = {"expression": "4 - 1 + 2"}
-    texts = [chain_sum_answer(metadata, 0.3, 0.2, seed) for seed in range(4000)]
-    assert set(texts) == {"#5", "3;5#5", "4-1=3;3+2=5#5"}
+def test_the_share_of_direct_answers_is_the_one_asked_for() -> None:
+    sums = ChainSums(seed=1, direct_share=0.3)
+    texts = [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
+    assert set(texts) == {"#5", "4-1=3;3+2=5#5"}
     assert 0.27 < texts.count("#5") / 4000 < 0.33
-    assert 0.17 < texts.count("3;5#5") / 4000 < 0.23
-    assert texts == [chain_sum_answer(metadata, 0.3, 0.2, seed) for seed in range(4000)]
+    assert texts == [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
 
 
-def test_shares_of_more_than_everything_are_refused() -> None:
-    with pytest.raises(UserError, match=r"direct_share 0\.7 and task\.terse_share 0\.5 add up"):
-        build_config({"task": {"direct_share": 0.7, "terse_share": 0.5}})
+def test_a_share_of_more_than_everything_is_refused() -> None:
+    with pytest.raises(UserError, match=r"direct_share must be from 0 to 1, got 1\.7"):
+        ProceduralProblems(TaskConfig(params={"direct_share": 1.7}))
 
 
 def test_the_scorer_gives_every_worked_answer_full_score() -> None:
-    config = TaskConfig(answer_marker="#", direct_share=0.3, terse_share=0.3)
+    config = TaskConfig(answer_marker="#", params={"direct_share": 0.3})
     scorer = ProceduralScorer(config)
     for problem, text in ProceduralProblems(config).worked(300):
         assert scorer.score(problem.payload, text)[0] == 1.0

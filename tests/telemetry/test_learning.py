@@ -19,7 +19,7 @@ from megatron_async.telemetry.learning import (
     ZERO_REWARD_STEPS,
     FailingScores,
     LearningWatch,
-    UnreachedThresholds,
+    UnreachedThreshold,
 )
 
 WELL = {
@@ -227,7 +227,7 @@ def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:
 
 
 def test_unreached_threshold_is_named_once_when_no_reward_reaches_it() -> None:
-    watch = UnreachedThresholds({"eval.solved_at": 1.0, "task.difficulty.solved_at": 0.5})
+    watch = UnreachedThreshold(1.0)
     assert watch.evaluated(0.9) == [], "before the first step a policy may well solve nothing"
     assert [watch.trained({"reward/max": 0.7}) for _ in range(UNREACHED_STEPS - 1)][-1] == []
     ((name, message),) = watch.trained({"reward/max": 0.998})
@@ -237,7 +237,7 @@ def test_unreached_threshold_is_named_once_when_no_reward_reaches_it() -> None:
 
 
 def test_unreached_threshold_is_named_by_an_evaluation_after_the_first_step() -> None:
-    watch = UnreachedThresholds({"eval.solved_at": 1.0}, before=[{"reward/max": 0.5}])
+    watch = UnreachedThreshold(1.0, before=[{"reward/max": 0.5}])
     assert [name for name, _ in watch.evaluated(0.8)] == ["eval_solved_at_unreached"]
-    reached = UnreachedThresholds({"eval.solved_at": 1.0}, before=[{"reward/max": 1.0}])
+    reached = UnreachedThreshold(1.0, before=[{"reward/max": 1.0}])
     assert reached.evaluated(0.8) == []

@@ -63,7 +63,7 @@ def hanging() -> Iterator[Hanging]:
 
 
 def settings(*trackers: Any) -> TelemetryConfig:
-    config = build_config({"telemetry": {"trackers": list(trackers), "tensorboard": False}})
+    config = build_config({"telemetry": {"trackers": list(trackers)}})
     return config.telemetry
 
 

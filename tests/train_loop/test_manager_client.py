@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import PlacedDead, PlacedLost, Recorder, recorded
+from megatron_async.places.place import CallRecorder, PlacedDead, PlacedLost, recorded
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint
@@ -27,7 +27,7 @@ class NotingLink(PlacedLink):
         self.limits: dict[str, float] = {}
 
     def _call(self, what: Any, limit: float, unless_stopped: bool = False) -> Any:
-        self.limits[what(Recorder(), 0).method] = limit
+        self.limits[what(CallRecorder(), 0).method] = limit
 
 
 def test_an_evaluation_may_take_longer_than_an_update() -> None:

@@ -18,7 +18,7 @@ ERRORS = {"mean_error": 0.011, "max_error": 0.2, "drift": 1.5}
 
 def loop_with(metrics: SimpleNamespace) -> Any:
     return TrainLoop(
-        config=SimpleNamespace(telemetry=SimpleNamespace(histograms_every=7)),  # type: ignore[arg-type]
+        config=None,  # type: ignore[arg-type]
         trainer=SimpleNamespace(step=0),  # type: ignore[arg-type]
         publisher=None,  # type: ignore[arg-type]
         checkpoints=None,  # type: ignore[arg-type]

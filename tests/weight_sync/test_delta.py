@@ -19,6 +19,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root
+from megatron_async.weight_sync.transports import delta
 from megatron_async.weight_sync.transports.delta import DeltaSender
 from megatron_async.weight_sync.transports.disk import DiskSender
 from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
@@ -50,7 +51,7 @@ def bits(tensors: Weights) -> dict[str, bytes]:
 class World:
     """A sender and two engines, each with a receiver beside it."""
 
-    def __init__(self, folder: Path, stack: ExitStack, full_every: int = 100) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.published = folder / "published"
         self.engines = [FakeEngine("works") for _ in range(2)]
@@ -59,7 +60,7 @@ class World:
             self.restart(index)
             self.addresses.append(stack.enter_context(serving(engine, f"engine{index}")))
         self.sender = DeltaSender(
-            WeightsConfig(transport="delta", delta_full_every=full_every, timeout_seconds=20.0),
+            WeightsConfig(transport="delta", timeout_seconds=20.0),
             EngineConfig(),
             self.published,
         )
@@ -82,7 +83,9 @@ class World:
 @contextmanager
 def world(full_every: int = 100) -> Iterator[World]:
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        yield World(Path(folder), stack, full_every)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(delta, "FULL_EVERY", full_every)
+        yield World(Path(folder), stack)
 
 
 def flip(path: Path, position: int, mask: int) -> None:

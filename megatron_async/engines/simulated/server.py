@@ -11,7 +11,7 @@ Invariants
 - Neither torch nor SGLang is imported: a start takes as long as importing aiohttp.
 - Weights are taken, not used: the checksum is over the bytes that arrived, the version counts from
   the next token on, and the parameter names are those of the model directory.
-- It ends with whoever started it (the lifeline of sglang/server.py).
+- It ends with whoever started it (a lifeline).
 """
 
 import argparse

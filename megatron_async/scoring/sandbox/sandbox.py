@@ -3,7 +3,7 @@
 Invariants
 - `run` returns within the limit it is given (and the seconds that ending processes takes), and
   leaves no process and no file behind.
-- What the program prints is cut at `sandbox.output_kib`: more ends it.
+- What the program prints is cut at `OUTPUT_BYTES`: more ends it.
 - Whether namespaces are to be had is tried once, when the sandbox is made, by running a program.
 """
 
@@ -27,6 +27,8 @@ LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _END_SECONDS: Final = 10.0  # for the launcher to end what runs, on a busy machine
 _PROBE_SECONDS: Final = 20.0
 _PIECE_BYTES: Final = 1 << 16
+# What a program may print. A grader prints a score; a program that prints more runs away.
+OUTPUT_BYTES: Final = 64 << 10
 Cause = Literal["", "seconds", "memory", "output", "processes"]
 
 
@@ -131,7 +133,7 @@ class Sandbox:
         """Read what it prints until it ends; end it for too much of that, or at the deadline."""
         assert launcher.stdout is not None and launcher.stderr is not None
         found = (bytearray(), bytearray())
-        left = self._config.output_kib << 10
+        left = OUTPUT_BYTES
         cause: Cause = ""
         with selectors.DefaultSelector() as selector:
             selector.register(launcher.stdout, selectors.EVENT_READ, found[0])

@@ -26,8 +26,6 @@ def build_trackers(config: TelemetryConfig) -> dict[str, Tracker]:
         if name in found:
             raise UserError(f"telemetry.trackers has {name!r} twice")
         found[name] = _tracker(wanted.name, wanted.arguments)
-    if config.tensorboard and "tensorboard" not in found:
-        found["tensorboard"] = _tracker("tensorboard", {})
     return found
 
 

@@ -10,7 +10,7 @@ Invariants
 - What a receiver makes is what was published, bit for bit: both manifests hold the same checksums
   of the whole shards, and a difference carries the checksum of what it must lead to.
 - Engines load only when all of them have the version whole on their own machine.
-- Every `weights.delta_full_every`-th version has no differences, so that all read it whole.
+- Every `FULL_EVERY`-th version has no differences, so that all read it whole.
 """
 
 import mmap
@@ -40,6 +40,9 @@ from megatron_async.weight_sync.version_directory import (
 )
 
 NEEDS_FULL_STATUS = 409
+# Versions from one that is read whole to the next. A whole version bounds how far back an engine
+# that starts late has to read, and a sixteenth of the versions costs little bandwidth.
+FULL_EVERY = 16
 # Scales of quantised weights (`quantise.py`) lose their meaning when they are rounded.
 _KEPT_AS_IT_IS = "_scale_inv"
 
@@ -123,7 +126,7 @@ class DeltaSender(DiskSender):
 
     def _find_base(self, name: str) -> Path | None:
         """The newest other version that is published whole; None when it is a full one's turn."""
-        if self._in_a_row + 1 >= self.settings.delta_full_every:
+        if self._in_a_row + 1 >= FULL_EVERY:
             return None
         for sent in reversed(self._sent):
             if sent != name and (self._directory / sent / MANIFEST).exists():
