@@ -1,6 +1,6 @@
 """State of an engine as its driver sees it: serving or not, version held, reasons to wait.
 
-Tokens pass by policy version: an engine may generate as soon as it has been sent a version,
+Tokens are accepted by policy version: an engine may generate as soon as it has been sent a version,
 so that it does not idle while the trainer verifies it. What it generates meanwhile waits here, in
 the order in which it came; if the verification fails, the streams are cancelled and nothing of it
 was kept (docs/weights.md).

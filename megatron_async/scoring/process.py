@@ -6,7 +6,7 @@ Invariants
   on the reply channel is discarded and counted in `stray`.
 - No wait is without a limit, not even while stray packets keep coming.
 - After `end`, nothing that the scorer started is left (see `process_main`).
-- It belongs to one event loop, which it never blocks: `end`, which does, belongs into a thread.
+- It belongs to one event loop and never blocks it. `end` blocks; `finish` calls it in a thread.
 - The pipe of requests is written to here, not by a transport: `end` closes the pipe, and uvloop
   would close the number of the descriptor again, which may be another file's by then.
 """
