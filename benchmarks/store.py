@@ -167,7 +167,7 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
 
     watching = [asyncio.create_task(ticker()), asyncio.create_task(commits())]
     before = time.perf_counter()
-    await store.checkpoint_finalised(1, [1])
+    await store.checkpoint_finalised(1, [])
     await store._compactor.finish()
     took = time.perf_counter() - before
     running = False
@@ -228,7 +228,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     mended = TrajectoryStore.open(path, lineage=1)
     mending = time.perf_counter() - start
     assert mended.recovery is not None
-    assert mended.recovery.lost_trajectories == 0
+    assert "lost" not in mended.recovery.sentence
     await mended.close()
 
     return [

@@ -10,7 +10,7 @@ import signal
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -290,7 +290,7 @@ def launch(
     gpus_per_node: Annotated[int, Option(help="0: nodes without GPUs.")] = 8,
     gpu: Annotated[str, Option(help="GPU of the nodes, as H100 or H200.")] = "H100",
     engine_nodes: Annotated[
-        int | None, Option(help="Rollout nodes; default: as many as the engines' GPUs need.")
+        int | None, Option(min=1, help="Rollout nodes; default: as many as the engines' GPUs need.")
     ] = None,
     time_limit: Annotated[str, Option("--time", help="Slurm time limit.")] = "24:00:00",
     sbatch: Annotated[
@@ -312,13 +312,15 @@ def launch(
 
 @app.command()
 def convert(
-    direction: Annotated[str, Argument(metavar="hf-to-megatron|megatron-to-hf")],
+    direction: Annotated[Literal["hf-to-megatron", "megatron-to-hf"], Argument()],
     src: Annotated[Path, Option(help="Hugging Face directory; checkpoint or runs/NAME.")],
     dst: Annotated[Path, Option(help="New directory.")],
-    tp: Annotated[int, Option(help="hf-to-megatron: tensor-parallel size of the files.")] = 1,
-    pp: Annotated[int, Option(help="hf-to-megatron: pipeline-parallel size.")] = 1,
+    tp: Annotated[
+        int, Option(min=1, help="hf-to-megatron: tensor-parallel size of the files.")
+    ] = 1,
+    pp: Annotated[int, Option(min=1, help="hf-to-megatron: pipeline-parallel size.")] = 1,
     dtype: Annotated[
-        str | None, Option(help="float32, bfloat16 or float16; default: as in the source.")
+        Literal["float32", "bfloat16", "float16"] | None, Option(help="Default: as in the source.")
     ] = None,
     model: Annotated[
         Path | None,
@@ -326,7 +328,7 @@ def convert(
     ] = None,
     family: Annotated[str, Option(help="model.family of a model of your own family.")] = "",
     shard_gb: Annotated[
-        float, Option(help="megatron-to-hf: largest output file, in gigabytes.")
+        float, Option(min=1e-9, help="megatron-to-hf: largest output file, in gigabytes.")
     ] = 5.0,
 ) -> None:
     """Convert weights between Hugging Face and this trainer's checkpoints, in a stream."""
@@ -337,18 +339,12 @@ def convert(
             src, dst, tensor=tp, pipeline=pp, dtype=dtype, family=family, show_progress=True
         )
         typer.echo(f"checkpoint in {dst}; a run starts from it with model.checkpoint={dst}")
-    elif direction == "megatron-to-hf":
-        if shard_gb <= 0:
-            raise UserError(f"--shard-gb is {shard_gb}; it must be positive")
+    else:
         found = megatron_to_hf(
             src, dst, model=model, dtype=dtype, max_shard_bytes=int(shard_gb * 1e9),
             family=family, show_progress=True,
         )  # fmt: skip
         typer.echo(f"{found.path} is now in {dst}")
-    else:
-        raise UserError(
-            f"convert direction is {direction!r}; it must be hf-to-megatron or megatron-to-hf"
-        )
 
 
 @app.command()
@@ -428,7 +424,7 @@ def simulate(
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
     from megatron_async.commands.simulate import figures_command, simulate_command
 
-    given = [*(overrides or []), *(setting or [])]
+    given = (overrides or []) + (setting or [])
     if figures:
         figures_command(_need(config, "simulate"), given)
     else:
@@ -452,7 +448,7 @@ def plan(
     """Find the best split of the GPUs, parallel sizes and number of requests in flight."""
     from megatron_async.commands.simulate import plan_command
 
-    given = [*(overrides or []), *(setting or [])]
+    given = (overrides or []) + (setting or [])
     plan_command(_need(config, "plan"), given, presets, top, wide, assumptions)
 
 

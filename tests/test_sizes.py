@@ -11,9 +11,7 @@ from tests.sizes import (
 )
 
 MOST_CODE_LINES_OF_A_FILE = 400
-LONGER_FILES = {
-    "megatron_async/cli.py": "a list of commands, whose options are the help that a user reads",
-}
+LONGER_FILES: dict[str, str] = {}
 MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
 # It moves only by what an issue grants: 33,059 and 550 (one machine without Ray), 900 (70B files),
 # 3,100 (environments), 1,100 (agents), 450 (public reports, which took 198 more), 200 (edges),

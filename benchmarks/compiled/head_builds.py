@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from megatron_async_kernels.triton_backward import accumulate_product_kernel, dlogits_kernel
 from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
-from megatron_async_kernels.triton_tiles import TileConfig, head_configs, without_descriptors
+from megatron_async_kernels.triton_tiles import (
+    TileConfig,
+    TileSpec,
+    head_configs,
+    without_descriptors,
+)
 
 from benchmarks.compiled.ahead_of_time import KernelBuild
 
@@ -44,18 +49,7 @@ def _operand_types(tile: TileConfig, kind: str) -> dict[str, str]:
 
 
 def _tile_constants(tile: TileConfig, entropy: bool) -> dict[str, Any]:
-    return {
-        "ROWS": tile.tokens,
-        "COLUMNS": tile.vocab,
-        "DEPTH": tile.depth,
-        "GROUP": tile.group,
-        "EVEN_DEPTH": True,
-        "DESCRIPTORS": tile.descriptors,
-        "UPCAST": False,
-        "HAS_BIAS": False,
-        "HALVES": tile.halves,
-        "ENTROPY": entropy,
-    }
+    return {"SPEC": TileSpec(tile, even_depth=True, upcast=False, entropy=entropy)}
 
 
 def _shape(tile: TileConfig) -> str:
@@ -67,7 +61,6 @@ def _stats_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Kern
     outputs = ("max_out", "sum_out", "weighted_out", "target_out")
     types = {
         **_operand_types(tile, kind),
-        "bias": f"*{kind}",
         "targets": "*i64",
         **dict.fromkeys(outputs, "*fp32"),
         **dict.fromkeys(("num_rows", "num_columns", "depth", "out_stride"), "i32"),
@@ -80,7 +73,7 @@ def _stats_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Kern
         kernel=head_stats_kernel,
         types=types,
         constants=_tile_constants(tile, entropy),
-        aligned=(*pointers, "bias", "targets", *outputs, "depth"),
+        aligned=(*pointers, "targets", *outputs, "depth"),
         warps=tile.warps,
         stages=tile.stages,
     )
@@ -90,7 +83,6 @@ def _dlogits_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Ke
     rows = ("log_sum_exp", "grad_logprob", "grad_entropy", "entropy")
     types = {
         **_operand_types(tile, kind),
-        "bias": f"*{kind}",
         "targets": "*i64",
         **dict.fromkeys(rows, "*fp32"),
         "dlogits": f"*{kind}",
@@ -104,7 +96,7 @@ def _dlogits_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Ke
         kernel=dlogits_kernel,
         types=types,
         constants=_tile_constants(tile, entropy),
-        aligned=(*pointers, "bias", "targets", *rows, "dlogits", "depth", "dlogits_stride"),
+        aligned=(*pointers, "targets", *rows, "dlogits", "depth", "dlogits_stride"),
         warps=tile.warps,
         stages=tile.stages,
     )

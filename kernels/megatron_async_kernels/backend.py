@@ -11,8 +11,8 @@ from megatron_async_kernels.chunked import ChunkedKernels
 from megatron_async_kernels.head_types import HeadKernels
 from megatron_async_kernels.triton_loss_spec import MAX_RULES
 
-Backend = Literal["auto", "reference", "chunked", "triton"]
-BACKENDS: tuple[str, ...] = ("auto", "reference", "chunked", "triton")
+Backend = Literal["auto", "chunked", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", "chunked", "triton")
 
 
 def triton_installed() -> bool:
@@ -35,7 +35,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 
 def head_kernels(name: str) -> HeadKernels:
-    """The head's kernels of a resolved backend other than `reference`."""
+    """The head's kernels of a resolved backend."""
     if name == "chunked":
         return ChunkedKernels()
     if name == "triton":

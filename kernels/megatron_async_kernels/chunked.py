@@ -91,17 +91,11 @@ def _blocks(total: int, size: int) -> list[tuple[int, int]]:
 
 
 def _scaled_logits(
-    problem: HeadProblem,
-    buffers: _Buffers,
-    hidden_CD: Tensor,
-    weight_BD: Tensor,
-    columns: tuple[int, int],
+    problem: HeadProblem, buffers: _Buffers, hidden_CD: Tensor, weight_BD: Tensor
 ) -> Tensor:
-    """(hidden · weightᵀ + bias) / temperature for one block, [C, B], in the first buffer."""
+    """hidden · weightᵀ / temperature for one block, [C, B], in the first buffer."""
     logits_CB = buffers.first(hidden_CD.shape[0], weight_BD.shape[0])
     torch.mm(hidden_CD, weight_BD.t(), out=logits_CB)
-    if problem.bias_V is not None:
-        logits_CB += problem.bias_V[columns[0] : columns[1]].to(logits_CB.dtype)
     if problem.inv_temperature != 1.0:
         logits_CB *= problem.inv_temperature
     return logits_CB
@@ -168,7 +162,7 @@ def _merge_block(
     """Merge one block of logits into the running statistics of its rows, in place."""
     at = slice(*rows)
     weight_BD = problem.weight_VD[columns[0] : columns[1]].to(problem.accumulate)
-    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD, columns)
+    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD)
     column_C, inside_C = _local_targets(problem, rows, columns)
     picked_C = logits_CB.gather(1, column_C[:, None])[:, 0]
     stats.target_R[at] = torch.where(inside_C, picked_C, stats.target_R[at])
@@ -202,8 +196,6 @@ def _add_products(
         dhidden_CD.addmm_(dlogits_CB, weight_BD)
     if grads.dweight_VD is not None:
         _add_product(grads.dweight_VD[at], dlogits_CB.t(), hidden_CD)
-    if grads.dbias_V is not None:
-        grads.dbias_V[at] += dlogits_CB.sum(dim=0).to(grads.dbias_V.dtype)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -225,7 +217,7 @@ def _dlogits(
 ) -> Tensor:
     """dLoss/d(unscaled logits) of one block by the formula of `HeadCotangents`, [C, B]."""
     at = slice(*rows)
-    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD, columns)
+    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD)
     logits_CB -= cotangents.log_sum_exp_R[at, None]
     grad_C = cotangents.grad_logprob_R[at]
     if cotangents.grad_entropy_R is None or cotangents.entropy_R is None:

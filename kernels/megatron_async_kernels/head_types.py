@@ -30,12 +30,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """A shard of `softmax((hidden · weightᵀ + bias) / temperature)` at R targets."""
+    """A shard of `softmax(hidden · weightᵀ / temperature)` at R targets."""
 
     hidden_TD: Tensor
     rows_R: Tensor | None
     weight_VD: Tensor
-    bias_V: Tensor | None
     targets_R: Tensor
     inv_temperature: float
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
@@ -105,12 +104,11 @@ class HeadGrads:
     """Targets to which backward adds its products; a `None` is not wanted.
 
     All are added to in place: `dhidden_TD` (hidden's dtype, zeroed by the caller),
-    `dweight_VD` and `dbias_V` (the weight's dtype, or the float32 main gradient).
+    `dweight_VD` (the weight's dtype, or the float32 main gradient).
     """
 
     dhidden_TD: Tensor | None
     dweight_VD: Tensor | None
-    dbias_V: Tensor | None
 
 
 class HeadKernels(Protocol):

@@ -60,8 +60,8 @@ def is_loss(
 
     Args
         backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
-            plain torch elsewhere ("chunked" and "reference" are plain torch: nothing in this
-            function is larger than its inputs).
+            plain torch elsewhere ("chunked" is plain torch: nothing in this function is larger
+            than its inputs).
         check: read the count of non-finite tokens back (one synchronisation) and raise; without,
             the result's `finite` has it.
 

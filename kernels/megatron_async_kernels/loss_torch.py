@@ -324,7 +324,6 @@ def _metrics(
     policy, kl, entropy = parts_3.unbind()
     totals |= {
         "sequences": nonempty_S.sum(),
-        "kept_sequences": (segment_sum(kept_T, cu_S1) > 0).sum(),
         "loss": parts_3.sum(),
         "policy_loss": policy,
         "kl_loss": kl,

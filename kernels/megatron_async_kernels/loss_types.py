@@ -195,7 +195,6 @@ SUM_NAMES: tuple[str, ...] = (
     "tokens",  # sum m
     "kept_tokens",  # sum k
     "sequences",  # sequences with a mask-1 token
-    "kept_sequences",  # sequences with a kept token
     "loss",  # loss_sum
     "policy_loss",  # its surrogate part
     "kl_loss",  # its KL part, kl_coef included

@@ -18,19 +18,16 @@ def reference_token_logprob(
     targets_T: Tensor,
     *,
     temperature: float = 1.0,
-    bias_V: Tensor | None = None,
     token_mask_T: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax((h·Wᵀ + b)/τ) at the targets, and the softmax's entropy; both [T].
+    """log softmax(h·Wᵀ/τ) at the targets, and the softmax's entropy; both [T].
 
     Rows of `weight_VD` at or beyond `vocab_size` are cut off; masked tokens give 0 for both.
     """
     dtype = accumulation_dtype(hidden_TD.dtype)
     rows = weight_VD.shape[0] if vocab_size is None else vocab_size
     logits_TV = hidden_TD.to(dtype) @ weight_VD[:rows].to(dtype).t()
-    if bias_V is not None:
-        logits_TV = logits_TV + bias_V[:rows].to(dtype)
     logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
     keep_T = (
         torch.ones_like(targets_T, dtype=torch.bool)
@@ -39,7 +36,5 @@ def reference_token_logprob(
     )
     safe_T = torch.where(keep_T, targets_T, 0).to(torch.int64)
     picked_T = logprobs_TV.gather(1, safe_T[:, None])[:, 0]
-    # exp(log p)·log p with p = 0 is 0, not NaN, and so is its gradient: -inf stays out of both.
-    finite_TV = logprobs_TV.masked_fill(logprobs_TV == -torch.inf, 0.0)
-    entropy_T = -(logprobs_TV.exp() * finite_TV).sum(dim=-1)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
     return torch.where(keep_T, picked_T, 0.0), torch.where(keep_T, entropy_T, 0.0)

@@ -3,7 +3,7 @@
 A vocabulary-parallel head has its collectives here, over one tensor-parallel group.
 
 Invariants
-- No [T × V] tensor, forward or backward, in any backend but `reference`: backward recomputes the
+- No [T × V] tensor, forward or backward, in any backend: backward recomputes the
   logits from the saved hidden states and each row's log-sum-exp.
 - Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0 and
   their target id is never looked at.
@@ -36,7 +36,6 @@ from megatron_async_kernels.head_types import (
     HeadStats,
     accumulation_dtype,
 )
-from megatron_async_kernels.reference import reference_token_logprob
 
 # torch 2.13 renamed both; older versions know the first names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,7 +109,7 @@ class HeadCall:
     workspace_bytes: int
     deterministic: bool
 
-    def problem(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> HeadProblem:
+    def problem(self, hidden_TD: Tensor, weight_VD: Tensor) -> HeadProblem:
         """This rank's shard with padding rows cut off and targets made local."""
         shard_rows = int(weight_VD.shape[0])
         first = group_rank(self.tp_group) * shard_rows
@@ -122,7 +121,6 @@ class HeadCall:
             hidden_TD=hidden_TD,
             rows_R=self.rows_R,
             weight_VD=weight_VD[:valid],
-            bias_V=None if bias_V is None else bias_V[:valid],
             targets_R=targets_R.to(torch.int64) - first,
             inv_temperature=1.0 / self.temperature,
             workspace_bytes=self.workspace_bytes,
@@ -137,7 +135,6 @@ def token_logprob(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    bias: Tensor | None = None,
     return_entropy: bool = False,
     token_mask: Tensor | None = None,
     token_rows: Tensor | None = None,
@@ -150,14 +147,13 @@ def token_logprob(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """log softmax((hidden · weightᵀ + bias) / temperature) at `targets`, without the logits.
+    """log softmax(hidden · weightᵀ / temperature) at `targets`, without the logits.
 
     Args
         hidden: [T, D], or this rank's [T/tp, D] with `sequence_parallel`; bf16, fp16, fp32, fp64.
         weight: [V/tp, D], this rank's contiguous shard of the vocabulary, dtype of `hidden`.
         targets: [T] integer ids over the whole vocabulary.
         temperature: divides the logits; > 0.
-        bias: [V/tp] or None; a word at -inf has no probability.
         return_entropy: also return each token's entropy in nats (differentiable).
         token_mask: [T]; tokens with 0 are skipped and give 0. Finding them waits for a GPU.
         token_rows: [R] int64, ascending: in place of a mask, the tokens that are not skipped.
@@ -179,7 +175,7 @@ def token_logprob(
     """
     name = resolve_backend(backend, hidden.device, hidden.dtype)
     total = _check_arguments(
-        hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
+        hidden, weight, targets, token_mask, temperature, tp_group, sequence_parallel
     )
     _check_weight_grad_out(weight, weight_grad_out)
     vocab_rows = int(weight.shape[0]) * group_size(tp_group)
@@ -187,22 +183,6 @@ def token_logprob(
         raise ValueError(f"vocab_size must be within 1..{vocab_rows}, got {vocab_size}")
     if token_mask is not None and token_rows is not None:
         raise ValueError("token_mask and token_rows exclude each other")
-    if name == "reference":
-        if group_size(tp_group) > 1 or weight_grad_out is not None:
-            raise ValueError("backend='reference' takes neither tp_group nor weight_grad_out")
-        if token_rows is not None:
-            token_mask = torch.zeros_like(targets).index_fill(0, token_rows, 1)
-        logprobs_T, entropy_T = reference_token_logprob(
-            hidden,
-            weight,
-            targets,
-            temperature=temperature,
-            bias_V=bias,
-            token_mask_T=token_mask,
-            vocab_size=vocab_size,
-        )
-        return (logprobs_T, entropy_T) if return_entropy else logprobs_T
-
     rows_R = token_rows if token_mask is None else token_mask.reshape(total).nonzero()[:, 0]
     if rows_R is not None and rows_R.numel() == total:
         rows_R = None
@@ -221,7 +201,7 @@ def token_logprob(
         workspace_bytes=workspace_bytes,
         deterministic=deterministic,
     )
-    logprobs_T, entropy_T = _TokenLogprob.apply(hidden, weight, bias, call)
+    logprobs_T, entropy_T = _TokenLogprob.apply(hidden, weight, call)
     return (logprobs_T, entropy_T) if return_entropy else logprobs_T
 
 
@@ -230,16 +210,16 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, call: HeadCall
     ) -> tuple[Tensor, Tensor]:
         gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
-        problem = call.problem(gathered, weight, bias)
+        problem = call.problem(gathered, weight)
         stats = head_kernels(call.backend).stats(problem, want_entropy=call.want_entropy)
         stats = reduce_stats(stats, call.tp_group)
         entropy_R = stats.entropy()
         ctx.call = call
         ctx.weight_parameter = weight
-        ctx.save_for_backward(hidden, weight, bias, stats.log_sum_exp(), entropy_R)
+        ctx.save_for_backward(hidden, weight, stats.log_sum_exp(), entropy_R)
         logprobs_T = scatter_rows(stats.logprob(), call)
         if entropy_R is None:
             return logprobs_T, logprobs_T.new_zeros(0)
@@ -249,28 +229,26 @@ class _TokenLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: FunctionCtx, grad_logprobs_T: Tensor, grad_entropy_T: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         call: HeadCall = ctx.call
-        hidden, weight, bias, log_sum_exp_R, entropy_R = ctx.saved_tensors
+        hidden, weight, log_sum_exp_R, entropy_R = ctx.saved_tensors
         cotangents = HeadCotangents(
             log_sum_exp_R=log_sum_exp_R,
             grad_logprob_R=_take_rows(grad_logprobs_T, call),
             grad_entropy_R=_take_rows(grad_entropy_T, call) if call.want_entropy else None,
             entropy_R=entropy_R,
         )
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
-        problem = call.problem(gathered, weight, bias)
+        problem = call.problem(gathered, weight)
         valid = int(problem.weight_VD.shape[0])
         dhidden_TD = torch.zeros_like(gathered) if wants_hidden else None
         dweight, added_to = None, call.weight_grad_out if wants_weight else None
         if wants_weight and added_to is None:
             dweight = added_to = torch.zeros_like(weight)
-        dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         grads = HeadGrads(
             dhidden_TD=dhidden_TD,
             dweight_VD=None if added_to is None else added_to[:valid],
-            dbias_V=None if dbias is None else dbias[:valid],
         )
         head_kernels(call.backend).grads(problem, cotangents, grads)
         if dhidden_TD is not None:
@@ -279,7 +257,7 @@ class _TokenLogprob(torch.autograd.Function):
             )
         if wants_weight and dweight is None:
             dweight = mark_weight_grad_added(ctx.weight_parameter)
-        return dhidden_TD, dweight, dbias, None
+        return dhidden_TD, dweight, None
 
 
 def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
@@ -313,7 +291,6 @@ def _check_arguments(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    bias: Tensor | None,
     token_mask: Tensor | None,
     temperature: float,
     tp_group: dist.ProcessGroup | None,
@@ -337,8 +314,6 @@ def _check_arguments(
         )
     if token_mask is not None and tuple(token_mask.shape) != (total,):
         raise ValueError(f"token_mask must have shape [{total}], got {tuple(token_mask.shape)}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     return total

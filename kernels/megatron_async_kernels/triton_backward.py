@@ -32,23 +32,21 @@ def store_dlogits(
     grad,
     offset,
     entropy_grad,
-    bias,
     dlogits,
     num_rows,
     num_columns,
     dlogits_stride,
     inv_temperature,
-    HAS_BIAS: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """The formula of `dlogits_kernel` on one tile; offset = a + b·H, entropy_grad = b.
 
     Offsets are 32-bit: the workspace holds less than 2^31 elements (the launcher checks).
     """
-    logits = scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS)
+    logits = scaled_logits(acc, columns, num_columns, inv_temperature)
     log_p = logits - lse[:, None]
     pull = tl.exp(log_p)
-    if ENTROPY:
+    if SPEC.entropy:
         pull = pull * (offset[:, None] + entropy_grad[:, None] * finite_below(log_p))
     else:
         pull = pull * grad[:, None]
@@ -63,7 +61,6 @@ def store_dlogits(
 def dlogits_kernel(
     hidden,
     weight,
-    bias,
     targets,
     log_sum_exp,
     grad_logprob,
@@ -76,54 +73,33 @@ def dlogits_kernel(
     dlogits_stride,
     first_column,
     inv_temperature,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_DEPTH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """(1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] of one tile; see `HeadCotangents`.
 
-    `weight` and `bias` start at column `first_column` of the shard and have `num_columns` rows.
+    `weight` starts at column `first_column` of the shard and has `num_columns` rows.
     """
+    ROWS: tl.constexpr = SPEC.tile.tokens
+    COLUMNS: tl.constexpr = SPEC.tile.vocab
     row_tile, column_tile = grouped_tile(
-        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), SPEC.tile.group
     )
     row = row_tile * ROWS
     column = column_tile * COLUMNS
-    acc = logits_tile(
-        hidden,
-        weight,
-        row,
-        column,
-        num_rows,
-        num_columns,
-        depth,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-        EVEN_DEPTH,
-        DESCRIPTORS,
-        UPCAST,
-    )
+    acc = logits_tile(hidden, weight, row, column, num_rows, num_columns, depth, SPEC)
     rows = row + tl.arange(0, ROWS)
     row_inside = rows < num_rows
     target = tl.load(targets + rows, mask=row_inside, other=-1) - first_column
     lse = tl.load(log_sum_exp + rows, mask=row_inside, other=0.0)
     grad = tl.load(grad_logprob + rows, mask=row_inside, other=0.0)
-    if ENTROPY:
+    if SPEC.entropy:
         entropy_grad = tl.load(grad_entropy + rows, mask=row_inside, other=0.0)
         offset = grad + entropy_grad * tl.load(entropy + rows, mask=row_inside, other=0.0)
     else:
         entropy_grad = grad
         offset = grad
-    PARTS: tl.constexpr = 2 if HALVES else 1
-    parts = column_parts(acc, ROWS, COLUMNS, HALVES)
+    PARTS: tl.constexpr = 2 if SPEC.tile.halves else 1
+    parts = column_parts(acc, SPEC)
     first = column + tl.arange(0, COLUMNS // PARTS)
     for part in tl.static_range(PARTS):
         store_dlogits(
@@ -135,14 +111,12 @@ def dlogits_kernel(
             grad,
             offset,
             entropy_grad,
-            bias,
             dlogits,
             num_rows,
             num_columns,
             dlogits_stride,
             inv_temperature,
-            HAS_BIAS,
-            ENTROPY,
+            SPEC,
         )
 
 

@@ -29,22 +29,20 @@ def update_stats(
     acc,
     columns,
     target,
-    bias,
     num_columns,
     inv_temperature,
     running_max,
     running_sum,
     running_weighted,
     picked,
-    HAS_BIAS: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """Merge a tile's logits into a row's running (max, sum, weighted sum, target logit).
 
     Logits may be -inf, as those of columns outside the vocabulary are. NaN and +inf make the sums
     NaN.
     """
-    logits = scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS)
+    logits = scaled_logits(acc, columns, num_columns, inv_temperature)
     hit = columns[None, :] == target[:, None]
     picked += tl.sum(tl.where(hit, logits, 0.0), axis=1)
     new_max = tl.maximum(running_max, tl.max(logits, axis=1))
@@ -52,7 +50,7 @@ def update_stats(
     scale = tl.exp(shift)
     centred = logits - new_max[:, None]
     exps = tl.exp(centred)
-    if ENTROPY:
+    if SPEC.entropy:
         tile_sum, tile_weighted = tl.reduce((exps, exps * finite_below(centred)), 1, add_pairs)
         running_weighted = (running_weighted + running_sum * shift) * scale + tile_weighted
         running_sum = running_sum * scale + tile_sum
@@ -65,7 +63,6 @@ def update_stats(
 def head_stats_kernel(
     hidden,
     weight,
-    bias,
     targets,
     max_out,
     sum_out,
@@ -78,24 +75,19 @@ def head_stats_kernel(
     columns_per_split,
     num_splits,
     inv_temperature,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_DEPTH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """Partial statistics of one token tile over `columns_per_split` vocabulary rows.
 
-    `columns_per_split` is a multiple of COLUMNS.
+    `columns_per_split` is a multiple of the tile's columns.
     `max_out`, `sum_out` and `weighted_out` are [num_splits, out_stride]; `targets` and
     `target_out` are [num_rows], the latter zeroed before.
     """
-    row_tile, split = grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
+    ROWS: tl.constexpr = SPEC.tile.tokens
+    COLUMNS: tl.constexpr = SPEC.tile.vocab
+    row_tile, split = grouped_tile(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, SPEC.tile.group
+    )
     row = row_tile * ROWS
     rows = row + tl.arange(0, ROWS)
     row_inside = rows < num_rows
@@ -105,46 +97,30 @@ def head_stats_kernel(
     running_sum = tl.zeros((ROWS,), dtype=tl.float32)
     running_weighted = tl.zeros((ROWS,), dtype=tl.float32)
     picked = tl.zeros((ROWS,), dtype=tl.float32)
-    PARTS: tl.constexpr = 2 if HALVES else 1
+    PARTS: tl.constexpr = 2 if SPEC.tile.halves else 1
     first = split * columns_per_split
     last = tl.minimum(first + columns_per_split, num_columns)
     for column in range(first, last, COLUMNS):
-        acc = logits_tile(
-            hidden,
-            weight,
-            row,
-            column,
-            num_rows,
-            num_columns,
-            depth,
-            ROWS,
-            COLUMNS,
-            DEPTH,
-            EVEN_DEPTH,
-            DESCRIPTORS,
-            UPCAST,
-        )
-        parts = column_parts(acc, ROWS, COLUMNS, HALVES)
+        acc = logits_tile(hidden, weight, row, column, num_rows, num_columns, depth, SPEC)
+        parts = column_parts(acc, SPEC)
         for part in tl.static_range(PARTS):
             running_max, running_sum, running_weighted, picked = update_stats(
                 parts[part],
                 column + part * (COLUMNS // PARTS) + tl.arange(0, COLUMNS // PARTS),
                 target,
-                bias,
                 num_columns,
                 inv_temperature,
                 running_max,
                 running_sum,
                 running_weighted,
                 picked,
-                HAS_BIAS,
-                ENTROPY,
+                SPEC,
             )
 
     at = split.to(tl.int64) * out_stride + rows
     tl.store(max_out + at, running_max, mask=row_inside)
     tl.store(sum_out + at, running_sum, mask=row_inside)
-    if ENTROPY:
+    if SPEC.entropy:
         tl.store(weighted_out + at, running_weighted, mask=row_inside)
     holds = (target >= first) & (target < last)
     tl.store(target_out + rows, picked, mask=row_inside & holds)

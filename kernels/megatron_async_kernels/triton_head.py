@@ -27,6 +27,7 @@ from megatron_async_kernels.triton_tiles import (
     INTERPRETER,
     HeadConfigs,
     TileConfig,
+    TileSpec,
     head_configs,
     without_descriptors,
 )
@@ -178,7 +179,6 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
             head_stats_kernel[(triton.cdiv(stop - start, tile.tokens) * splits,)](
                 hidden,
                 weight,
-                problem.weight_VD if problem.bias_V is None else problem.bias_V,
                 problem.targets_R[start:],
                 max_PR[:, start:],
                 sum_PR[:, start:],
@@ -191,8 +191,7 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
                 columns_per_split,
                 splits,
                 problem.inv_temperature,
-                ENTROPY=want_entropy,
-                **_tile_arguments(problem, tile),
+                **_tile_arguments(problem, tile, want_entropy),
             )
     return PartialStats(max_PR, sum_PR, weighted_PR, target_R)
 
@@ -216,7 +215,6 @@ def launch_dlogits(
     dlogits_kernel[(row_tiles * column_tiles,)](
         hidden,
         weight,
-        weight_BD if problem.bias_V is None else problem.bias_V[columns[0] : columns[1]],
         problem.targets_R[at],
         cotangents.log_sum_exp_R[at],
         cotangents.grad_logprob_R[at],
@@ -229,8 +227,7 @@ def launch_dlogits(
         dlogits_CB.stride(0),
         columns[0],
         problem.inv_temperature,
-        ENTROPY=with_entropy,
-        **_tile_arguments(problem, tile),
+        **_tile_arguments(problem, tile, with_entropy),
     )
 
 
@@ -293,7 +290,7 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """dHidden += dlogits · W, dW += dlogitsᵀ · hidden, dBias += column sums, for one block."""
+    """dHidden += dlogits · W, dW += dlogitsᵀ · hidden, for one block."""
     config = _configs(problem).product
     at = slice(*columns)
     options = {"deterministic": problem.deterministic}
@@ -301,9 +298,6 @@ def _add_products(
         accumulate_product(dhidden_CD, dlogits_CB, problem.weight_VD[at], config, **options)
     if grads.dweight_VD is not None:
         accumulate_product(grads.dweight_VD[at], dlogits_CB.t(), hidden_CD, config, **options)
-    if grads.dbias_V is not None:
-        sums_B = dlogits_CB.sum(dim=0, dtype=torch.float32)
-        grads.dbias_V[at] += sums_B.to(grads.dbias_V.dtype)
 
 
 def _dhidden_block(
@@ -360,20 +354,10 @@ def _operands(
     )
 
 
-def _tile_arguments(problem: HeadProblem, tile: TileConfig) -> dict[str, Any]:
-    return {
-        "ROWS": tile.tokens,
-        "COLUMNS": tile.vocab,
-        "DEPTH": tile.depth,
-        "GROUP": tile.group,
-        "EVEN_DEPTH": problem.hidden_TD.shape[1] % tile.depth == 0,
-        "DESCRIPTORS": tile.descriptors,
-        "UPCAST": interpreted(),
-        "HAS_BIAS": problem.bias_V is not None,
-        "HALVES": tile.halves,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def _tile_arguments(problem: HeadProblem, tile: TileConfig, entropy: bool) -> dict[str, Any]:
+    even_depth = problem.hidden_TD.shape[1] % tile.depth == 0
+    spec = TileSpec(tile, even_depth, interpreted(), entropy)
+    return {"SPEC": spec, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _check(problem: HeadProblem) -> None:

@@ -153,8 +153,8 @@ def sequence_kernel(
         slot = slots + (first + i).to(tl.int64) * SLOT_WIDTH
         count += tl.load(slot, mask=on, other=0.0)
         log_ratio += tl.load(slot + 1, mask=on, other=0.0)
-        kept += tl.load(slot + 2, mask=on, other=0.0)
         if SPEC.two_pass:
+            kept += tl.load(slot + 2, mask=on, other=0.0)
             anchor += tl.load(slot + 3, mask=on, other=0.0)
             kept_anchor += tl.load(slot + 4, mask=on, other=0.0)
     keep = (count > -1.0).to(tl.float32)
@@ -194,8 +194,6 @@ def sequence_kernel(
     row = sums + (first_row + tl.program_id(0)) * ROW_WIDTH
     wide = weight.to(tl.float64)
     tl.store(row + SPEC.at.sequences, tl.sum(trained.to(tl.float32), axis=0))
-    kept_sequences = trained & (kept > 0) & (keep > 0)
-    tl.store(row + SPEC.at.kept_sequences, tl.sum(kept_sequences.to(tl.float32), axis=0))
     tl.store(row + SPEC.at.seq_weight, tl.sum(wide, axis=0))
     tl.store(row + SPEC.at.seq_weight_sq, tl.sum(wide * wide, axis=0))
     tl.store(row + SPEC.at.seq_staleness, tl.sum(tl.where(trained, stale, 0.0), axis=0))

@@ -93,7 +93,7 @@ def token_pass_kernel(
             seq_inv = tl.load(value_at + 1)
             seq_log = tl.load(value_at + 2)
             seq_mean = tl.load(value_at + 3)
-        part_count, part_log, part_kept = zeros, zeros, zeros
+        part_count, part_log = zeros, zeros
         for base in range(position // BLOCK * BLOCK, end, BLOCK):
             lanes = base + tl.arange(0, BLOCK)
             inside = lanes < num_tokens
@@ -186,12 +186,10 @@ def token_pass_kernel(
             if SPEC.two_pass == 0:
                 part_count += on
                 part_log += log_ratio
-                part_kept += keep
         if SPEC.two_pass == 0:
             slot = slots + (block + sequence).to(tl.int64) * SLOT_WIDTH
             tl.store(slot, tl.sum(part_count.to(tl.float64), axis=0))
             tl.store(slot + 1, tl.sum(part_log.to(tl.float64), axis=0))
-            tl.store(slot + 2, tl.sum(part_kept.to(tl.float64), axis=0))
         position = end
         sequence += 1
 

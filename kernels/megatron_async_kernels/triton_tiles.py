@@ -45,24 +45,21 @@ def logits_tile(
     num_rows,
     num_columns,
     depth,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN_DEPTH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """hidden[row:, :] · weight[column:, :]ᵀ, one [ROWS, COLUMNS] tile in float32.
+    """hidden[row:, :] · weight[column:, :]ᵀ, one tile of SPEC (a `TileSpec`) in float32.
 
-    Both matrices are row-major with `depth` columns. UPCAST converts operands to float32 first
-    (the interpreter's bf16 arithmetic is wrong).
+    Both matrices are row-major with `depth` columns.
     """
+    ROWS: tl.constexpr = SPEC.tile.tokens
+    COLUMNS: tl.constexpr = SPEC.tile.vocab
+    DEPTH: tl.constexpr = SPEC.tile.depth
     acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    if DESCRIPTORS:
+    if SPEC.tile.descriptors:
         for k in range(0, depth, DEPTH):
             a = hidden.load([row, k])
             b = weight.load([column, k])
-            if UPCAST:
+            if SPEC.upcast:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
@@ -73,14 +70,14 @@ def logits_tile(
         a_ptrs = hidden + rows[:, None] * depth + steps[None, :]
         b_ptrs = weight + columns[:, None] * depth + steps[None, :]
         for k in range(0, depth, DEPTH):
-            if EVEN_DEPTH:
+            if SPEC.even_depth:
                 a = tl.load(a_ptrs)
                 b = tl.load(b_ptrs)
             else:
                 inside = steps[None, :] < depth - k
                 a = tl.load(a_ptrs, mask=inside, other=0.0)
                 b = tl.load(b_ptrs, mask=inside, other=0.0)
-            if UPCAST:
+            if SPEC.upcast:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
@@ -96,23 +93,22 @@ def finite_below(value):
 
 
 @triton.jit
-def scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS: tl.constexpr):
-    """(acc + bias) / temperature with columns outside the vocabulary at -inf."""
-    if HAS_BIAS:
-        bias_B = tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-        acc = acc + bias_B[None, :]
+def scaled_logits(acc, columns, num_columns, inv_temperature):
+    """acc / temperature with columns outside the vocabulary at -inf."""
     return tl.where((columns < num_columns)[None, :], acc * inv_temperature, float("-inf"))
 
 
 @triton.jit
-def column_parts(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
-    """A [ROWS, COLUMNS] tile whole, or its left and right half.
+def column_parts(tile, SPEC: tl.constexpr):
+    """A tile whole, or its left and right half.
 
     Epilogues work on one half after the other, so that their temporaries fit into the registers
     that a 128 x 256 accumulator leaves.
     """
-    if HALVES:
-        parts = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    if SPEC.tile.halves:
+        ROWS: tl.constexpr = SPEC.tile.tokens
+        HALF: tl.constexpr = SPEC.tile.vocab // 2
+        parts = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
     else:
         parts = (tile,)
     return parts
@@ -142,6 +138,20 @@ class TileConfig:
     group: int = 16
     descriptors: bool = False
     halves: bool = False
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """Compile-time constants of the kernels that make logits.
+
+    `even_depth`: the hidden size is a multiple of the tile's depth. `upcast` converts operands to
+    float32 first (the interpreter's bf16 arithmetic is wrong).
+    """
+
+    tile: TileConfig
+    even_depth: bool
+    upcast: bool
+    entropy: bool
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@
   metrics are under `rollout_corr/`.
 - loss_settings: from a run's settings to the thresholds of a loss.
 - own_loss: a user's loss by import path (`algorithm.loss`, examples/own_loss), tried before a run.
-- metrics: from additive sums to what a run reports; a mean over nothing is left out.
-- reduce: sum, mean, extremes and deviation of a tensor, defined for no element at all.
+- metrics: from additive sums to what a run reports; a mean over nothing is left out. Sum, mean,
+  extremes and deviation of a tensor, defined for no element at all.
 
 The losses themselves, and the clipped ratio, are in `megatron_async_kernels`.
 """

@@ -98,7 +98,7 @@ class Algorithm:
     def prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
         """Advantages (RAPID's excepted), weights and mask of decoupled correction, metrics.
 
-        Raises NonFiniteError naming the array, ValueError when log-probs are missing.
+        Raises NonFiniteError naming the array.
         """
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
@@ -127,8 +127,7 @@ class Algorithm:
         denominators = Denominators(float(tokens), float(sequences))
         if not self.needs_minibatch_pass:
             return batch, denominators
-        if logprobs_T is None:
-            raise ValueError("this algorithm needs the log-probs of a no-gradient pass, got None")
+        assert logprobs_T is not None
         mask_T, cu_S1 = batch.loss_mask_T.double(), batch.cu_seqlens_S1
         current_T, anchor_T = logprobs_T.double(), self._anchor(batch)
         check_finite({"logprobs": current_T, "anchor_logprobs": anchor_T}, mask_T)
@@ -141,10 +140,7 @@ class Algorithm:
             denominators = replace(denominators, weight_mean=mean)
         if self.config.advantage.estimator == "rapid":
             rapid = self.config.rapid
-            if batch.shaped_rewards_S is None:
-                raise ValueError("the batch has no shaped rewards; call prepare")
-            if len(batch.episodes[0]) < batch.num_sequences:
-                raise ValueError("rapid weighs whole generations, got an episode with branches")
+            assert batch.shaped_rewards_S is not None
             advantages_S = advantages.rapid_advantages(
                 batch.shaped_rewards_S,
                 generation_log_weight(log_ratio_T, mask_T, cu_S1),
@@ -169,8 +165,7 @@ class Algorithm:
         def read_if_any(values_T: Tensor | None) -> Tensor | None:
             return None if values_T is None else read(values_T)
 
-        if batch.advantages_T is None:
-            raise ValueError("the batch has no advantages; call prepare (and prepare_minibatch)")
+        assert batch.advantages_T is not None
         return LossInputs(
             logprobs_T=read(logprobs_T),
             rollout_logprobs_T=read(logprobs_T if self._is_sft else batch.rollout_logprobs_T),
@@ -241,8 +236,7 @@ class Algorithm:
         return None, correction.rollout_is_threshold
 
     def _decoupled(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
-        if batch.old_logprobs_T is None:
-            raise ValueError("decoupled correction needs old_logprobs_T, got None")
+        assert batch.old_logprobs_T is not None
         if not batch.loss_mask_T.any():
             return batch, {}
         weights_T, kept_T, metrics = correct(self.config.correction, batch, batch.old_logprobs_T)
@@ -262,8 +256,7 @@ class Algorithm:
                 penalty=overlong.penalty,
             )
         if self.config.kl.reward_coef > 0:
-            if batch.ref_logprobs_T is None:
-                raise ValueError("kl.reward_coef needs ref_logprobs_T, got None")
+            assert batch.ref_logprobs_T is not None
             mask_T, anchor_T = batch.loss_mask_T.double(), self._anchor(batch)
             reference_T = batch.ref_logprobs_T.double()
             check_finite({"ref_logprobs": reference_T, "anchor_logprobs": anchor_T}, mask_T)
@@ -293,8 +286,7 @@ class Algorithm:
         """The log-probs that the ratio is to, float64 [T]."""
         if not self.needs_old_logprobs:
             return batch.rollout_logprobs_T.double()
-        if batch.old_logprobs_T is None:
-            raise ValueError("decoupled mode needs old_logprobs_T, got None")
+        assert batch.old_logprobs_T is not None
         return batch.old_logprobs_T.double()
 
 

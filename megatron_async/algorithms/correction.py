@@ -29,7 +29,7 @@ from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import k3_of, truncate
 
 from megatron_async.algorithms.device_batch import DeviceBatch
-from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
+from megatron_async.algorithms.metrics import largest, mean, smallest, std, total
 from megatron_async.config.algorithm import RolloutCorrectionConfig
 from megatron_async.config.thresholds import (
     ParsedRejection,

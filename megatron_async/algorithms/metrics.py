@@ -16,7 +16,6 @@ import torch
 from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
 from megatron_async.algorithms.advantages import informative_groups
-from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -174,3 +173,31 @@ def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict
         "reward/max": largest(rewards_S),
         "reward/uninformative_groups": 1.0 - mean(informative_groups(rewards_S, group_index_S)),
     }
+
+
+# ---------------------------------------------------------------- of elements, in float64
+
+
+def total(values: torch.Tensor) -> float:
+    """Return their sum."""
+    return float(values.double().sum())
+
+
+def mean(values: torch.Tensor) -> float:
+    """Return their mean; 0 when there is nothing."""
+    return total(values) / values.numel() if values.numel() else 0.0
+
+
+def largest(values: torch.Tensor) -> float:
+    """Return their maximum; -inf when there is nothing."""
+    return float(values.double().max()) if values.numel() else -math.inf
+
+
+def smallest(values: torch.Tensor) -> float:
+    """Return their minimum; inf when there is nothing."""
+    return -largest(-values.double())
+
+
+def std(values: torch.Tensor, *, unbiased: bool) -> float:
+    """Return the standard deviation (n - 1 or n), 0 for fewer than two values; two passes."""
+    return float(values.double().std(correction=int(unbiased))) if values.numel() > 1 else 0.0

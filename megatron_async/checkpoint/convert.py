@@ -17,11 +17,8 @@ Invariants
 - Each parameter's checksum is written, and compared when it is read.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -56,7 +53,6 @@ from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_sl
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
-from megatron_async.files.disk import writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture
@@ -66,23 +62,16 @@ from megatron_async.models.save import (
     DEFAULT_SHARD_BYTES,
     checkpoint_dtype,
     copy_hf_files,
+    new_directory,
     write_model_directory,
 )
 from megatron_async.models.shards import merge, split
 from megatron_async.run_directory import RunDirectory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HF_FOLDER = "hf"
 CONVERTED = "weights_only"
 PARAMETER_DTYPE = "parameter_dtype"  # of the model that a run's checkpoint is of
 _OPEN_FILES = 1
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Refuse a name that is not one of `DTYPES`. Raises UserError."""
-    if name is not None and name not in DTYPES:
-        raise UserError(f"--dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
-    return None if name is None else DTYPES[name]
 
 
 # ---------------------------------------------------------------- to Megatron
@@ -104,14 +93,15 @@ def hf_to_megatron(
     as `model.family`. Raises UserError for a missing or unfitting source, an impossible layout, an
     existing destination.
     """
-    source, destination, cast = Path(source), Path(destination), parse_dtype(dtype)
+    source, destination = Path(source), Path(destination)
+    cast = None if dtype is None else dtype_named(dtype)
     architecture = read_architecture(source, family)
     _check_sizes(architecture, tensor, pipeline)
     _refuse_existing(destination)
     check_weights(source, architecture)
     with (
         SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory,
-        _partial(destination) as folder,
+        new_directory(destination) as folder,
     ):
         total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         with _progress("hf-to-megatron", total, show_progress) as advance:
@@ -132,15 +122,11 @@ def hf_to_megatron(
             tensors=tensors,
             trainer={CONVERTED: True},
             extra={"converted_from": str(source)},
-            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         return finalise(folder, destination, manifest)
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:
-    for name, size in (("--tp", tensor), ("--pp", pipeline)):
-        if size < 1:
-            raise UserError(f"{name} is {size}; it must be 1 or more")
     parallel = ParallelConfig(
         ranks=tensor * pipeline, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
     )
@@ -213,7 +199,8 @@ def megatron_to_hf(
     Without `dtype` a run's weights have the precision of config.json, as at the end of a run, and
     converted weights keep theirs. `family` as `model.family`. Raises UserError.
     """
-    destination, cast = Path(destination), parse_dtype(dtype)
+    destination = Path(destination)
+    cast = None if dtype is None else dtype_named(dtype)
     checkpoint = _find_checkpoint(Path(source))
     hf_files = _hf_files_of(checkpoint, model)
     architecture = read_architecture(hf_files, family)
@@ -313,19 +300,3 @@ def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
 def _refuse_existing(destination: Path) -> None:
     if destination.exists():
         raise UserError(f"--dst {destination} exists already")
-
-
-@contextmanager
-def _partial(destination: Path) -> Iterator[Path]:
-    """A directory beside the destination, gone when it was not renamed."""
-    partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--dst {destination} cannot be made: {error.strerror}") from error
-    try:
-        with writing(destination):
-            yield partial
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)

@@ -39,6 +39,7 @@ from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import reason_and_file
 from megatron_async.runtime.host_buffers import HostBuffers
+from megatron_async.trajectory.types import PolicyVersion
 
 if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
     from megatron_async.checkpoint.state import Checkpointable
@@ -51,10 +52,10 @@ _TEMPORARY_PREFIX = ".saving_"
 
 @dataclass(frozen=True)
 class Finalised:
-    """A commit: the manifest of `step` exists now, and these steps can still be restored."""
+    """A commit: the manifest of `step` exists now, and these can still be restored."""
 
     step: int
-    kept_steps: tuple[int, ...]
+    kept: tuple[PolicyVersion, ...]
 
 
 class CheckpointManager:
@@ -144,7 +145,7 @@ class CheckpointManager:
         if checkpoint is None:
             return
         prune(self._root, self._config.keep)
-        kept = tuple(sorted(c.step for c in list_checkpoints(self._root)))
+        kept = tuple(sorted(c.manifest.version for c in list_checkpoints(self._root)))
         self._finalised.append(Finalised(checkpoint.step, kept))
 
     def _failure(self, step: int, error: str) -> ComponentFailure:

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+import msgspec
+
 from megatron_async.errors import UserError
 from megatron_async.files.disk import force_to_disk, replacing
 from megatron_async.trajectory.types import PolicyVersion
@@ -96,7 +98,6 @@ class Manifest:
     files: Mapping[str, FileRecord]
     trainer: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    written_at: str = ""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
 
     @property
@@ -129,19 +130,8 @@ class Manifest:
                 )
             if content.pop("checksum") != _checksum(content):
                 raise ValueError("its content does not have the checksum that it holds")
-            del content["format"]
-            return cls(
-                **{
-                    **content,
-                    "layout": SavedLayout(**content["layout"]),
-                    "files": {k: FileRecord(**v) for k, v in content["files"].items()},
-                    "tensors": {
-                        name: TensorRecord(**{**record, "shape": tuple(record["shape"])})
-                        for name, record in content["tensors"].items()
-                    },
-                }
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return msgspec.convert(content, cls)
+        except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
             raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
 
 
@@ -161,11 +151,6 @@ class Checkpoint:
     def step(self) -> int:
         """The policy version of its weights."""
         return self.manifest.step
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """Return the entries that the caller of the save gave."""
-        return self.manifest.extra
 
 
 def step_directory(root: Path | str, step: int) -> Path:

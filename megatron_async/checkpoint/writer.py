@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -211,12 +210,7 @@ class SaveJob:
         records: dict[str, TensorRecord] = {n: t.record(n) for n, t in tensors.items()}
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
-        manifest = replace(
-            self.manifest,
-            files=files,
-            tensors=records,
-            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        manifest = replace(self.manifest, files=files, tensors=records)
         self.checkpoint = finalise(self.temporary, self._target, manifest)
 
     def _await_status(self, rank: int) -> RankStatus:

@@ -70,8 +70,6 @@ class Cluster:
         """Nodes that hold the engines. Raises UserError."""
         engines, per_node = config.engines, self.gpus_per_node
         if self.engine_nodes is not None:
-            if self.engine_nodes < 1:
-                raise UserError(f"--engine-nodes is {self.engine_nodes}; it must be 1 or more")
             return self.engine_nodes
         if per_node == 0:
             return 1
@@ -111,7 +109,7 @@ def seconds_of(time_limit: str) -> float:
     """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
+    if not all(map(str.isdecimal, parts)) or (dash and not days.isdecimal()):
         return math.inf
     # After days come hours, alone minutes.
     first = 0 if dash or len(parts) == 3 else 1

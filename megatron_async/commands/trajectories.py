@@ -81,17 +81,19 @@ def listing(
     """Counts by state, then a line for each trajectory (of `state`), the newest `limit` ones."""
     chosen = [s for s in summaries if state is None or s.state is state]
     table = Table(box=None, pad_edge=False)
-    played = any(s.turns for s in chosen)
-    for name in ("id", "group", *(["turns"] * played), "tokens", "reward"):
-        table.add_column(name, justify="right")
+    played = any(s.turn_count for s in chosen)
+    for name in ("id", "group", "turns", "tokens", "reward"):
+        if played or name != "turns":
+            table.add_column(name, justify="right")
     for name in ("state", "versions", "ended by"):
         table.add_column(name)
     shown = chosen if limit is None else chosen[-limit:]
     for summary in shown:
+        turns = [str(summary.turn_count)] if played else []
         table.add_row(
             str(summary.trajectory_id),
             str(summary.group_id),
-            *([str(summary.turns)] * played),
+            *turns,
             str(summary.tokens),
             "" if summary.reward is None else f"{summary.reward:.3g}",
             state_text(summary.state, summary.batched_step, summary.drop_reason),

@@ -43,7 +43,8 @@ class Door:
         count = len(chunk.token_ids)
         if count:
             found = impossible_tokens(chunk.token_ids, chunk.logprobs, self.vocabulary)
-            found = found or fault((chunk.token_ids, *chunk.columns)) or self._order(chunk, count)
+            arrays = (chunk.token_ids, chunk.logprobs, *chunk.columns)
+            found = found or fault(arrays) or self._order(chunk, count)
             if found is not None:
                 return found
             self.received += count

@@ -153,8 +153,7 @@ def expert_rules(
 
     Expert tensor parallelism is not used, so that experts are whole on their rank.
     """
-    if a.experts is None:
-        raise ValueError(f"{a.family} has no experts")
+    assert a.experts is not None
     expert = f"{block}.experts.{{expert}}."
     local = "mlp.experts.local_experts.{expert}."
     return [

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -80,22 +81,27 @@ def write_model_directory(
 
     Config and tokenizer are those of `source`, but for a `dtype`.
     """
+    with new_directory(destination) as partial:
+        _write_weights(stream, partial, version)
+        copy_hf_files(source, partial, dtype)
+        for path in partial.rglob("*"):
+            force_to_disk(path)
+        force_to_disk(partial)
+        partial.rename(destination)
+        force_to_disk(destination.parent)
+
+
+@contextmanager
+def new_directory(destination: Path) -> Iterator[Path]:
+    """A directory beside the destination, gone when it was not renamed. Raises CannotWrite."""
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     with writing(destination):
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    try:
-        _write_weights(stream, partial, version)
-        with writing(destination):
-            copy_hf_files(source, partial, dtype)
-            for path in partial.rglob("*"):
-                force_to_disk(path)
-            force_to_disk(partial)
-            partial.rename(destination)
-            force_to_disk(destination.parent)
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)
 
 
 def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:

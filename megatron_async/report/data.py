@@ -164,13 +164,13 @@ def _trajectories(
 
 
 def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
-    if not episode.turns:
+    if not episode.turn_count:
         return None
     if episode.drop_reason is not None:
-        return f"dropped: {episode.drop_reason}", episode.turns
+        return f"dropped: {episode.drop_reason}", episode.turn_count
     if episode.finish_reason is None:
         return None
-    return _EPISODE_ENDS[episode.finish_reason], episode.turns
+    return _EPISODE_ENDS[episode.finish_reason], episode.turn_count
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
@@ -206,17 +206,21 @@ def _facts(row: dict[str, Any]) -> str:
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
     parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
-    facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
+    if parts.pop("answered", 1) == 0:
+        facts.append("no answer found")
     for name, value in parts.items():
         fault = name in SCORER_FAULTS
         facts.append(name.replace("_", " ") if fault else f"{name} {value:.3g}")
-    facts += [f"right answer {answer}"] * bool(answer)
-    facts += ["cut at the length limit"] * bool(row.get("truncated"))
+    if answer:
+        facts.append(f"right answer {answer}")
+    if row.get("truncated"):
+        facts.append("cut at the length limit")
     return _cut(", ".join(facts), _MOST_FACTS)
 
 
 def _version(version: PolicyVersion) -> str:
-    return f"version {version.number}" + f" (lineage {version.lineage})" * bool(version.lineage)
+    name = f"version {version.number}"
+    return f"{name} (lineage {version.lineage})" if version.lineage else name
 
 
 def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
@@ -243,7 +247,7 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
         "most policy versions": lambda s: len(s.versions),
     }
     best = {why: max(reversed(scored), key=key) for why, key in keys.items()}
-    if any(summary.turns for summary in scored):
+    if any(summary.turn_count for summary in scored):
         drawn = random.Random(len(scored)).choice(scored)
         best = {**dict(list(best.items())[:2]), "random": drawn}
     chosen = {summary.trajectory_id: summary for summary in best.values()}
@@ -257,10 +261,14 @@ def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str])
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
         f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
-        f"tokens in {len(found.segments)} segment{'s'[: len(found.segments) != 1]}, {ended}{step}"
+        f"tokens in {_counted(found.segments, 'segment')}, {ended}{step}"
     )
     pieces = tuple(_piece(segment, decode) for segment in found.segments)
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), pieces)
+
+
+def _counted(things: Sequence[object], what: str) -> str:
+    return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
 
 
 def _piece(segment: Segment, decode: Callable[[Sequence[int]], str]) -> Piece:
@@ -273,20 +281,22 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
     """An episode turn by turn."""
     ended = found.finish_reason and f"ended {_EPISODE_ENDS[found.finish_reason]}"
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
-    turns = len(found.turns)
     facts = (
-        f"episode {found.trajectory_id}, reward {found.reward:.3g}, {turns} "
-        f"turn{'s'[: turns != 1]}, {found.response_length} tokens, {ended or 'unfinished'}{step}"
+        f"episode {found.trajectory_id}, reward {found.reward:.3g}, "
+        f"{_counted(found.turns, 'turn')}, {found.response_length} tokens, "
+        f"{ended or 'unfinished'}{step}"
     )
     pieces: list[Piece] = []
     for turn in found.turns[:_MOST_TURNS]:
         parts = [_piece(segment, decode) for segment in found.segments_of(turn)]
         first, *rest = parts or [Piece("", None)]
-        after = turn.parent is not None and turn.parent != turn.number - 1
-        heading = f"turn {turn.number}" + f", after turn {turn.parent}" * after
-        heading += f", reward {turn.reward:.3g}" * bool(turn.reward)
+        heading = f"turn {turn.number}"
+        if turn.parent is not None and turn.parent != turn.number - 1:
+            heading += f", after turn {turn.parent}"
+        if turn.reward:
+            heading += f", reward {turn.reward:.3g}"
         begins = replace(first, heading=heading, text=first.text.lstrip("\n"))
         pieces += [begins, *rest]
-    left = turns - _MOST_TURNS
-    facts += f", the first {_MOST_TURNS} are shown" * (left > 0)
+    if len(found.turns) > _MOST_TURNS:
+        facts += f", the first {_MOST_TURNS} are shown"
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), tuple(pieces))

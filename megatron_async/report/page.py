@@ -177,7 +177,7 @@ def _sample(sample: ReportSample) -> str:
         + span(p.version, f"{_author(p.version, p.engine)}, {p.tokens} tokens", p.text)
         for p in sample.pieces
     )
-    prompt = f"<pre class=quiet>{html.escape(sample.prompt)}</pre>" * bool(sample.prompt)
+    prompt = f"<pre class=quiet>{html.escape(sample.prompt)}</pre>" if sample.prompt else ""
     legend = " ".join(span(v, "", f"\u00a0{_author(v, '')}\u00a0") for v in versions)
     return (
         f"<div class=sample><b>{html.escape(sample.why)}</b> "

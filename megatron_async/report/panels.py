@@ -20,8 +20,14 @@ from megatron_async.telemetry.metrics import TRAINER_PHASES, evaluated_sets
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
-    *("#56B4E9", "#D55E00", "#999933", "#888888"),
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#999933",
+    "#888888",
 )
 _HEIGHT: Final = 236
 _MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}

@@ -428,7 +428,7 @@ class RolloutManager:
         return {"store_position": position}
 
     async def checkpoint_finalised(
-        self, lineage: int, step: int, kept_steps: Sequence[int]
+        self, lineage: int, step: int, kept: Sequence[PolicyVersion]
     ) -> None:
-        """The manifest of `step` exists; `kept_steps` can still be restored."""
-        await self._session_of(lineage).store.checkpoint_finalised(step, kept_steps)
+        """The manifest of `step` exists; `kept` can still be restored."""
+        await self._session_of(lineage).store.checkpoint_finalised(step, kept)

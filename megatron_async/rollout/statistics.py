@@ -206,7 +206,7 @@ class RolloutStatistics:
         news, self._marks = self.counts.since(self._marks), deepcopy(self.counts)
         generating = max(news.generating, 1e-9)
         lag_samples_E = self._trained.lag_E(batch)
-        self._trained.add(batch.step, len(batch.first_E))
+        self._trained.add(len(batch.first_E))
         metrics = {
             "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(news.tokens),

@@ -205,14 +205,16 @@ def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
     if rate < state.best_rate * (1 + GAIN_PER_DOUBLING * step):
         return _trial(_refuse(state))
     rate = rate if step > 0 else max(rate, state.best_rate)
-    behind = int(abs(state.step) == FINE)  # the side that it came from has been measured
-    return _trial(replace(state, best=state.limit, best_rate=rate, refused=behind))
+    state = replace(state, best=state.limit, best_rate=rate, refused=0)
+    # A fine step has measured the side that it came from.
+    return _trial(replace(state, refused=1) if abs(state.step) == FINE else state)
 
 
 def _refuse(state: AutoConcurrency) -> AutoConcurrency:
     """The trial does not pay: a smaller one, then the other side, then a rest."""
-    step = FINE if abs(state.step) == COARSE else -state.step
-    return replace(state, step=step, refused=state.refused + (abs(state.step) == FINE))
+    if abs(state.step) == COARSE:
+        return replace(state, step=FINE)
+    return replace(state, step=-state.step, refused=state.refused + 1)
 
 
 def _trial(state: AutoConcurrency) -> AutoConcurrency:

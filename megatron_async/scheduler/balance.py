@@ -181,16 +181,8 @@ class Placement:
 
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
         """Return the least loaded of these engines that holds the version and has room."""
-        found: EngineEntry | None = None
-        least = 0.0
-        for engine_id in engine_ids:
-            engine = self._serving.get(engine_id)
-            if engine is None or not (engine.max_running is None or engine.has_room):
-                continue
-            load = engine.kv_tokens / engine.kv_capacity
-            if found is None or load < least or (load == least and _key(engine) < _key(found)):
-                found, least = engine, load
-        return found
+        found = [engine for i in engine_ids if (engine := self._serving.get(i)) and engine.has_room]
+        return min(found, key=_key, default=None)
 
 
 def _surplus(engine: EngineEntry, best: EngineEntry) -> float:

@@ -277,8 +277,9 @@ class Lifecycle:
 
     def _close(self, entry: TrajectoryEntry) -> None:
         """`entry` has ended, leaves or starts again: it was an open episode, or none."""
-        self.open_episodes -= entry.begun
-        entry.begun = False
+        if entry.begun:
+            self.open_episodes -= 1
+            entry.begun = False
 
     def turn_ended(self, event: ev.TurnEnded, out: Actions) -> bool:
         """The policy has answered; True when that was news."""
@@ -404,7 +405,8 @@ class Lifecycle:
         self.ready.discard(group)
         self.lag.remove(group)
         self.open_groups -= 1
-        self.finished_groups -= not group.unfinished
+        if not group.unfinished:
+            self.finished_groups -= 1
         for entry in group.members:
             self._end_when_free(entry, Ending.DROP, out)
 
@@ -448,7 +450,8 @@ class Lifecycle:
             self.ready.discard(group)
             for entry in group.members:
                 if entry.ending is None and entry.oldest is not None and entry.oldest < floor:
-                    group.unscored += entry.state is TrajectoryState.SCORED
+                    if entry.state is TrajectoryState.SCORED:
+                        group.unscored += 1
                     if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
                         self._unfinished(group)
                     self._end_when_free(entry, Ending.RESTART, out)

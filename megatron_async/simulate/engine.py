@@ -144,7 +144,8 @@ class Engine:
             return
         counters = self.counters
         counters.slot_seconds += elapsed * len(self.running)
-        counters.full_seconds += elapsed * (self._full and bool(self._waiting))
+        if self._full and self._waiting:
+            counters.full_seconds += elapsed
         prefill = min(self.stall, elapsed)
         self.stall -= prefill
         elapsed -= prefill
@@ -400,6 +401,7 @@ class Engine:
 
     def load(self, version: int) -> None:
         """Other weights from now on."""
-        self.prefixes += self._keeps
+        if self._keeps:
+            self.prefixes += 1
         self._cached.clear()
         self._switches.append((self.steps, version))

@@ -20,7 +20,7 @@ model; Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with con
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,23 +32,6 @@ from megatron_async.simulate.hardware import Gpu
 
 FORMAT = "megatron_async.engine_cost"
 FORMAT_VERSION = 1
-
-
-class EngineCosts(Protocol):
-    """Costs of a single engine."""
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Tokens of KV that fit."""
-
-    def decode(self, batch: int) -> tuple[float, float]:
-        """Seconds of a decode step of `batch` requests: (fixed, per KV token read)."""
-
-    def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to.
-
-        0 tokens: all of the prompt is cached, and what a request costs anyway is left.
-        """
 
 
 def all_reduce_seconds(
@@ -72,6 +55,7 @@ class RooflineEngine:
     kv_capacity_tokens: int
 
     def decode(self, batch: int) -> tuple[float, float]:
+        """Seconds of a decode step of `batch` requests: (fixed, per KV token read)."""
         e, gpu, shape = self.efficiency, self.gpu, self.shape
         bandwidth = self.tensor * gpu.memory_bandwidth * e.memory_bandwidth
         flops = self.tensor * gpu.flops * e.decode_flops
@@ -84,6 +68,10 @@ class RooflineEngine:
         return fixed, shape.kv_bytes_per_token / bandwidth
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
+        """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to.
+
+        0 tokens: all of the prompt is cached, and what a request costs anyway is left.
+        """
         shape = self.shape
         rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
         attention = shape.attention_flops_per_token_pair * token_pairs
@@ -106,6 +94,7 @@ class MeasuredEngine:
     kv_capacity_tokens: int
 
     def decode(self, batch: int) -> tuple[float, float]:
+        """See `RooflineEngine`."""
         per_kv_token = max(0.0, self._between(batch, self.per_kv_token))
         return self._between(batch, self.fixed), per_kv_token
 
@@ -117,8 +106,12 @@ class MeasuredEngine:
         return values[-1] + slope * (batch - known[-1])
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
+        """See `RooflineEngine`."""
         del token_pairs  # contained in what was measured
         return self.prefill_fixed + self.prefill_per_token * tokens
+
+
+EngineCosts: TypeAlias = RooflineEngine | MeasuredEngine
 
 
 def read_engine_costs(path: Path) -> MeasuredEngine:

@@ -88,7 +88,7 @@ def _parameters(
     shape: ModelShape, layout: ParallelConfig, sharded: bool, expert: int
 ) -> tuple[float, float]:
     """Parameters that a rank of a mean stage holds, and those that its optimizer has."""
-    experts: float = shape.mlp_parameters * shape.experts * (expert > 1)
+    experts: float = shape.mlp_parameters * shape.experts if expert > 1 else 0
     dense = (shape.parameters - experts) / (layout.tensor * layout.pipeline)
     experts /= layout.pipeline * expert
     if not sharded:

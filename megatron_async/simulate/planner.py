@@ -266,7 +266,8 @@ def _nothing_fits(settings: dict[str, Any], asked: Sequence[Sequence[str]], gpus
         best = min(found, key=_seconds_per_token, default=None)
         if best is not None:
             text = f"{' '.join(variant)} ({best.step_seconds:.0f} s a step)"
-            text += ", which a run over several nodes refuses today" * best.refused
+            if best.refused:
+                text += ", which a run over several nodes refuses today"
             remedies.append((best.refused, len(variant), _seconds_per_token(best), text))
     remedy = "choose a larger simulate.gpu.name"
     if remedies:

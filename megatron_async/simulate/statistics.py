@@ -65,14 +65,11 @@ class Summary:
     restarted trajectories as a share of the generated ones.
     """
 
-    steps: int
     step_seconds: float
     rollout_seconds: float
     train_seconds: float
     update_seconds: float
-    samples_per_second: float
     tokens_per_second: float
-    generated_per_second: float
     engine_idle: float
     trainer_idle: float
     gpu_idle: float
@@ -88,7 +85,6 @@ class Summary:
     recomputed_at_resume: float
     recomputed_at_preemption: float
     recomputed_at_update: float
-    preemptions: int
     wasted: float
     dropped: dict[str, int]
     warnings: dict[str, str]
@@ -133,7 +129,7 @@ class Statistics:
         # a trajectory's oldest trained version comes first: versions never fall
         samples = [self._trained.between(written[0][0], step) for written in versions if written]
         of_samples = (len(samples), sum(samples), max(samples, default=0))
-        self._trained.add(step, len(versions))
+        self._trained.add(len(versions))
         self.lags.append(BatchLag(step, *of_tokens, *of_samples))
 
     def published(self, at: float, update_seconds: float, concurrency: int) -> None:
@@ -177,14 +173,11 @@ class Statistics:
             for name in ("resumed", "preempted", "updated")
         }
         return Summary(
-            steps=steps,
             step_seconds=wall / steps,
             rollout_seconds=waited / steps,
             train_seconds=trained / steps,
             update_seconds=update / steps,
-            samples_per_second=sum(row.sequences for row in rows) / wall,
             tokens_per_second=tokens / wall,
-            generated_per_second=generated / wall,
             engine_idle=1 - busy / generating,
             trainer_idle=waited / wall,
             gpu_idle=1 - gpu_busy,
@@ -201,7 +194,6 @@ class Statistics:
             recomputed_at_resume=recomputed["resumed"],
             recomputed_at_preemption=recomputed["preempted"],
             recomputed_at_update=recomputed["updated"],
-            preemptions=counters["preemptions"],
             wasted=(end.wasted - start.wasted) / generated,
             dropped=dict(self.dropped),
             warnings=dict(self.warnings),

@@ -108,17 +108,6 @@ def horizon(
     return on_path[numbers[compact_after - 1]] if len(numbers) >= compact_after else None
 
 
-def restorable(
-    tree: LineageTree, kept: Sequence[int | PolicyVersion], batches: Sequence[BatchRow]
-) -> list[PolicyVersion]:
-    """Checkpoints that may be restored. A bare step stands for every lineage that reached it."""
-    made = [(batch.lineage, batch.step) for batch in batches]
-    points = {point for point in kept if isinstance(point, PolicyVersion)}
-    for step in (point for point in kept if not isinstance(point, PolicyVersion)):
-        points.update(PolicyVersion(lineage, step) for lineage in tree.holding(step, made))
-    return sorted(points)
-
-
 def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
     """The transaction that takes the groups `chosen` out of the plan `whole`."""
     gone = {i for group_id in chosen for i in state.groups[group_id].trajectory_ids}
@@ -197,7 +186,7 @@ class Compactor:
         self._file = place.export_file if settings.export == "jsonl" else None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, kept: Sequence[int | PolicyVersion]) -> None:
+    def start(self, kept: Sequence[PolicyVersion]) -> None:
         """Begin, with the checkpoints that can still be restored."""
         self._task = asyncio.create_task(self._compact(kept))
 
@@ -212,7 +201,7 @@ class Compactor:
                     f"trajectory store {self._place.file} cannot be compacted: {reason(error)}"
                 ) from error
 
-    async def _compact(self, kept: Sequence[int | PolicyVersion]) -> None:
+    async def _compact(self, kept: Sequence[PolicyVersion]) -> None:
         state = self._state
         checkpoints = list(state.checkpoints)
         batches = list(state.batches.values())
@@ -221,8 +210,7 @@ class Compactor:
 
         def planned() -> Plan:
             oldest = horizon(state.tree, state.lineage, checkpoints, self._after)
-            points = restorable(state.tree, kept, batches)
-            return plan(state.tree, state.lineage, batches, groups, dropped, points, oldest)
+            return plan(state.tree, state.lineage, batches, groups, dropped, kept, oldest)
 
         await self._writer.committed()  # lines are read from the file: it must have these drops
         whole = await asyncio.to_thread(planned)

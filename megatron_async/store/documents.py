@@ -52,7 +52,6 @@ class Counters(Document):
     next_group: int = 0
     next_trajectory: int = 0
     prompts: int = 0
-    lost_trajectories: int = 0
     lines: list[Lineage] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,6 @@ class TurnOutcome:
     reward: float = 0.0
 
 
-class Changes(Protocol):
-    """A change of a trajectory's row (`TrajectoryStore`)."""
-
-    def __call__(
-        self, record: TrajectoryRecord, state: TrajectoryState, **changes: Any
-    ) -> None: ...
-
-
 class EpisodeWriter:
     """The part of a store that writes turns; belongs to the store's thread."""
 
@@ -59,10 +51,11 @@ class EpisodeWriter:
         state: StoreState,
         writer: StoreWriter,
         serials: Iterator[int],
-        move: Changes,
+        move: Callable[..., None],
         flush: Callable[[TrajectoryRecord], None],
     ) -> None:
-        """`flush` hands over what is buffered, with the trajectory's row."""
+        """`move` and `flush` are the store's: they change a row's state, and hand over what is
+        buffered with the row."""
         self._state = state
         self._writer = writer
         self._serials = serials

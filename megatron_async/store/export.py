@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_async.errors import UserError
 from megatron_async.files.disk import writing
 from megatron_async.store.documents import Exported
 from megatron_async.store.reader import (
+    NO_PROMPT,
     StoreReader,
     TrajectorySummary,
     read_group,
@@ -31,6 +32,7 @@ from megatron_async.store.reader import (
     trajectory_of,
 )
 from megatron_async.store.schema import BatchRow, TrajectoryRow
+from megatron_async.trajectory.columns import fault
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -96,8 +98,9 @@ def _lines(
             "reward_detail": orjson.Fragment(row.reward_detail),
             "batch": None if batch is None else {"lineage": batch.lineage, "step": batch.step},
             "drop_reason": row.drop_reason if batch is None else None,
-            **({"turns": _turn_lines(tokens.turns)} if tokens.turns else {}),
         }
+        if tokens.turns:
+            line["turns"] = _turn_lines(tokens.turns)
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -199,7 +202,7 @@ def _turn(row: dict[str, Any]) -> Turn:
 
 
 def _segment(row: dict[str, Any]) -> Segment:
-    return Segment(
+    segment = Segment(
         np.asarray(row["token_ids"], dtype=np.int32),
         np.asarray(row["logprobs"], dtype=np.float32),
         PolicyVersion.parse(row["version"]),
@@ -207,6 +210,9 @@ def _segment(row: dict[str, Any]) -> Segment:
         row["from_environment"],
         tuple(_column(*column) for column in row.get("columns", ())),
     )
+    if (found := fault(segment.arrays)) is not None:
+        raise ValueError(found)
+    return segment
 
 
 def _column(field: list[Any], values: list[Any]) -> np.ndarray:
@@ -215,5 +221,10 @@ def _column(field: list[Any], values: list[Any]) -> np.ndarray:
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
     versions = tuple(s.version for s in trajectory.segments if not s.from_environment)
-    length, turns = trajectory.response_length, len(trajectory.turns)
-    return TrajectorySummary.of(trajectory, length, versions, turns)
+    bare = vars(replace(trajectory, prompt=NO_PROMPT, segments=(), turns=()))
+    return TrajectorySummary(
+        **bare,
+        tokens=trajectory.response_length,
+        versions=versions,
+        turn_count=len(trajectory.turns),
+    )

@@ -87,15 +87,6 @@ class LineageTree:
             points[other] = 0 if common is None else min(theirs[common], ours[common])
         return points
 
-    def holding(self, step: int, batches: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the lineages that can have a checkpoint of `step`, by all (lineage, step)."""
-        numbers = reached(self, batches)
-        return [
-            one.lineage
-            for one in self.lineages()
-            if one.branch_step <= step <= numbers[one.lineage]
-        ]
-
 
 @dataclass(frozen=True)
 class Consumption:
@@ -109,7 +100,7 @@ class Consumption:
     @classmethod
     def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> "Consumption":
         """Return a lineage by its number. Raises KeyError for an unknown one."""
-        return cls({**tree.path(lineage), lineage: number})
+        return cls({on_path: min(limit, number) for on_path, limit in tree.path(lineage).items()})
 
     @classmethod
     def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> "Consumption":
@@ -123,12 +114,3 @@ class Consumption:
     def reaches(self, lineage: int, number: int) -> bool:
         """Return whether policy (lineage, number) is on the path to this place."""
         return number <= self.limits.get(lineage, -1)
-
-
-def reached(tree: LineageTree, batches: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return the largest policy number that each lineage can have made, from its batches."""
-    numbers = {one.lineage: one.branch_step for one in tree.lineages()}
-    for lineage, step in batches:
-        if lineage in numbers:
-            numbers[lineage] = max(numbers[lineage], step + 1)
-    return numbers

@@ -48,6 +48,7 @@ from megatron_async.trajectory.types import (
 )
 
 P = TypeVar("P", ChunkRow, TurnRow)
+NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")
 
 
 @dataclass
@@ -249,38 +250,16 @@ def trajectory_of(
     )
 
 
-@dataclass(frozen=True)
-class TrajectorySummary:
-    """A line of a listing; `tokens` counts the response, `turns` those of an episode."""
+@dataclass(frozen=True, eq=False)
+class TrajectorySummary(Trajectory):
+    """A line of a listing, without prompt, segments and turns.
 
-    trajectory_id: int
-    group_id: int
-    state: TrajectoryState
-    tokens: int
-    versions: tuple[PolicyVersion, ...]
-    reward: float | None
-    finish_reason: FinishReason | None
-    drop_reason: DropReason | None
-    batched_step: int | None
-    turns: int = 0
+    `tokens` counts those of the response, `turn_count` the turns of an episode.
+    """
 
-    @classmethod
-    def of(
-        cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...], turns: int
-    ) -> "TrajectorySummary":
-        """The summary of a trajectory whose response has `tokens` by `versions`."""
-        return cls(
-            t.trajectory_id,
-            t.group_id,
-            t.state,
-            tokens,
-            versions,
-            t.reward,
-            t.finish_reason,
-            t.drop_reason,
-            t.batched_step,
-            turns,
-        )
+    tokens: int = 0
+    versions: tuple[PolicyVersion, ...] = ()
+    turn_count: int = 0
 
 
 class StoreReader:
@@ -335,10 +314,11 @@ class StoreReader:
         for row in content.trajectories.values():
             key = row.trajectory_id, row.attempt
             tokens, versions = sizes.get(key, (0, ()))
-            public = trajectory_of(row, _NO_PROMPT, (), (), batched.get(row.trajectory_id))
+            public = trajectory_of(row, NO_PROMPT, (), (), batched.get(row.trajectory_id))
             if state is not None and public.state is not state:
                 continue
-            listed.append(TrajectorySummary.of(public, tokens, versions, turns.get(key, 0)))
+            counts = {"tokens": tokens, "versions": versions, "turn_count": turns.get(key, 0)}
+            listed.append(TrajectorySummary(**vars(public), **counts))
         return listed
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
@@ -396,6 +376,3 @@ class StoreReader:
                 f"trajectory store {self._path} is damaged ({error}); resuming the run goes on "
                 "from its replica"
             ) from error
-
-
-_NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")

@@ -57,8 +57,6 @@ class Recovery:
     sentence: str
     damaged_file: Path | None
     behind: bool
-    lost_trajectories: int
-    set_aside_trajectories: int = 0
 
 
 @contextlib.contextmanager

@@ -239,7 +239,9 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
     take the newest commits away, but never a part of one. Raises sqlite3.Error, OSError, UserError
     where the file system cannot have a write-ahead log.
     """
-    mode = "ro&immutable=1" if immutable else "ro" if read_only else "rwc"
+    mode = "ro" if read_only else "rwc"
+    if immutable:
+        mode = "ro&immutable=1"
     if mode == "rwc" and not path.exists():
         path.touch()  # SQLite would make it with mode 644 at most, whatever umask allows.
     connection = sqlite3.connect(

@@ -194,7 +194,6 @@ def _replaced(
         state.counters.prompts = max(state.counters.prompts, known.prompts)
     aside = [i for group in _set_aside(state) for i in group.trajectory_ids] if behind else []
     lost = 0 if known is None else state.counters.next_trajectory - first
-    state.counters.lost_trajectories += lost + len(aside)
     state.position = max(state.position, needed)
     sentence = f"trajectory store {place.file} {reason}; {instead}"
     if known is None:
@@ -208,7 +207,7 @@ def _replaced(
         )
     if damaged is not None:
         sentence += f"; the damaged file is kept as {damaged}"
-    state.recovery = Recovery(sentence, damaged, behind, lost, len(aside))
+    state.recovery = Recovery(sentence, damaged, behind)
     return state
 
 
@@ -261,10 +260,8 @@ def _begin_line(
         for batch in state.undone_batches:
             del state.batches[batch.id]
         return
-    if behind and (parent is None or parent not in tree):
+    if parent is None or (behind and parent not in tree):
         parent = tree.newest if tree else None  # what that has consumed is not consumed again
-    elif tree and parent is None:
-        parent = _parent_of(state, step)
     if parent is not None and not behind:
         check_serves(path, tree, state.exported, PolicyVersion(parent, step))
     tree.add(Lineage(lineage, parent, step))
@@ -286,15 +283,6 @@ def check_serves(
             f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "
             f"that it would need; {oldest} and later can be"
         )
-
-
-def _parent_of(state: StoreState, step: int) -> int:
-    """The lineage whose checkpoint of `step` is the newest, as far as the store has them."""
-    recorded = [point.lineage for point in state.checkpoints if point.number == step]
-    if recorded:
-        return max(recorded)
-    batches = ((batch.lineage, batch.step) for batch in state.batches.values())
-    return max(state.tree.holding(step, batches), default=state.tree.newest)
 
 
 def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connection) -> None:

@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +47,7 @@ from megatron_async.store.recovery import Recovery, Replicator
 from megatron_async.store.schema import BatchRow, CheckpointRow, GroupRow, TrajectoryRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
-from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, fault
+from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays
 from megatron_async.trajectory.packing import number_on_lineage
 from megatron_async.trajectory.types import (
     DropReason,
@@ -87,9 +86,9 @@ class TrajectoryStore:
 
         `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a
         resume, `parent` is the lineage of the restored checkpoint and `position` what its manifest
-        keeps of `position()`. Without `parent` it is the newest lineage that has a finalised
-        checkpoint of `step`. Trajectories that ran are partial now; what was batched at `step` or
-        later is scored again. For a damaged file see `recovery`. Raises UserError.
+        keeps of `position()`. Without `parent` it is the newest lineage. Trajectories that ran are
+        partial now; what was batched at `step` or later is scored again. For a damaged file see
+        `recovery`. Raises UserError.
         """
         settings = settings or StoreConfig()
         place = prepared_place(Path(path), settings.directory)
@@ -221,15 +220,12 @@ class TrajectoryStore:
 
         `columns`: the further ones (`trajectory/columns.py`). With `end` they are its last ones;
         that it is finished is committed when `sync` returns.
-        Raises SupersededRequest when another request (or none) runs the trajectory now, ValueError
-        when the arrays do not agree.
+        Raises SupersededRequest when another request (or none) runs the trajectory now.
         """
         record, trajectory_id = running(self._state.records, request), request.trajectory_id
         arrays: Arrays = (np.array(token_ids, TOKEN_IDS), np.array(logprobs, LOGPROBS))
         if columns:
             arrays = (*arrays, *map(np.array, columns))
-        if (found := fault(arrays)) is not None:
-            raise ValueError(f"trajectory {trajectory_id}: its {found}")
         if not len(arrays[0]):
             if end is not None:
                 self.end(trajectory_id, end)
@@ -274,9 +270,7 @@ class TrajectoryStore:
     async def set_reward(
         self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
     ) -> None:
-        """The reward of a finished trajectory. Returns when it is committed."""
-        if not math.isfinite(reward):
-            raise ValueError(f"trajectory {trajectory_id}: reward {reward} is not finite")
+        """The (finite) reward of a finished trajectory. Returns when it is committed."""
         record = self._record(trajectory_id)
         self._move(
             record,
@@ -365,10 +359,9 @@ class TrajectoryStore:
         """Transactions committed so far, for the checkpoint manifest (after `sync`)."""
         return self._writer.position
 
-    async def checkpoint_finalised(self, step: int, kept: Sequence[int | PolicyVersion]) -> None:
+    async def checkpoint_finalised(self, step: int, kept: Sequence[PolicyVersion]) -> None:
         """The manifest of `step` is on disk, and those of `kept` can still be restored.
 
-        A bare number in `kept` stands for every lineage that may have a checkpoint of that step.
         Consumed trajectories are compacted in the background.
         """
         await self._compactor.finish()
@@ -376,7 +369,7 @@ class TrajectoryStore:
         self._state.checkpoints.append(point)
         self._writer.put(CheckpointRow(len(self._state.checkpoints), *point, self.position()))
         await self.sync()
-        self._compactor.start([*kept, point])
+        self._compactor.start(sorted({*kept, point}))
 
     # ------------------------------------------------------------ questions
 

@@ -93,17 +93,20 @@ def report_bad_rows(
     left_out = mode == "skip" and len(bad) < of
     listed = _by_reason(bad[:MOST_BAD_ROWS_SHOWN])
     if left_out or len(listed) > 1:
-        title = found + " and are left out (task.bad_rows)" * left_out
-        more = [f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more"] * (len(bad) > MOST_BAD_ROWS_SHOWN)
-        _logger.warning("\n  ".join([f"{title}:", *listed, *more]))
+        title = f"{found} and are left out (task.bad_rows)" if left_out else found
+        if len(bad) > MOST_BAD_ROWS_SHOWN:
+            listed.append(f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more")
+        _logger.warning("\n  ".join([f"{title}:", *listed]))
     if not left_out:
-        of_rows = "correct or remove such rows, or set task.bad_rows: skip"
-        of_file = (
-            "rows are those of a Parquet file, or JSON objects in UTF-8, one a line; if they are, "
-            "set `layout` or `columns` beside its path"
-        )
-        remedy = of_rows if len(bad) < of else of_file * (not readable)
-        raise UserError("; ".join(filter(None, [found, bad[0], remedy])))
+        sentence = f"{found}; {bad[0]}"
+        if len(bad) < of:
+            sentence += "; correct or remove such rows, or set task.bad_rows: skip"
+        elif not readable:
+            sentence += (
+                "; rows are those of a Parquet file, or JSON objects in UTF-8, one a line; if they "
+                "are, set `layout` or `columns` beside its path"
+            )
+        raise UserError(sentence)
 
 
 def _by_reason(messages: Sequence[str]) -> list[str]:
@@ -309,12 +312,10 @@ class _JsonlRows:
 
 
 def _arrow() -> Any:
-    """pyarrow; only who has such files needs it."""
-    try:
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"Parquet and Arrow files need pyarrow: {error}") from error
+    """pyarrow; only who has such files waits for its import."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
     return pyarrow
 
 

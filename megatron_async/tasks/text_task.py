@@ -291,7 +291,9 @@ def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
         if not file.is_file():
             continue
         more = read_json_object(file, f"model.path: {file}").get("eos_token_id")
-        ids = more if isinstance(more, list) else [] if more is None else [more]
+        if more is None:
+            continue
+        ids = more if isinstance(more, list) else [more]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise UserError(
                 f"model.path: {file}: eos_token_id is {shown(more)}; it must be a token or a list "

@@ -313,5 +313,6 @@ class FailingScores:
             if level > self._levels[kind]:
                 seen = f"{count} of the last {len(self._newest)} scores have failed"
                 cause = first.get(kind, "not kept")
-                yield "many_" * (level - 1) + kind, f"{seen}, the first by {cause}; {remedy}"
+                name = kind if level == 1 else f"many_{kind}"
+                yield name, f"{seen}, the first by {cause}; {remedy}"
             self._levels[kind] = max(level, self._levels[kind]) if count else 0

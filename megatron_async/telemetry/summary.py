@@ -121,8 +121,9 @@ class RunSummary:
         """Name and text of each total; `start`: what the first evaluation is called."""
         rewards = " / ".join(f"{reward:.3f}" for reward in self.rewards)
         evaluated = [fact for one in self.evaluated for fact in one.facts(start)]
+        evaluated = evaluated or [("held-out accuracy", "not measured")]
         return [
-            *(evaluated or [("held-out accuracy", "not measured")]),
+            *evaluated,
             ("mean training reward (sampled), first / last steps", rewards or "not measured"),
             ("failed scores", self.failures),
             ("RL steps", str(self.steps)),

@@ -1,4 +1,4 @@
-"""Restarts of the trainer: when one rank fails, torchrun starts all ranks again.
+"""Ends and restarts of the trainer: when one rank fails, torchrun starts all ranks again.
 
 A start of all ranks is called an attempt. Attempts are identified by the port at which their ranks
 connect (MASTER_PORT), which torchrun chooses anew for each one. They are counted by lineages,
@@ -7,16 +7,22 @@ because agents of several nodes do not share torchrun's own count.
 Invariants
 - A failure belongs to one attempt: an earlier attempt's failure is never reported as the cause of a
   later end.
+- A failure with a sentence is left in the run directory; a disk that takes no more changes neither
+  the exit code nor what the rank failed of.
 - Each restart adds a warning with its cause and its checkpoint to the console, metrics.jsonl, the
   report and the trackers.
 """
 
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
-from megatron_async.errors import ATTEMPT_LINE, cause_in_log
+from megatron_async.errors import ATTEMPT_LINE, ComponentFailure, UserError, cause_in_log
+from megatron_async.files.disk import CannotWrite, naming_disk_errors
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -78,3 +84,27 @@ def _cause_in_own_log() -> str | None:
     log = Path("/proc/self/fd/1").resolve()
     text = log.read_text(errors="replace") if log.is_file() else ""
     return cause_in_log(text.rpartition(ATTEMPT_LINE)[0])
+
+
+def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
+    """Do a rank's `work`; return 0, 1 for a failed component, 2 for bad input."""
+    try:
+        with naming_disk_errors():
+            work()
+    except (UserError, ComponentFailure) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        try:
+            directory.report_failure(str(error), code, current_attempt())
+        except CannotWrite:
+            with contextlib.suppress(OSError):  # its log may be on the same disk
+                print(f"error: {error}", file=sys.stderr, flush=True)
+        return code
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: gloo's threads of a failed collective would keep it alive."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the log's disk is full; the code is what counts
+            stream.flush()
+    os._exit(code)

@@ -33,8 +33,7 @@ from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
 from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
-from megatron_async.trainer.report import StepReport
-from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trainer.step import PolicyTrainer, StepReport
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import DropReason
 from megatron_async.weight_sync.publisher import WeightPublisher
@@ -276,7 +275,7 @@ class TrainLoop:
             self._unreported += self.checkpoints.take_finalised()
             while self._unreported:
                 done = self._unreported[0]
-                self.link.checkpoint_finalised(done.step, done.kept_steps)
+                self.link.checkpoint_finalised(done.step, done.kept)
                 if self.metrics is not None:
                     path = self.checkpoints.path(done.step)
                     self.metrics.checkpoint(done.step, path)

@@ -21,7 +21,7 @@ from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray
+from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress
 
 if TYPE_CHECKING:
@@ -119,9 +119,8 @@ class RolloutLink(ABC):
         """Return what a checkpoint keeps of the rollout side."""
         return self._call(lambda manager, lineage: manager.position(lineage), _CALL_SECONDS)
 
-    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+    def checkpoint_finalised(self, step: int, kept: Sequence[PolicyVersion]) -> None:
         """The manifest of `step` exists now."""
-        kept = list(kept_steps)
         self._call(
             lambda manager, lineage: manager.checkpoint_finalised(lineage, step, kept),
             _CALL_SECONDS,

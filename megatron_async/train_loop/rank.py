@@ -12,8 +12,7 @@ from megatron_async.config import RunConfig
 from megatron_async.places.child_process import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.garbage_collection import unsearched
-from megatron_async.train_loop.attempt import begin_attempt
-from megatron_async.train_loop.rank_exit import exit_code, leave
+from megatron_async.train_loop.attempt import begin_attempt, exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
 # Set by whoever starts both sides.
@@ -35,7 +34,7 @@ def train(
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop/rank_exit.py`)."""
+    """Exit code of one rank (`train_loop/attempt.py`)."""
     follow_parent()
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.launched(arguments[0])

@@ -24,7 +24,7 @@ from megatron_async.files.disk import replacing, with_default_mode, writing
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.tasks.rows import open_rows
-from megatron_async.train_loop.rank_exit import exit_code, leave
+from megatron_async.train_loop.attempt import exit_code, leave
 from megatron_async.train_loop.sft_rank import example_batch
 
 _MICROBATCHES = 4
@@ -120,7 +120,7 @@ def _parts(sequences: Iterator[WorkedExample], wanted: int) -> Iterator[list[Wor
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop.rank_exit.py`)."""
+    """Exit code of one rank (`train_loop/attempt.py`)."""
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: score(config, arguments[1], Path(arguments[2])))
 

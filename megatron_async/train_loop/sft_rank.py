@@ -16,8 +16,8 @@ from megatron_async.config.run import SFTConfig
 from megatron_async.places.child_process import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
-from megatron_async.train_loop.rank_exit import exit_code, leave
-from megatron_async.trainer.report import StepReport
+from megatron_async.train_loop.attempt import exit_code, leave
+from megatron_async.trainer.step import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
 # Steps between two progress lines. A line for every step would fill the terminal, since steps of
@@ -100,7 +100,7 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop.rank_exit.py`)."""
+    """Exit code of one rank (`train_loop/attempt.py`)."""
     follow_parent()
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))

@@ -19,11 +19,11 @@ from megatron_async_kernels.backend import describe_backend, describe_loss
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture, Experts
-from megatron_async.trainer.attention_kernels import PER_SEQUENCE, choose_kernel, find
 from megatron_async.trainer.device import has_cuda
 
 LayerBackend = Literal["local", "transformer_engine"]
 ExpertBackend = Literal["sequential", "grouped", "transformer_engine"]
+_PER_SEQUENCE = "torch scaled_dot_product_attention, one call per sequence"
 _ROW_BYTES = 16
 """torch's grouped_mm wants rows of a multiple of these."""
 
@@ -37,7 +37,6 @@ class Capabilities:
     transformer_engine: str | None
     apex: str | None
     triton: str | None
-    attention: str = PER_SEQUENCE.name  # of local layers, in half precision
 
     @property
     def usable_transformer_engine(self) -> bool:
@@ -73,10 +72,10 @@ class Backends:
         found, norm = self.found, "torch rms_norm, sequence-parallel aware"
         if found.cuda is None:
             device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
-            attention = PER_SEQUENCE.name
+            attention = _PER_SEQUENCE
         else:
             device = f"{found.device_name} (CUDA {found.cuda}), NCCL"
-            attention = f"{found.attention} (float32: one call per sequence)"
+            attention = f"torch variable-length flash attention (float32: {_PER_SEQUENCE})"
         if found.usable_apex:
             optimizer = "Apex FusedAdam"
         else:
@@ -121,7 +120,6 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
 def detect() -> Capabilities:
     """Return the libraries and devices of this machine."""
     cuda = has_cuda()
-    kernel = choose_kernel(find) if cuda else PER_SEQUENCE
     return Capabilities(
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
@@ -129,7 +127,6 @@ def detect() -> Capabilities:
         # By its optimizers: PyPI's `apex` is a web toolkit.
         apex=_version_of("apex.optimizers", "apex", "FusedAdam"),
         triton=_version_of("triton", "triton"),
-        attention=kernel.name,
     )
 
 

@@ -42,10 +42,6 @@ def plan_microbatches(
     4/3 of the optimum, Graham 1969). The number of microbatches is what the fullest rank needs by
     first-fit decreasing; the others spread their sequences over as many.
     """
-    if data_parallel < 1 or token_budget < 1:
-        raise ValueError(
-            f"data_parallel {data_parallel} and token_budget {token_budget} must be positive"
-        )
     lengths = lengths_S.astype(np.int64)
     cost_S = sequence_cost(lengths, hidden_size)
     shards = balance(cost_S, data_parallel)

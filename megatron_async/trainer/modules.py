@@ -82,9 +82,8 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: RotaryStream | None = None,
     ) -> Tensor:
-        """Rotate, then attend within each sequence. Raises ValueError without a `RotaryStream`."""
-        if packed_seq_params is None:
-            raise ValueError("PackedAttention needs packed_seq_params with the sequence borders")
+        """Rotate, then attend within each sequence."""
+        assert packed_seq_params is not None
         rotation = packed_seq_params.rotation(sliding_window=self.window is not None)
         out_THD = packed_attention(
             Stream(

@@ -57,21 +57,13 @@ def pack_inputs(
 ) -> PackedInputs:
     """Positions and response rows from a stream and a mask of the tokens to score.
 
-    `response_mask_T` is nonzero on tokens whose log-prob is wanted. Raises ValueError when it
-    marks the first token of a sequence (nothing precedes it) or the borders do not cover the
-    stream. Waits for the device.
+    `response_mask_T` is nonzero on tokens whose log-prob is wanted, never on the first of a
+    sequence (nothing precedes it). Waits for the device.
     """
     num_tokens, borders = len(token_ids_T), cu_seqlens_S1.tolist()
-    if borders[0] != 0 or borders[-1] != num_tokens:
-        raise ValueError(
-            f"cu_seqlens goes from {borders[0]} to {borders[-1]}, the stream has {num_tokens} "
-            "tokens"
-        )
     starts_T = spread(cu_seqlens_S1[:-1], cu_seqlens_S1, tokens=num_tokens)
     position_ids_T = torch.arange(num_tokens, device=starts_T.device) - starts_T
     response_index_R = response_mask_T.nonzero()[:, 0]
-    if bool((position_ids_T[response_index_R] == 0).any()):
-        raise ValueError("the first token of a sequence has no log-prob and cannot be a response")
     return PackedInputs(
         token_ids_T=token_ids_T.to(torch.int64),
         position_ids_T=position_ids_T,

@@ -8,34 +8,32 @@ copies drift apart with nothing to see: what is exported and saved is one of the
 Invariants
 - Which copies must be equal follows from the rules of the model's family, not from Megatron's
   process groups: a wrong group is one of the things to find.
-- Values never leave their device; each rank sends one number for each of its tensors.
+- Values never leave their device; a rank sends one number and a name for each tensor that is held
+  more than once.
 - Every rank raises the same error, or none does.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_async.checkpoint.checksum import checksum
+from megatron_async.checkpoint.checksum import checksum, signed
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.parameters import PlacedParameter, placed_parameters
 from megatron_async.models.shards import ShardLayout
-from megatron_async.trainer.device import current_device
 from megatron_async.trainer.optimizer import optimizer_parts
 from megatron_async.trainer.policy_model import PolicyModel
 
-SumMatrix = npt.NDArray[np.int64]
+Report: TypeAlias = list[tuple[str, int, int]]
+"""A rank's tensors that other ranks hold too: name, owner and checksum of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +51,13 @@ class HeldCopy:
     count: int
 
     def checksum(self) -> Tensor:
+        """Return the sum of this part, [] on its device; sums add over the parts of a copy."""
         return checksum(self.values_N, (self.begin,), (self.count,))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose copies are not equal: the ranks that hold each version of it."""
+    """A tensor whose copies differ, and the ranks that hold each of its versions."""
 
     name: str
     sides: tuple[tuple[int, ...], ...]
@@ -67,110 +66,67 @@ class Difference:
         return f"{self.name} (not the same on {' and on '.join(map(_ranks, self.sides))})"
 
 
-class DifferingEntry(NamedTuple):
-    """The first rank that holds a tensor, its column there, and the ranks of each version of it."""
-
-    rank: int
-    column: int
-    sides: tuple[tuple[int, ...], ...]
-
-
-class Copies:
-    """Pure: which entries of the ranks' lists are copies of each other.
-
-    `described[rank]` lists (name's hash, owner) in the order in which that rank sends its numbers.
-    """
-
-    def __init__(self, described: Sequence[Sequence[tuple[int, int]]]) -> None:
-        owners: defaultdict[int, set[int]] = defaultdict(set)
-        for key, owner in chain.from_iterable(described):
-            owners[key].add(owner)
-        self.sent = [
-            [slot for slot, (key, _) in enumerate(part) if len(owners[key]) > 1]
-            for part in described
-        ]
-        self.width = max((len(slots) for slots in self.sent), default=0)
-        entries = [
-            (rank, column, *described[rank][slot])
-            for rank, slots in enumerate(self.sent)
-            for column, slot in enumerate(slots)
-        ]
-        table_E4 = np.array(entries, dtype=np.int64).reshape(-1, 4)
-        self._rank_E, self._column_E, self._key_E, _ = table_E4.T
-        copies_C2, copy_E = np.unique(table_E4[:, 2:], axis=0, return_inverse=True)
-        self._copy_E, self._key_C = copy_E.reshape(-1), copies_C2[:, 0]
-
-    def differing(self, sums_RW: SumMatrix) -> list[DifferingEntry]:
-        """The tensors whose copies are not equal, where `sums_RW[rank, column]` was sent."""
-        totals_C = np.zeros(len(self._key_C), np.int64)
-        np.add.at(totals_C, self._copy_E, sums_RW[self._rank_E, self._column_E])  # modulo 2^64
-        first_C = np.searchsorted(self._key_C, self._key_C)
-        found = []
-        for key in np.unique(self._key_C[totals_C != totals_C[first_C]]):
-            members = np.flatnonzero(self._key_E == key)
-            totals, ranks = totals_C[self._copy_E[members]].tolist(), self._rank_E[members].tolist()
+def differences(reports: Sequence[Report]) -> list[Difference]:
+    """Return the tensors whose copies differ, from the report of each rank."""
+    totals: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+    holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        for name, owner, part in report:
+            totals[name][owner] = signed(totals[name][owner] + part)
+            holders[name].append((rank, owner))
+    found = []
+    for name, total_of in totals.items():
+        if len(set(total_of.values())) > 1:
             sides: defaultdict[int, list[int]] = defaultdict(list)
-            for total, rank in zip(totals, ranks, strict=True):
-                sides[total].append(rank)
-            column = int(self._column_E[members[0]])
-            found.append(DifferingEntry(ranks[0], column, tuple(map(tuple, sides.values()))))
-        return sorted(found)
+            for rank, owner in holders[name]:
+                sides[total_of[owner]].append(rank)
+            found.append(Difference(name, tuple(map(tuple, sides.values()))))
+    return found
 
 
 class ReplicaCheck:
-    """Compares the copies of one model and its optimizer. All ranks make and call it together.
-
-    `every_steps` of 0: never.
-    """
+    """Compares the copies of a model and of its optimizer's float32 weights over all ranks."""
 
     def __init__(self, model: PolicyModel, optimizer: ChainedOptimizer, every_steps: int) -> None:
+        """Collective: the ranks find out what more than one of them holds. 0 steps: never."""
         self._model = model
         self._optimizer = optimizer
         self._every_steps = every_steps
         self._compared = False
-        described: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
-        mine = [(_key(held.name), held.owner) for held in held_tensors(model, optimizer)]
-        dist.all_gather_object(described, mine)
-        self._copies = Copies(described)
-        self._mine = set(self._copies.sent[dist.get_rank()])
+        owners: defaultdict[str, set[int]] = defaultdict(set)
+        mine = [(held.name, held.owner) for held in held_tensors(model, optimizer)]
+        for part in _gathered(mine):
+            for name, owner in part:
+                owners[name].add(owner)
+        self._shared = {name for name, of in owners.items() if len(of) > 1}
 
     def after_step(self, step: int) -> None:
-        """Collective. `require_equal`, after this process's first step and every so many."""
+        """Compare after the first step of this process, and where `step` divides.
+
+        Raises ComponentFailure, on every rank.
+        """
         if self._every_steps and (not self._compared or step % self._every_steps == 0):
             self.require_equal()
             self._compared = True
 
     def compare(self) -> list[Difference]:
-        """Collective. The tensors whose copies differ, in the order of the model."""
-        if not self._copies.width:
+        """Collective. Return the tensors whose copies differ, the same on every rank."""
+        if not self._shared:
             return []
-        chosen = [
-            held
-            for slot, held in enumerate(held_tensors(self._model, self._optimizer))
-            if slot in self._mine
+        held = [
+            one for one in held_tensors(self._model, self._optimizer) if one.name in self._shared
         ]
-        sums_W = torch.zeros(self._copies.width, dtype=torch.int64, device=current_device())
-        for column, held in enumerate(chosen):
-            sums_W[column] = held.checksum()
-        sums_RW = [torch.empty_like(sums_W) for _ in range(dist.get_world_size())]
-        dist.all_gather(sums_RW, sums_W)
-        found = self._copies.differing(torch.stack(sums_RW).cpu().numpy())
-        if not found:
-            return []
-        # A hash has no meaning: the first rank that holds a tensor has its name.
-        names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        mine = [chosen[entry.column].name for entry in found if entry.rank == dist.get_rank()]
-        dist.all_gather_object(names, mine)
-        ordered = [name for part in names for name in part]
-        return [Difference(name, entry.sides) for name, entry in zip(ordered, found, strict=True)]
+        sums = torch.stack([one.checksum() for one in held]).tolist() if held else []
+        report = [(one.name, one.owner, found) for one, found in zip(held, sums, strict=True)]
+        return differences(_gathered(report))
 
     def require_equal(self) -> None:
         """Collective. Raises ComponentFailure, on all ranks alike, when any copies differ."""
-        differences = self.compare()
-        if differences:
-            more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+        found = self.compare()
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             raise ComponentFailure(
-                f"trainer ranks that must hold equal weights do not: {differences[0]}{more}; "
+                f"trainer ranks that must hold equal weights do not: {found[0]}{more}; "
                 "these weights are neither published nor saved. Start again from a checkpoint "
                 "(--resume); if it happens again at the same ranks suspect their device, if at "
                 "others the layout (parallel.*)"
@@ -216,8 +172,11 @@ def _name(placed: PlacedParameter) -> str:
     return f"{name} (tensor shard {placed.rank} of {placed.size})"
 
 
-def _key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True)
+def _gathered(mine: list[Any]) -> list[list[Any]]:
+    """Collective. What each rank has, in the order of ranks."""
+    found: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -46,9 +46,7 @@ class RotaryStream(PackedSeqParams):
     rotations: tuple[Rotation, ...] = ()
 
     def rotation(self, *, sliding_window: bool) -> Rotation:
-        """Return the rotation of a layer. Raises ValueError where the stream has none."""
-        if not self.rotations:
-            raise ValueError("local attention layers need the rotations of a RotaryStream")
+        """Return the rotation of a layer."""
         return self.rotations[-1 if sliding_window else 0]
 
 

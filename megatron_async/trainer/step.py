@@ -14,11 +14,13 @@ Invariants
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron_async_kernels.loss_types import Denominators, LossMetrics, NonFiniteError
@@ -31,6 +33,7 @@ from megatron_async.checkpoint.state import load_checkpoint_weights
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.load import load_hf_weights
+from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import PolicyRunner
@@ -44,9 +47,7 @@ from megatron_async.trainer.optimizer import (
 )
 from megatron_async.trainer.parallel import rank_layout
 from megatron_async.trainer.policy_model import PolicyModel, build_policy
-from megatron_async.trainer.reference import ReferencePolicy
 from megatron_async.trainer.replicas import ReplicaCheck
-from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
@@ -75,6 +76,73 @@ class PolicyUpdate:
     @property
     def applied(self) -> bool:
         return self.reason is None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Results of a batch with H optimizer updates, the same on every rank.
+
+    `step` is the number of the batch (policy version before it); the trainer's own step is
+    `step + 1` afterwards, skipped or not. `loss` is the mean over the updates that were applied,
+    `grad_norm` that of the last one before clipping. `metrics` holds the algorithm's scalars,
+    token means over the whole batch. `skipped` is true when no update at all was applied: the
+    weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
+    counts single ones. `seconds` is wall time on this rank. `log_weights` are the logarithms of the
+    raw importance weights of all trained tokens, update after update.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    updates: int
+    skipped_updates: int
+    skipped: bool
+    skip_reason: str | None
+    num_tokens: int
+    num_trained_tokens: int
+    num_microbatches: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log_weights: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the batch (prompts included) a second of the step, on all ranks together."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class ReferencePolicy:
+    """The weights that a model had when this was made, kept in host memory.
+
+    Log-probs of a frozen reference are computed with them.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._own = HostBuffers()
+        self._frozen = self._snapshot(HostBuffers())
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the reference weights inside, bit-exactly its own after."""
+        own = self._snapshot(self._own)
+        try:
+            self._install(self._frozen)
+            yield
+        finally:
+            self._install(own)
+
+    def _snapshot(self, buffers: HostBuffers) -> list[torch.Tensor]:
+        return [
+            buffers.copy(place, parameter.detach())
+            for place, parameter in enumerate(self._model.parameters())
+        ]
+
+    @torch.no_grad()
+    def _install(self, weights: list[torch.Tensor]) -> None:
+        for parameter, weight in zip(self._model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
 
 
 def load_policy(config: RunConfig) -> list[PolicyModel]:
@@ -300,7 +368,6 @@ class PolicyTrainer:
             skipped_updates=len(skipped),
             skipped=not applied,
             skip_reason=skipped[-1].reason if skipped else None,
-            num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
             num_trained_tokens=batch.num_trained_tokens,
             num_microbatches=sum(update.num_microbatches for update in updates),

@@ -35,12 +35,10 @@ class SamplesTrained:
         """`sizes` of the batches before `first_step`; one that is not there counts `batch_size`."""
         self._before = [0]  # [n]: in batches 0 .. n - 1
         for step in range(first_step):
-            self.add(step, sizes.get(step, batch_size))
+            self.add(sizes.get(step, batch_size))
 
-    def add(self, step: int, samples: int) -> None:
-        """Take the size of batch `step`, the next one. Raises ValueError for any other step."""
-        if step != len(self._before) - 1:
-            raise ValueError(f"batch {step} is not the next one, {len(self._before) - 1}")
+    def add(self, samples: int) -> None:
+        """Take the size of the next batch."""
         self._before.append(self._before[-1] + samples)
 
     def drop(self, step: int) -> None:

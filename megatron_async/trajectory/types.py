@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, fault, joined
+from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, joined
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -111,10 +111,6 @@ class Segment:
     engine_id: str = ""
     from_environment: bool = False
     columns: Arrays = ()
-
-    def __post_init__(self) -> None:
-        if (found := fault(self.arrays)) is not None:
-            raise ValueError(f"a segment's {found}")
 
     @property
     def arrays(self) -> Arrays:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ class WeightPublisher:
             mine = engines if shared is None else shared.mine(engines)
             outcomes = self._order.join(_outcome_of(lambda: self._connect(sender, mine)))
             if all(outcome.ok for outcome in outcomes):
-                send = lambda: sender.send(stream, version, self._flush_cache, self._order)  # noqa: E731
+                send = partial(sender.send, stream, version, self._flush_cache, self._order)
                 outcome = _outcome_of(send) if mine else _Outcome()
                 for _ in stream:  # other leaders may need this rank's shards
                     pass
@@ -274,9 +275,12 @@ class WeightPublisher:
     def _stream(self) -> Iterator[Bucket]:
         """Buckets for the engines; collective."""
         shared, size = self._shared, self._settings.bucket_mib * _MIB
-        convert = lambda tensors: quantised_tensors(tensors, self._names_in_fp8)  # noqa: E731
         stream = stage_buckets(
-            self._chunks, self._architecture, size, convert, everywhere=shared is not None
+            self._chunks,
+            self._architecture,
+            size,
+            partial(quantised_tensors, names=self._names_in_fp8),
+            everywhere=shared is not None,
         )
         for bucket in stream:
             if shared is not None:

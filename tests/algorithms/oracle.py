@@ -267,7 +267,6 @@ def loss(rows: list[Row], config: Any, tokens: float, sequences: float, weight_m
         if row:
             weight = math.exp(c(sum(behaviour)))
             add("sequences", 1.0)
-            add("kept_sequences", float(n_kept > 0))
             add("seq_weight", weight)
             add("seq_weight_sq", weight**2)
             add("seq_staleness", math.log(min(weight, config.staleness_clip)))

@@ -180,15 +180,6 @@ def test_minibatches_and_selections_keep_the_branches_of_an_episode_together() -
     assert second.trajectory_ids_S.tolist() == [2, 3]
 
 
-def test_rapid_refuses_an_episode_with_branches() -> None:
-    played = [episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0]), episode(1, 0, [0.0])]
-    batch = pack_groups([Group(0, NO_PROMPT, tuple(played))], step=3, lineage=0, branch_points={})
-    rapid = build_algorithm(build_config({"algorithm": {"recipe": "rapid"}}))
-    prepared, _ = rapid.prepare(DeviceBatch.of(batch))
-    with pytest.raises(ValueError, match="rapid weighs whole generations"):
-        rapid.prepare_minibatch(prepared, prepared.rollout_logprobs_T)
-
-
 def test_rapid_credits_turns_too() -> None:
     """Of weight 1: G_t, less the mean of G_0."""
     played = [episode(0, 0, [0.5, 0.0, 1.0]), episode(1, 0, [0.25], scorer=1.0)]

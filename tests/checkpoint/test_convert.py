@@ -236,10 +236,6 @@ class TestRefusals:
             hf_to_megatron(source, taken)
         with pytest.raises(UserError, match=r"parallel\.tensor is 3"):
             hf_to_megatron(source, tmp_path / "x", tensor=3)
-        with pytest.raises(UserError, match="--pp is 0"):
-            hf_to_megatron(source, tmp_path / "x", pipeline=0)
-        with pytest.raises(UserError, match="--dtype is 'int8'"):
-            hf_to_megatron(source, tmp_path / "x", dtype="int8")
         with pytest.raises(UserError, match="does not exist"):
             megatron_to_hf(tmp_path / "nowhere", tmp_path / "x")
         with pytest.raises(UserError, match="is not complete"):

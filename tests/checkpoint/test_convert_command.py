@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from megatron_async.checkpoint.placement import stage_slots
 from megatron_async.cli import app
-from megatron_async.errors import UserError
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture
 from megatron_async.models.save import write_model_directory
@@ -84,8 +83,6 @@ def test_the_command_converts_there_and_back_with_index_and_progress(tmp_path: P
     found = tensors_of(back)
     assert found.keys() == expected.keys() == index.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(UserError, match="direction is 'sideways'"):
-        call("sideways", "--src", source, "--dst", tmp_path / "x")
 
 
 _PEAK = """

@@ -158,7 +158,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(
         checkpoints = manager(tmp_path)
         newest = checkpoints.newest()
         assert newest is not None
-        assert newest.extra == {"store_position": 17}
+        assert newest.manifest.extra == {"store_position": 17}
         checkpoints.load(trainer, newest)
         assert trainer.version == (1, 2)
         assert train(trainer, 3) == losses
@@ -241,9 +241,9 @@ def test_only_the_newest_are_kept_and_the_caller_hears_of_each_commit(
             checkpoints.save(trainer, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
     assert checkpoints.take_finalised() == [
-        Finalised(1, (1,)),
-        Finalised(2, (1, 2)),
-        Finalised(3, (2, 3)),
+        Finalised(1, ((0, 1),)),
+        Finalised(2, ((0, 1), (0, 2))),
+        Finalised(3, ((0, 2), (0, 3))),
     ]
     assert checkpoints.take_finalised() == []
 
@@ -270,7 +270,7 @@ def test_training_goes_on_while_an_asynchronous_save_writes(
         assert manager(tmp_path).newest() is None
         let_go.set()
         checkpoints.wait()
-        assert checkpoints.take_finalised() == [Finalised(1, (1,))]
+        assert checkpoints.take_finalised() == [Finalised(1, ((0, 1),))]
     with trainer_with(model_dir) as trainer:
         newest = checkpoints.newest()
         assert newest is not None

@@ -165,7 +165,7 @@ def test_one_of_whose_manifests_is_lost_is_the_checkpoint_that_it_was(
     (newest / lost).unlink()
     check_manifests(tmp_path)
     assert latest_step(tmp_path) == 2
-    assert open_checkpoint(newest).extra == {"store_position": 20}
+    assert open_checkpoint(newest).manifest.extra == {"store_position": 20}
     other = ({MANIFEST_NAME, COPY_NAME} - {lost}).pop()
     (newest / other).write_text("{")
     with pytest.raises(UserError, match="step_000002 is damaged"):

@@ -326,7 +326,7 @@ class World:
         resume = ResumePoint(self._lineage)
         newest = next(iter(list_checkpoints(self.directory.checkpoints)), None)
         if newest is not None:
-            position = int(newest.extra["store_position"])
+            position = int(newest.manifest.extra["store_position"])
             resume = ResumePoint(self._lineage, newest.step, newest.manifest.lineage, position)
         model = model_of(self.config)
         self._trainer = Trainer(self.config, self.directory, self._manager, model)

@@ -1,6 +1,6 @@
-"""Generation and training on the same devices: the trainer's loop gives its memory away in time.
+"""Generation and training on the same devices: every rank gives its memory away in time.
 
-That the engines do: tests/rollout/test_shared_devices.py; both with a real engine:
+That the engines do: tests/rollout/test_shared_devices.py; the order of both with a real engine:
 test_recipes_on_engine.py.
 """
 
@@ -14,65 +14,6 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_ranks
-
-
-def calls_of_a_loop() -> list[str]:
-    """Two steps over stand-ins that only record what happens, in order."""
-    import torch.distributed as dist
-
-    from megatron_async.config.model import ModelConfig
-    from megatron_async.train_loop.loop import TrainLoop
-    from megatron_async.trajectory.types import PolicyVersion
-
-    dist.init_process_group("gloo")
-    calls: list[str] = []
-    trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(0, 0))
-
-    def train_batch(batch: Any) -> Any:
-        calls.append("train")
-        trainer.step += 1
-        return SimpleNamespace(skipped=False)
-
-    def note(what: str, answer: Any = None) -> Any:
-        def do(*_: Any) -> Any:
-            calls.append(what)
-            return answer
-
-        return do
-
-    trainer.train_batch = train_batch
-    trainer.compute_logprobs = lambda batch: calls.append("compute")
-    link = SimpleNamespace(
-        next_batch=note("generate", SimpleNamespace(step=0, store_position=1)),
-        begin_update=note("engines take weights", []),
-        end_update=note("engines sample", object()),
-        verify_update=note("engines wake", SimpleNamespace(evaluation_due=False, passed=True)),
-        position=note("engines rest", {}),
-        checkpoint_finalised=note("finalised"),
-    )
-    checkpoints = SimpleNamespace(save=note("save"), wait=lambda: None, take_finalised=list)
-    memory = SimpleNamespace(hold=lambda residence: calls.append(f"trainer {residence.value}"))
-    config: Any = SimpleNamespace(
-        steps=2,
-        checkpoint=SimpleNamespace(every_steps=2),
-        model=ModelConfig(dtype="float32"),
-        weights=SimpleNamespace(verify="every"),
-    )
-    publisher: Any = SimpleNamespace(
-        publish=lambda *_: calls.append("send") or [], settle=lambda: None
-    )
-    loop: Any = TrainLoop(
-        config=config,
-        trainer=trainer,  # type: ignore[arg-type]
-        publisher=publisher,
-        checkpoints=checkpoints,  # type: ignore[arg-type]
-        link=link,  # type: ignore[arg-type]
-        metrics=None,
-        memory=memory,
-    )
-    assert loop.run()
-    dist.destroy_process_group()
-    return calls
 
 
 def given_back_before_engines_take_it(folder: Path) -> int:
@@ -116,24 +57,3 @@ def given_back_before_engines_take_it(folder: Path) -> int:
 @pytest.mark.slow
 def test_no_engine_takes_memory_that_another_rank_still_holds(tmp_path: Path) -> None:
     assert run_ranks(given_back_before_engines_take_it, 2, tmp_path) == [1, 0]
-
-
-UPDATE = [
-    *("trainer weights", "engines take weights", "send", "trainer nothing"),
-    *("engines sample", "trainer weights", "compute", "trainer nothing", "engines wake"),
-]
-
-
-@pytest.mark.slow
-def test_the_trainer_holds_nothing_while_engines_generate() -> None:
-    [calls] = run_ranks(calls_of_a_loop, 1, timeout_seconds=60)
-    saved = ["engines rest", "trainer all", "save"]
-    assert calls == [
-        *UPDATE,
-        *("generate", "trainer all", "train"),
-        *UPDATE,
-        *("generate", "trainer all", "train"),
-        *saved,
-        *UPDATE,
-        "trainer all",
-    ]

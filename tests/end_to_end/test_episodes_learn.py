@@ -58,9 +58,9 @@ def test_a_game_is_learned_from_its_rewards(tmp_path: Path) -> None:
         listed = [*reader.summaries(), *export.summaries(reader)]
         trained = [s for s in listed if s.batched_step is not None]
         assert len(trained) == UPDATES * 16 * 8
-        assert max(s.turns for s in trained) == 7
-        won = next(s for s in trained if s.reward == 1.0 and s.turns > 1)
+        assert max(s.turn_count for s in trained) == 7
+        won = next(s for s in trained if s.reward == 1.0 and s.turn_count > 1)
         episode = export.find(reader, won.trajectory_id)
-        assert [turn.reward for turn in episode.turns] == [0.0] * (won.turns - 1) + [1.0]
+        assert [turn.reward for turn in episode.turns] == [0.0] * (won.turn_count - 1) + [1.0]
         (branch,) = episode.branches()
         assert 0 < branch.mask.sum() < len(branch.token_ids)

@@ -16,7 +16,7 @@ from megatron_async.store.reader import StoreReader
 from tests.crash.checks import DONE
 from tests.crash.evidence import look
 from tests.crash.run import configuration, prepare
-from tests.end_to_end.test_survives_kills import Run, assert_trained_once, steps_done
+from tests.end_to_end.runs import assert_trained_once, steps_done, train
 from tests.small_disk import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,16 +48,15 @@ def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
     tmp_path: Path, disk: SmallDisk
 ) -> None:
     directory = RunDirectory(disk.path / "filled")
-    first = Run("--config", str(settings(tmp_path, disk)), log=tmp_path / "first.log")
+    first = train("--config", str(settings(tmp_path, disk)), log=tmp_path / "first.log")
     try:
-        first.wait_until(lambda: steps_done(directory) >= 3, 240)
+        first.until(lambda: steps_done(directory) >= 3, 240)
         family = first.family()
         before = look(directory)
         disk.fill()
         assert first.process.wait(120) == 1
     finally:
-        if first.process.poll() is None:
-            first.kill_everything()
+        first.kill_everything()
     output = first.log.read_text()
     sentence = output.strip().splitlines()[-1]
     assert re.match(
@@ -67,7 +66,7 @@ def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
     _, left = psutil.wait_procs(family, timeout=30)
     assert left == []
 
-    full = Run("--resume", str(directory.path), log=tmp_path / "full.log")
+    full = train("--resume", str(directory.path), log=tmp_path / "full.log")
     assert full.process.wait(120) == 2
     assert re.fullmatch(
         r"error: .* cannot be written: No space left on device; free space on .*\n",
@@ -76,12 +75,11 @@ def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
 
     disk.make_room()
     steps = steps_done(directory) + 2
-    again = Run("--resume", str(directory.path), f"steps={steps}", log=tmp_path / "again.log")
+    again = train("--resume", str(directory.path), f"steps={steps}", log=tmp_path / "again.log")
     try:
         assert again.process.wait(240) == 0, again.log.read_text()[-3000:]
     finally:
-        if again.process.poll() is None:
-            again.kill_everything()
+        again.kill_everything()
     assert steps_done(directory) == steps
     after = look(directory)
     done = {i: seen for i, seen in before.items() if seen.state in DONE}

@@ -1,15 +1,13 @@
 """Whatever part of a run on one machine is killed, nothing of the run is left behind.
 
-Simulated engines behind the real processes, so that a start is seconds.
+Simulated engines behind the real processes, so that a start is seconds. What listens meanwhile is
+what docs/clusters.md lists; there is no Ray.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ import yaml
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 from tests.crash.run import configuration, prepare
+from tests.end_to_end.runs import Command
+from tests.listening import documented, kind_of, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TRAIN = ("-m", "megatron_async.cli", "train", "--config", "run.yaml")
@@ -34,7 +34,7 @@ time.sleep(600)  # the kernel of a notebook goes on
 """
 
 
-class Started:
+class Started(Command):
     """A run that has made its first step, and all its processes at that moment."""
 
     def __init__(self, folder: Path, command: Sequence[str] = TRAIN, **changes: Any) -> None:
@@ -42,31 +42,16 @@ class Started:
         config = configuration("copris", "simulated", folder, "run", {})
         config |= {"trainer": {"max_restarts": 0}, "parallel": {"ranks": 2}, **changes}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        self.log = folder / "run.log"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().__init__(*command, log=folder / "run.log", folder=folder)
         metrics = RunDirectory(folder / "run").metrics_file
         self.until(lambda: bool(read_metrics(metrics)), 120)
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-
-    def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert seconds < 100 or self.process.poll() is None, self.log.read_text()[-2000:]
-            assert time.monotonic() < deadline, self.log.read_text()[-2000:]
-            time.sleep(0.1)
+        self.members = self.family()
 
     def one(self, mark: str) -> psutil.Process:
-        return next(p for p in self.family if p.is_running() and mark in " ".join(p.cmdline()))
+        return next(p for p in self.members if p.is_running() and mark in " ".join(p.cmdline()))
 
     def left(self) -> list[psutil.Process]:
-        return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in self.members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
@@ -84,7 +69,7 @@ def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
     """Within seconds: nobody waits for a limit of time."""
     victim = run.one(mark) if mark else psutil.Process(run.process.pid)
     victim.send_signal(signal.SIGKILL)
-    run.until(lambda: not run.left(), 45)
+    run.until(lambda: not run.left(), 45, running=False)
     code = run.process.wait(20)
     if mark:
         last = run.log.read_text().strip().splitlines()[-1]
@@ -124,4 +109,18 @@ def test_a_notebook_that_is_interrupted_or_restarted_leaves_none(
     if sign == signal.SIGINT:
         run.until(lambda: "interrupted" in run.log.read_text(), 60)
         assert run.left() == [] and run.process.poll() is None
-    run.until(lambda: not run.left(), 45)
+    run.until(lambda: not run.left(), 45, running=False)
+
+
+def test_a_run_listens_where_the_page_lists_it_and_has_no_ray(tmp_path: Path) -> None:
+    run = Started(tmp_path)
+    try:
+        processes = [psutil.Process(run.process.pid), *run.members]
+        found, kinds = listening(processes), {kind_of(process) for process in processes}
+    finally:
+        run.process.terminate()
+        run.process.wait(60)
+    assert found == documented()
+    assert {where for _, where in found} == {"loopback"}
+    assert kinds >= {"`train`", "rollout manager", "host of an engine", "engine", "trainer rank"}
+    assert "Ray" not in kinds

@@ -16,13 +16,11 @@ import pytest
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.config.recipes import RECIPES
-from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.count import ScorerCount
-from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
@@ -123,41 +121,6 @@ class LengthParity:
         self, prompt: object, response_ids: list[int]
     ) -> tuple[float, dict[str, float]]:
         return float(len(response_ids) % 8 == 0), {}
-
-
-def test_the_real_scorer_scores_what_the_engine_generates(
-    tmp_path: Path, model: Path, engine: SGLangProcess
-) -> None:
-    config = settings("copris", tmp_path, model)
-    directory = RunDirectory.create(config)
-    scorer = LocalScorerPool(config.scorers, config.model.path)
-    try:
-        train_locally(config, directory, [engine.url], scorer)
-    finally:
-        scorer.close()
-    rewards = [line["rollout/reward_mean"] for line in read_metrics(directory.metrics_file)]
-    assert all(0 <= reward < 0.2 for reward in rewards), "random weights are hardly ever right"
-
-
-def test_auto_concurrency_follows_what_the_engine_reports(
-    tmp_path: Path, model: Path, engine: SGLangProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It begins with two batches' worth; the first trial after a window doubles N'."""
-    monkeypatch.setattr(EngineConfig, "health_interval_seconds", 0.05)
-    changes = {
-        "steps": 14,
-        "schedule": {"groups_per_batch": 2, "group_size": 2, "concurrency": "auto"},
-        "experiment": {"forced_lengths": [48, 64, 48, 96]},
-    }
-    config = build_config(merge(settings("copris", tmp_path, model).model_dump(), changes))
-    directory = RunDirectory.create(config)
-    train_locally(config, directory, [engine.url], LengthParity())
-    lines = read_metrics(directory.metrics_file)
-    limits = [line["rollout/concurrency"] for line in lines]
-    changed = next(n for n in limits if n != limits[0])
-    assert (limits[0], changed) == (8, 16), limits
-    assert all(0 <= line["rollout/kv_usage"] < 0.2 for line in lines[1:]), "of 16,384 tokens"
-    assert max(line["rollout/kv_usage_max"] for line in lines[1:]) > 0
 
 
 def test_rapid_and_the_engine_take_turns_on_shared_devices(

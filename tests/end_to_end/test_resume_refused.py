@@ -10,7 +10,7 @@ import yaml
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from tests.crash.run import configuration, prepare
-from tests.end_to_end.test_survives_kills import Run, steps_done
+from tests.end_to_end.runs import Command, steps_done, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -34,10 +34,10 @@ def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(configuration("async", "simulated", tmp_path, "run", CHANGES)))
     directory = RunDirectory(tmp_path / "run")
-    runs: list[Run] = []
+    runs: list[Command] = []
 
-    def start(*arguments: str) -> Run:
-        runs.append(Run(*arguments, log=tmp_path / f"{len(runs)}.log"))
+    def start(*arguments: str) -> Command:
+        runs.append(train(*arguments, log=tmp_path / f"{len(runs)}.log"))
         return runs[-1]
 
     try:
@@ -52,7 +52,7 @@ def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
         assert (kept(directory), directory.resume_file.exists()) == (before, False)
 
         killed = start(*again)
-        killed.wait_until(lambda: (directory.logs / "engine0.log").exists(), 240)
+        killed.until(lambda: (directory.logs / "engine0.log").exists(), 240)
         killed.kill_everything()
         assert kept(directory) == before
         megatron_to_hf(directory.path, tmp_path / "converted")
@@ -67,5 +67,4 @@ def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
         assert not directory.resume_file.exists()
     finally:
         for run in runs:
-            if run.process.poll() is None:
-                run.kill_everything()
+            run.kill_everything()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.nodes import INTERFACE_VARIABLE, communication_environment, interface_of
 from megatron_async.engines.sglang.process import server_environment
+from megatron_async.engines.sglang.weight_updater import join
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 
 NCCL_CHOICES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
@@ -134,3 +136,22 @@ def test_an_argument_that_changes_it_for_servers_alone_is_refused(
     assert any(changed[name] != environment[name] for name in NCCL_CHOICES)
     with pytest.raises(ValueError, match="hand buffers over otherwise than the trainer"):
         EngineConfig(extra_args=["--" + setting.replace("_", "-")])
+
+
+def test_joining_restores_the_users_variables_when_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    seen: list[tuple[str, str]] = []
+
+    def original(_updater: Any, group_name: str) -> None:
+        names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
+        seen.append((os.environ[names[0]], os.environ[names[1]]))
+        raise RuntimeError(group_name)
+
+    with pytest.raises(RuntimeError, match="lost"):
+        join(original, None, group_name="lost")
+    assert seen == [("2", "1")]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ

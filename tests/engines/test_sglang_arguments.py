@@ -24,6 +24,8 @@ from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.memory import update_bytes
 from tests.config.headers import simulation
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_core]
+
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
 # A file that others name as their base sets no layout of its own; SmolLM2's is for a laptop, and
@@ -72,6 +74,12 @@ def on_gpus(name: str, model: Path | None = None) -> RunConfig:
     return derive(config, Machine.of_nodes(8, 1, simulation(name).simulate.gpu)).config
 
 
+@pytest.fixture(params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of each shipped configuration for GPUs of 80 GB."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
     root = tmp_path_factory.mktemp("models")
@@ -110,9 +118,6 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.one_core
-@pytest.mark.parametrize("name", CONFIGS)
 def test_the_engines_settings_arrive(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
@@ -133,9 +138,6 @@ def test_the_engines_settings_arrive(
     assert {setting: found[setting] for setting in wanted} == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.one_core
-@pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_and_batches_are_those_of_a_large_gpu(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
@@ -152,9 +154,6 @@ def test_kernels_and_batches_are_those_of_a_large_gpu(
     assert each <= decode["max_bs"] < each + 8, "larger ones only take memory"
 
 
-@pytest.mark.slow
-@pytest.mark.one_core
-@pytest.mark.parametrize("name", CONFIGS)
 def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_with(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
@@ -167,9 +166,6 @@ def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_wi
     assert kept < 0.9 * MEMORY_MIB * 2**20, "activations of a prefill need room too"
 
 
-@pytest.mark.slow
-@pytest.mark.one_core
-@pytest.mark.parametrize("name", CONFIGS)
 def test_sglang_leaves_room_for_a_weight_update(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:

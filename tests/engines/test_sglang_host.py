@@ -15,7 +15,6 @@ import pytest
 from megatron_async.config import RunConfig
 from megatron_async.engines.host import HostedEngines
 from megatron_async.engines.interface import EngineError, TokenChunk
-from megatron_async.errors import ComponentFailure
 from megatron_async.places.local import local_place
 from megatron_async.places.place import Place
 from tests.engine import SETTINGS, VOCAB, collect, make_request, tokens_of, until_streaming
@@ -79,24 +78,3 @@ def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
         assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
     asyncio.run(asyncio.wait_for(check(), 280))
-
-
-def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
-    place: Place, tmp_path: Path
-) -> None:
-    engines = SETTINGS.model_copy(update={"start_timeout_seconds": 0.5})
-    config = RunConfig.model_validate(
-        {"model": {"path": str(tmp_path / "model")}, "engines": engines.model_dump()}
-    )
-    launcher = HostedEngines(config, tmp_path / "logs", place)
-
-    async def check() -> None:
-        with pytest.raises(
-            ComponentFailure, match=r"^the inference server was not ready"
-        ) as caught:
-            await launcher.launch(0)
-        assert "Traceback" not in str(caught.value)
-        assert not await launcher.alive(0)
-        assert _server_processes(tmp_path / "logs") == []
-
-    asyncio.run(asyncio.wait_for(check(), 60))

@@ -4,8 +4,6 @@ where SGLang itself is not the point, and with the real one where it is."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import stat
 import subprocess
@@ -108,23 +106,6 @@ def test_stop_ends_the_server_and_its_children(
     server.stop()  # nothing to do is no error
     with pytest.raises(ComponentFailure, match="before it started"):
         _ = server.url
-
-
-def test_children_of_a_server_that_was_killed_are_ended_by_stop(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _pretend(monkeypatch, _SERVER)
-    server = _process(tmp_path)
-    server.start()
-    child = _child_in(server.log_path)
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while server.alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.alive()
-    server.stop()
-    assert _gone(child, 0.5)
 
 
 def test_a_server_that_ends_early_fails_the_start_with_the_end_of_its_log(

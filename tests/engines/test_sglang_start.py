@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import TokenChunk
 from megatron_async.engines.sglang import models
-from megatron_async.engines.sglang.hooks import forked, no_detokenizer
+from megatron_async.engines.sglang.hooks import forked
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.models.families import families
 from megatron_async.places.child_process import LIFELINE_VARIABLE
+from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.receiver import make_root, remove_roots
 from tests.engine import (
     SETTINGS,
@@ -34,16 +34,6 @@ from tests.engine import (
     start_engine,
 )
 from tests.listening import listening
-
-
-@pytest.mark.parametrize(("without_tokenizer", "started"), [(True, []), (False, ["detokenizer"])])
-def test_only_text_needs_a_detokenizer(without_tokenizer: bool, started: list[str]) -> None:
-    def launch(engine: Any, **asked: Any) -> tuple[list[Any], list[str]]:
-        return [object()], ["detokenizer"]
-
-    settings = SimpleNamespace(skip_tokenizer_init=without_tokenizer)
-    processes, names = no_detokenizer(launch, None, server_args=settings)
-    assert names == started and len(processes) == len(started)
 
 
 def test_schedulers_alone_are_forked() -> None:
@@ -170,3 +160,40 @@ def test_all_models_are_imported_for_one_of_another_family() -> None:
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines()[-2:] == ["Gemma3ForCausalLM False", "Olmo2ForCausalLM True"]
+
+
+# On a CPU the scheduler is forked and has all that the server has set up. On GPUs it is spawned:
+# its arguments are pickled, and the hooks are there only if the main module installs them again.
+# Every Python process imports this first: no other start method, and a file for each spawned one.
+SITE = """
+import multiprocessing, os, pathlib, sys
+
+set_start_method = multiprocessing.set_start_method
+multiprocessing.set_start_method = lambda method, force=False: set_start_method("spawn", force=True)
+if "--multiprocessing-fork" in sys.orig_argv:
+    pathlib.Path(__file__).with_name(str(os.getpid())).touch()
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_spawned_scheduler_has_our_hooks_and_takes_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    engine = start_engine(tmp_path)
+    try:
+        assert engine.process.pid is not None
+        children = psutil.Process(engine.process.pid).children(recursive=True)
+        [scheduler] = [child for child in children if child.name() == "sglang::scheduler"]
+        assert (site / str(scheduler.pid)).exists(), "it was not spawned"
+        engine.hold("b", PolicyVersion(3, 7))
+        request = make_request("r", [5, 9, 17, 3], 50)
+        chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
+        assert {chunk.version for chunk in chunks} == {PolicyVersion(3, 7)}
+        assert len(chunks) > 2, "without the hook a version is known at the end only"
+    finally:
+        engine.process.stop()

@@ -1,4 +1,4 @@
-"""Beyond the original context of a YaRN model, engine and trainer have the same log-probs."""
+"""Engines serve a model with YaRN at its whole context, with the trainer's log-probs."""
 
 from __future__ import annotations
 

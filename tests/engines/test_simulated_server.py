@@ -1,4 +1,4 @@
-"""The simulated engine as a server: for a client and for the trainer it is a real one."""
+"""The simulated engine, and its server: for a client, a host and the trainer it is a real one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig, SimulatedEngineConfig
-from megatron_async.engines.host import EngineHost, HostCalls
+from megatron_async.engines.host import EngineHost, HostCalls, HostedEngines
 from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
 from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.engines.sglang.process import NO_VERSION, SGLangProcess
-from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.engines.simulated.server import engine_model, parameter_names
 from megatron_async.errors import UserError
+from megatron_async.places.local import local_place
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, call
-from tests.engine import collect, logprobs_of, make_request, tokens_of, until_streaming
+from tests.crash.run import configuration, prepare
+from tests.engine import collect, crash_after, logprobs_of, make_request, tokens_of, until_streaming
 from tests.hf_models import save_hf_model
 
 SETTINGS = EngineConfig(
@@ -54,31 +56,6 @@ def with_client(process: SGLangProcess, body: Any) -> Any:
             await client.close()
 
     return asyncio.run(run())
-
-
-def test_its_http_responses_are_those_of_the_engine(server: tuple[SGLangProcess, Path]) -> None:
-    process, model = server
-    request = make_request("r", PROMPT, 50)
-
-    async def here() -> list[TokenChunk]:
-        return await collect(SimulatedEngine("here", engine_model(SETTINGS, model)), request)
-
-    there = with_client(process, lambda client: collect(client, request))
-    assert (tokens_of(there) == tokens_of(asyncio.run(here()))).all()
-    assert (logprobs_of(there) == logprobs_of(asyncio.run(here()))).all()
-    assert there[-1].end == "length" and there[0].version == NO_VERSION
-
-
-def test_a_request_that_is_too_long_is_refused_and_others_are_served(
-    server: tuple[SGLangProcess, Path],
-) -> None:
-    async def body(client: SGLangClient) -> list[TokenChunk]:
-        assert client.longest_tokens == SETTINGS.longest_tokens(None) == 65536 - 6
-        with pytest.raises(RequestRefused, match="status 400"):
-            await collect(client, make_request("long", PROMPT, 65536))
-        return await collect(client, make_request("short", PROMPT, 5))
-
-    assert with_client(server[0], body)[-1].end == "length"
 
 
 def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_for(
@@ -175,29 +152,10 @@ def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProces
     assert list(answer["ranks"][0]["checksums"]) == parameter_names(model)
 
 
-def test_an_aborted_request_ends_and_can_go_on(server: tuple[SGLangProcess, Path]) -> None:
-    async def body(client: SGLangClient) -> tuple[list[TokenChunk], list[TokenChunk]]:
-        arrived: list[TokenChunk] = []
-        running = asyncio.create_task(collect(client, make_request("r", PROMPT, 500), arrived))
-        await until_streaming([arrived])
-        await client.abort(["r"])
-        first = await running
-        done = tokens_of(first).tolist()
-        return first, await collect(client, make_request("r2", [*PROMPT, *done], 8))
-
-    first, rest = with_client(server[0], body)
-    assert first[-1].end == "abort" and len(tokens_of(first)) < 500
-    assert len(tokens_of(rest)) == 8
-
-
-def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:
+async def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:
     keyless = SETTINGS.model_copy(update={"api_key": ""})
-
-    async def body() -> None:
-        with pytest.raises(EngineError, match="401"):
-            await SGLangClient.connect("engine", server[0].url, keyless)
-
-    asyncio.run(body())
+    with pytest.raises(EngineError, match="401"):
+        await SGLangClient.connect("engine", server[0].url, keyless)
 
 
 @pytest.mark.parametrize(
@@ -254,3 +212,68 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
         wanted = asyncio.run(collect(here, make_request(f"r{i}", [*PROMPT, i], 50)))
         assert (tokens_of(chunks) == tokens_of(wanted)).all()
         assert (logprobs_of(chunks) == logprobs_of(wanted)).all()
+
+
+def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    config = build_config(configuration("copris", "simulated", tmp_path, "run", {}))
+
+    async def launched() -> list[str]:
+        launcher = HostedEngines(config, tmp_path, place)
+        launcher.begin()
+        clients = [await launcher.launch(index) for index in (0, 1, 0)]
+        assert await launcher.alive(0) and await launcher.alive(1)
+        await asyncio.gather(launcher.stop(0), launcher.stop(1))
+        return [client.engine_id for client in clients]
+
+    with local_place(tmp_path) as place:
+        found = asyncio.run(asyncio.wait_for(launched(), 240))
+    assert found == ["engine0", "engine1", "engine0.1"]
+
+
+SLOW = SimulatedEngineModel(step_seconds=0.002, stream_interval=4)
+
+
+async def test_an_aborted_and_resumed_response_is_the_uninterrupted_one() -> None:
+    engine = SimulatedEngine("one", SLOW)
+    whole = await collect(engine, make_request("whole", PROMPT, 60))
+    task = asyncio.create_task(collect(engine, make_request("cut", PROMPT, 60)))
+    await asyncio.sleep(0.05)
+    await engine.abort(["cut", "unknown"])
+    first = tokens_of(await task).tolist()
+    engine.set_weights(PolicyVersion(0, 1))
+    rest = make_request("cut", [*PROMPT, *first], 60 - len(first))
+    second = tokens_of(await collect(engine, rest)).tolist()
+    await engine.close()
+    assert 0 < len(first) < 60
+    assert first + second == tokens_of(whole).tolist()
+
+
+async def test_a_crash_ends_every_stream_and_every_later_call_until_a_restart() -> None:
+    engine = SimulatedEngine("one", SLOW)
+    crash_after(engine, 50)
+    tasks = [
+        asyncio.create_task(collect(engine, make_request(f"r{i}", PROMPT, 100))) for i in range(4)
+    ]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, EngineError) for result in results)
+    assert engine.tokens_generated == 50
+    assert engine._crash_reason
+    with pytest.raises(EngineError, match="one: version: the engine died"):
+        await engine.version()
+    engine.restart(PolicyVersion(1, 0))
+    assert len(tokens_of(await collect(engine, make_request("r", PROMPT, 5)))) == 5
+    await engine.close()
+
+
+async def test_a_full_cache_preempts_the_newest_requests_and_loses_nothing() -> None:
+    found, preemptions = [], []
+    for capacity in (1000, 100):
+        model = SimulatedEngineModel(step_seconds=0.0005, kv_capacity_tokens=capacity)
+        engine = SimulatedEngine("one", model)
+        requests = [make_request(f"r{i}", [i + 1], 40) for i in range(4)]
+        chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
+        found.append([tokens_of(response).tolist() for response in chunks])
+        preemptions.append((await engine.status()).preemptions_total)
+        await engine.close()
+    assert found[0] == found[1] and preemptions[0] == 0 < preemptions[1]

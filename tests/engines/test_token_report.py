@@ -67,10 +67,6 @@ def test_a_failure_of_another_kind_comes_as_its_nearest() -> None:
     assert type(failure) is ComponentFailure and str(failure) == "gone"
 
 
-def test_an_empty_report_holds_nothing() -> None:
-    assert list(Outbox(64).take(10).items()) == []
-
-
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 90), st.sampled_from([0, 0, 0, 1])), max_size=40
@@ -149,28 +145,3 @@ def test_a_stream_that_has_ended_or_is_forgotten_waits_for_no_acknowledgement() 
     outbox.forget(1)
     assert [stream for stream, _ in outbox.take(9).items()] == [0, 2, 2]
     assert not outbox.unacknowledged
-
-
-def test_further_columns_come_with_their_tokens() -> None:
-    kinds = (np.dtype([("routes", "<i2", (2, 4))]), np.dtype([("teacher", "<f4")]))
-
-    def wide(first: int, count: int) -> TokenChunk:
-        tokens = np.arange(first, first + count, dtype=np.int32)
-        columns = tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
-        return replace(chunk(first, count), columns=columns)
-
-    items: list[tuple[int, Item]] = [
-        (1, wide(5, 3)),
-        (2, chunk(0, 0, end="abort")),
-        (1, wide(8, 2)),
-    ]
-    report = pickle.loads(pickle.dumps(TokenReport.of(items)))
-    for stream, item in report.items():
-        if stream == 1:
-            assert isinstance(item, TokenChunk)
-            assert tuple(column.dtype for column in item.columns) == kinds
-            for column, sent in zip(
-                item.columns, wide(int(item.token_ids[0]), len(item.token_ids)).columns, strict=True
-            ):
-                np.testing.assert_array_equal(column, sent)
-    assert [len(c.token_ids) for _, c in report.items() if isinstance(c, TokenChunk)] == [3, 0, 2]

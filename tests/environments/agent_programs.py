@@ -195,55 +195,6 @@ async def drifts(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
     return 1.0
 
 
-async def wanders(base_url: str, api_key: str, prompt: str, log: str = "", **row: Any) -> float:
-    """Random conversations: edits, compaction, threads, retries, streams that are broken off."""
-    chance, policy = random.Random(prompt), client(base_url, api_key, timeout=5, max_retries=4)
-    threads: list[list[Any]] = [[user(prompt)]]
-    asked = 0
-
-    async def ask(messages: list[Any]) -> None:
-        nonlocal asked
-        asked += 1
-        broken = chance.random() < 0.2
-        if log:
-            with Path(log).open("a") as file:
-                file.write(json.dumps([prompt, messages]) + "\n")
-        if chance.random() < 0.5:
-            reply = await policy.chat.completions.create(model="policy", messages=messages)
-            text = reply.choices[0].message.content or ""
-        else:
-            stream = await policy.chat.completions.create(
-                model="policy", messages=messages, stream=True
-            )
-            text = ""
-            async for chunk in stream:
-                text += chunk.choices[0].delta.content or ""
-                if broken and text:
-                    break
-            await stream.close()
-        messages.append({"role": "assistant", "content": text})
-
-    while asked < 8:
-        thread = chance.choice(threads)
-        match chance.randrange(6):
-            case 0:  # a sub-agent
-                threads.append([{"role": "system", "content": "sub"}, user(f"{prompt}{asked}")])
-                thread = threads[-1]
-            case 1:  # compaction
-                thread[1:-1] = []
-            case 2:  # an edit
-                place = chance.randrange(len(thread))
-                thread[place] = {**thread[place], "content": "edited"}
-            case 3:  # both at once
-                other = [*thread[:1], user("in parallel")]
-                threads.append(other)
-                await asyncio.gather(ask(other), ask([*thread, user("beside it")]))
-                continue
-        thread.append(user(f"on {asked}"))
-        await ask(thread)
-    return 1.0
-
-
 async def wanders_over(
     base_url: str, api_key: str, prompt: str, system: bool = True, tools: bool = False, **row: Any
 ) -> float:
@@ -323,20 +274,12 @@ async def quits(base_url: str, api_key: str, **row: Any) -> float:
     sys.exit(3)
 
 
-def quits_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
-    sys.exit(3)
-
-
 async def runs_dry(base_url: str, api_key: str, **row: Any) -> float:
     return float(next(iter(())))
 
 
 def runs_dry_in_a_thread(base_url: str, api_key: str, **row: Any) -> float:
     return float(next(iter(())))
-
-
-def runs_dry_in_a_promise(base_url: str, api_key: str, **row: Any) -> Any:
-    return runs_dry(base_url, api_key)
 
 
 async def cancels_itself(base_url: str, api_key: str, **row: Any) -> float:
@@ -382,18 +325,6 @@ async def shortens(base_url: str, api_key: str, prompt: str, words: int = 400, *
             if error.code != "context_length_exceeded":
                 raise
             words //= 2
-
-
-async def reads_the_clock(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Its instructions are others in each call."""
-    policy = client(base_url, api_key)
-    messages: list[Any] = [user(prompt)]
-    for _ in range(4):
-        now: Any = {"role": "system", "content": f"now {time.monotonic_ns()}"}
-        reply = await policy.chat.completions.create(model="policy", messages=[now, *messages])
-        text = reply.choices[0].message.content
-        messages += [{"role": "assistant", "content": text}, user("on")]
-    return 1.0
 
 
 async def echoes(base_url: str, api_key: str, prompt: str, **row: Any) -> float:

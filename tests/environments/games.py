@@ -74,35 +74,15 @@ class SlowSometimes(Count):
 
 
 class Hostile(Count):
-    """`how` it misbehaves, in the first turn of every second seed."""
+    """Raises in the first turn of every second seed, or `always`."""
 
-    def __init__(self, how: str = "raise", always: bool = False) -> None:
+    def __init__(self, always: bool = False) -> None:
         super().__init__()
-        self._how, self._always = how, always
+        self._always = always
 
     def step(self, answer: Answer) -> Step:
         if self._always or self.seed % 2:
-            return self._misbehave(answer)
-        return super().step(answer)
-
-    def _misbehave(self, answer: Answer) -> Step:
-        match self._how:
-            case "raise":
-                raise ValueError("no such move")
-            case "hang":
-                time.sleep(3600)
-            case "exit":
-                os._exit(3)
-            case "fork":
-                os.fork()  # both go on
-            case "flood":
-                return Step("x" * (1 << 20) + "x")
-            case "long":
-                return Step("x" * 100_000)
-            case "type":
-                return "higher"  # type: ignore[return-value]
-            case "reward":
-                return Step(reward=float("nan"))
+            raise ValueError("no such move")
         return super().step(answer)
 
 

@@ -1,4 +1,7 @@
-"""Agents that are played: real programs with the real SDK, and a policy that the test writes."""
+"""Agents that are played: real programs with the real SDK, and a policy that the test writes.
+
+Also those that ask oddly: calls, conversations and ends that no careful program has.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
@@ -30,10 +34,12 @@ from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.respond import SharedEngines
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
+from tests.environments.templates import template_of
 
 PROGRAMS = str(Path(__file__).parent / "agent_programs.py")
 PAYLOAD = {"question": "ask?", "answer": "7", "metadata": {"seed": 3}, "messages": []}
 ROOM = 1 << 30
+SECONDS = 60
 Policy = Callable[[int], str]
 
 
@@ -141,186 +147,139 @@ def load_tokenizer_once(worker: AgentWorker) -> Any:
     return worker._texts._conversation.args[1]
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 60))
+def worker_with_tools(model: str, program: str, **settings: Any) -> AgentWorker:
+    """A worker whose template shows tools, and whose parser reads their calls."""
+    worker = worker_of(model, program, tool_parser="qwen25", **settings)
+    load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
+    worker._texts._known.clear()
+    return worker
 
 
-def test_the_program_of_the_documents_plays_turns_of_one_branch(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "solve"), lambda turn: "77"[: 2 - turn])
-        assert played.ended is not None
-        assert (played.ended.ended, played.ended.reward) == ("stop", 1.0)
-        assert [turn.parent for turn in played.turns] == [None, 0]
-        assert played.text(1) == "ask?\n77<eos>\nNo. Try again.\n7<eos>"
-        assert [turn.answer and turn.answer["text"] for turn in played.turns] == ["77", "7"]
-        assert played.turns[1].messages == ({"role": "user", "content": "No. Try again."},)
-        assert played.counts == {"turns_left": 0}
-        assert played.notices == []
-
-    run(body())
+async def begun(worker: AgentWorker) -> Played:
+    played = Played(load_tokenizer_once(worker))
+    played.opened(await worker.begin("a.5.0", PAYLOAD), None)
+    return played
 
 
-def test_a_function_that_blocks_and_a_command_are_programs_too(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "solve_in_a_thread"), lambda turn: "x")
-        assert played.ended is not None
-        assert (played.ended.reward, played.ended.answer["parts"]) == (0.5, {"turns": 2.0})
-        command = worker_of(model, "", command=[sys.executable, PROGRAMS])
-        played = await play(command, lambda turn: "x")
-        assert played.ended is not None
-        assert (played.ended.reward, played.ended.answer["parts"]) == (0.25, {"asked": 2.0})
-        assert [turn.parent for turn in played.turns] == [None, None]
-        assert played.counts["forks_repeated"] == 1
-
-    run(body())
+async def test_the_program_of_the_documents_plays_turns_of_one_branch(model: str) -> None:
+    played = await play(worker_of(model, "solve"), lambda turn: "77"[: 2 - turn])
+    assert played.ended is not None
+    assert (played.ended.ended, played.ended.reward) == ("stop", 1.0)
+    assert [turn.parent for turn in played.turns] == [None, 0]
+    assert played.text(1) == "ask?\n77<eos>\nNo. Try again.\n7<eos>"
+    assert [turn.answer and turn.answer["text"] for turn in played.turns] == ["77", "7"]
+    assert played.turns[1].messages == ({"role": "user", "content": "No. Try again."},)
+    assert played.counts == {"turns_left": 0}
+    assert played.notices == []
 
 
-def test_streams_and_log_probs_are_the_stored_ones(model: str) -> None:
-    async def body() -> None:
-        worker = worker_of(model, "streams", scored=True)
-        played = await play(worker, lambda turn: "a long answer of many pieces, each of a few")
-        assert played.ended is not None
-        assert (played.ended.ended, played.ended.reward) == ("stop", 0.0)
-        answer = played.turns[1].answer
-        assert answer is not None and len(answer["logprobs"]) == len(played.tokens[1][1])
-
-    run(body())
-
-
-def test_parallel_calls_run_one_after_the_other(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "parallel"), str)
-        assert played.ended is not None and played.ended.reward == 6.0
-        assert {turn.parent for turn in played.turns} == {None}
-        assert played.counts["forks_repeated"] == 3
-        assert len(played.turns) == 6
-
-    run(body())
+async def test_a_function_that_blocks_and_a_command_are_programs_too(model: str) -> None:
+    played = await play(worker_of(model, "solve_in_a_thread"), lambda turn: "x")
+    assert played.ended is not None
+    assert (played.ended.reward, played.ended.answer["parts"]) == (0.5, {"turns": 2.0})
+    command = worker_of(model, "", command=[sys.executable, PROGRAMS])
+    played = await play(command, lambda turn: "x")
+    assert played.ended is not None
+    assert (played.ended.reward, played.ended.answer["parts"]) == (0.25, {"asked": 2.0})
+    assert [turn.parent for turn in played.turns] == [None, None]
+    assert played.counts["forks_repeated"] == 1
 
 
-def test_retries_of_the_sdk_are_the_same_call(model: str) -> None:
-    async def body() -> None:
-        worker = worker_of(model, "impatient")
-        played = Played(load_tokenizer_once(worker))
-        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
-        await asyncio.sleep(0.5)  # the client has given up, and asks again
-        await go_on(worker, played, str)
-        assert played.ended is not None and played.ended.reward == 1.0
-        assert [turn.parent for turn in played.turns] == [None, 0]
-        assert played.counts["turns_left"] == 0
-
-    run(body())
+async def test_streams_and_log_probs_are_the_stored_ones(model: str) -> None:
+    worker = worker_of(model, "streams", scored=True)
+    played = await play(worker, lambda turn: "a long answer of many pieces, each of a few")
+    assert played.ended is not None
+    assert (played.ended.ended, played.ended.reward) == ("stop", 0.0)
+    answer = played.turns[1].answer
+    assert answer is not None and len(answer["logprobs"]) == len(played.tokens[1][1])
 
 
-def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "breaks_off"), lambda turn: "many words " * 40)
-        assert played.ended is not None
-        assert [turn.parent for turn in played.turns] == [None, None]
-        assert played.counts["forks_answer"] == 1
-        assert played.text(1).startswith("ask?\nm<eos>\non\n")
-        assert played.ended.left == ()
-
-    run(body())
+async def test_retries_of_the_sdk_are_the_same_call(model: str) -> None:
+    worker = worker_of(model, "impatient")
+    played = await begun(worker)
+    await asyncio.sleep(0.5)  # the client has given up, and asks again
+    await go_on(worker, played, str)
+    assert played.ended is not None and played.ended.reward == 1.0
+    assert [turn.parent for turn in played.turns] == [None, 0]
+    assert played.counts["turns_left"] == 0
 
 
-QWEN = "{tool_call}\n{{}}\n{end}".format(tool_call="<tool_call>", end="</tool_call>")
+async def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(model: str) -> None:
+    played = await play(worker_of(model, "breaks_off"), lambda turn: "many words " * 40)
+    assert played.ended is not None
+    assert [turn.parent for turn in played.turns] == [None, None]
+    assert played.counts["forks_answer"] == 1
+    assert played.text(1).startswith("ask?\nm<eos>\non\n")
+    assert played.ended.left == ()
 
 
-def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
+async def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.environments.templates import template_of
-
     call = json.dumps({"name": "add", "arguments": {"a": 41}})
-
-    async def body() -> None:
-        worker = worker_of(model, "uses_tools", tool_parser="qwen25")
-        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
-        worker._texts._known.clear()
-        texts = [f"let me see <tool_call>\n{call}\n</tool_call>", "<tool_call>{</tool_call>"]
-        played = await play(worker, lambda turn: texts[turn])
-        assert played.ended is not None and played.ended.reward == 1.0
-        assert [turn.parent for turn in played.turns] == [None, 0], "what it wrote came back"
-        first, second = (turn.answer for turn in played.turns)
-        assert first is not None and first["tool_calls"] == [
-            {"name": "add", "arguments": {"a": 41}}
-        ]
-        assert second is not None and second["tool_calls"] == []
-        assert second["text"] == texts[1], "no character of what cannot be read vanishes"
-        assert '"name": "add"' in played.text(0)
-        assert "<tool_response>\n42\n</tool_response>" in played.text(1)
-
-    run(body())
+    worker = worker_with_tools(model, "uses_tools")
+    texts = [f"let me see <tool_call>\n{call}\n</tool_call>", "<tool_call>{</tool_call>"]
+    played = await play(worker, lambda turn: texts[turn])
+    assert played.ended is not None and played.ended.reward == 1.0
+    assert [turn.parent for turn in played.turns] == [None, 0], "what it wrote came back"
+    first, second = (turn.answer for turn in played.turns)
+    assert first is not None and first["tool_calls"] == [{"name": "add", "arguments": {"a": 41}}]
+    assert second is not None and second["tool_calls"] == []
+    assert second["text"] == texts[1], "no character of what cannot be read vanishes"
+    assert '"name": "add"' in played.text(0)
+    assert "<tool_response>\n42\n</tool_response>" in played.text(1)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("dies", [False, True])
-def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
+async def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
     model: str, parallel: bool, dies: bool
 ) -> None:
-    from tests.environments.templates import template_of
-
     calls = "".join(
         f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'a': a}})}\n</tool_call>"
         for a in (41, 6)
     )
 
-    def started() -> AgentWorker:
-        arguments = {"parallel": parallel}
-        worker = worker_of(model, "uses_tools", tool_parser="qwen25", arguments=arguments)
-        load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
-        worker._texts._known.clear()
-        return worker
-
-    async def body() -> None:
-        worker = started()
-        played = Played(load_tokenizer_once(worker))
-        played.opened(await worker.begin("a.5.0", PAYLOAD), None)
-        if dies:  # the answer to a stored turn is read as its call asked
-            worker = started()
-            await worker.restore("a.5.0", PAYLOAD, played.turns)
-        await go_on(worker, played, lambda turn: ("now " + calls, "done")[turn])
-        assert played.ended is not None and played.ended.reward == (2.0 if parallel else 1.0)
-        assert [turn.parent for turn in played.turns] == [None, 0], "what it got came back"
-        assert played.turns[0].answer is not None
-        assert played.turns[0].answer["text"] == "now " + calls
-        assert len(played.turns[0].answer["tool_calls"]) == (2 if parallel else 1)
-        assert f"now {calls}" in played.text(1), "the policy's own tokens are kept"
-        assert ("<tool_response>\n7" in played.text(1)) == parallel
-
-    run(body())
+    asked = {"arguments": {"parallel": parallel}}
+    worker = worker_with_tools(model, "uses_tools", **asked)
+    played = await begun(worker)
+    if dies:  # the answer to a stored turn is read as its call asked
+        worker = worker_with_tools(model, "uses_tools", **asked)
+        await worker.restore("a.5.0", PAYLOAD, played.turns)
+    await go_on(worker, played, lambda turn: ("now " + calls, "done")[turn])
+    assert played.ended is not None and played.ended.reward == (2.0 if parallel else 1.0)
+    assert [turn.parent for turn in played.turns] == [None, 0], "what it got came back"
+    assert played.turns[0].answer is not None
+    assert played.turns[0].answer["text"] == "now " + calls
+    assert len(played.turns[0].answer["tool_calls"]) == (2 if parallel else 1)
+    assert f"now {calls}" in played.text(1), "the policy's own tokens are kept"
+    assert ("<tool_response>\n7" in played.text(1)) == parallel
 
 
-def test_tools_without_a_parser_are_refused_to_the_program(model: str) -> None:
-    async def body() -> None:
-        with pytest.raises(EnvironmentFault, match=r"400.*episode.tool_parser is not set"):
-            await worker_of(model, "uses_tools").begin("a.5.0", PAYLOAD)
-
-    run(body())
+async def test_tools_without_a_parser_are_refused_to_the_program(model: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"400.*episode.tool_parser is not set"):
+        await worker_of(model, "uses_tools").begin("a.5.0", PAYLOAD)
 
 
 @pytest.mark.parametrize("limit", ["turns", "context"])
-def test_a_full_episode_refuses_further_calls_and_ends_as_length(model: str, limit: str) -> None:
-    async def body() -> None:
-        worker = worker_of(model, "talks_on", arguments={"calls": 9}, max_turns=3)
-        given = {"most": 3} if limit == "turns" else {"room": 3}
-        played = await play(worker, str, **given)
-        assert played.ended is not None
-        assert (played.ended.ended, played.ended.reward) == ("length", 0.0)
-        assert len(played.turns) == (3 if limit == "turns" else 1)
+async def test_a_full_episode_refuses_further_calls_and_ends_as_length(
+    model: str, limit: str
+) -> None:
+    worker = worker_of(model, "talks_on", arguments={"calls": 9}, max_turns=3)
+    given = {"most": 3} if limit == "turns" else {"room": 3}
+    played = await play(worker, str, **given)
+    assert played.ended is not None
+    assert (played.ended.ended, played.ended.reward) == ("length", 0.0)
+    assert len(played.turns) == (3 if limit == "turns" else 1)
 
-    run(body())
 
-
-def test_a_program_that_forks_at_every_call_is_named_with_the_first_difference(model: str) -> None:
-    async def body() -> None:
-        played = await play(worker_of(model, "rewrites"), lambda turn: f"abc{turn}")
-        assert played.counts["forks_answer"] == 3
-        (notice,) = played.notices
-        assert re.search(r"each of the 4 calls .* message 1: .*ABC0.* was .*abc0", notice)
-
-    run(body())
+async def test_a_program_that_forks_at_every_call_is_named_with_the_first_difference(
+    model: str,
+) -> None:
+    played = await play(worker_of(model, "rewrites"), lambda turn: f"abc{turn}")
+    assert played.counts["forks_answer"] == 3
+    (notice,) = played.notices
+    assert re.search(r"each of the 4 calls .* message 1: .*ABC0.* was .*abc0", notice)
 
 
 FAULTS = {
@@ -329,47 +288,35 @@ FAULTS = {
     "asks_for_two": r"raised BadRequestError: .*n is 2.* at .*agent_programs.py:\d+$",
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
-    "quits_in_a_thread": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
     "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
-    "runs_dry_in_a_promise": r"raised RuntimeError: coroutine raised StopIteration",
     "cancels_itself": "has cancelled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(episode.step_seconds\)",
 }
 
 
 @pytest.mark.parametrize("program", FAULTS)
-def test_what_is_wrong_with_a_program_is_one_sentence(model: str, program: str) -> None:
-    async def body() -> None:
-        worker = worker_of(model, program, step_seconds=0.2 if program == "sleeps" else 30.0)
-        with pytest.raises(EnvironmentFault, match=FAULTS[program]):
-            await worker.begin("a.5.0", PAYLOAD)
-        await worker.forget("a.5.0")
-
-    run(body())
+async def test_what_is_wrong_with_a_program_is_one_sentence(model: str, program: str) -> None:
+    worker = worker_of(model, program, step_seconds=0.2 if program == "sleeps" else 30.0)
+    with pytest.raises(EnvironmentFault, match=FAULTS[program]):
+        await worker.begin("a.5.0", PAYLOAD)
+    await worker.forget("a.5.0")
 
 
-def test_a_command_that_cannot_be_started_is_answered_with_what_can(
+async def test_a_command_that_cannot_be_started_is_answered_with_what_can(
     model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "play.sh").write_text("#!/bin/sh\n")
-
-    async def body(command: str) -> None:
+    for command in (str(tmp_path / "play.sh"), "a-program-that-is-not-there"):
         with pytest.raises(EnvironmentFault, match=r"cannot be started: .*PATH.*chmod"):
             await worker_of(model, "", command=[command]).begin("a.5.0", PAYLOAD)
 
-    run(body(str(tmp_path / "play.sh")))
-    run(body("a-program-that-is-not-there"))
 
-
-def test_nothing_returned_needs_a_reward(model: str) -> None:
-    async def body() -> None:
-        with pytest.raises(EnvironmentFault, match="returned None, and there is no `reward`"):
-            await play(worker_of(model, "returns_nothing"), str)
-        played = await play(worker_of(model, "returns_nothing", scored=True), str)
-        assert played.ended is not None and played.ended.reward == 0.0
-
-    run(body())
+async def test_nothing_returned_needs_a_reward(model: str) -> None:
+    with pytest.raises(EnvironmentFault, match="returned None, and there is no `reward`"):
+        await play(worker_of(model, "returns_nothing"), str)
+    played = await play(worker_of(model, "returns_nothing", scored=True), str)
+    assert played.ended is not None and played.ended.reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -377,25 +324,20 @@ def test_nothing_returned_needs_a_reward(model: str) -> None:
     [
         ("import sys; sys.exit('no luck')", "ended with exit code 1: no luck"),
         ("import sys; sys.exit(400 * 'x' + '\\nlast line')", r"exit code 1: last line$"),
-        ("import sys; sys.exit(400 * 'x ' + '.\\nab\\nc')", r"exit code 1: ab\s+c$"),
         (
             "import sys; sys.exit('RangeError: Out of memory\\nat a frame')",
             r"at a frame; episode\.memory_mib limits its address space to 4096 MiB more than",
         ),
         ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
-        ("pass", "printed nothing, or null, and there is no `reward`.*: give a number or set"),
         ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' at last"),
         ("import os, sys; sys.exit(os.environ['OPENAI_API_KEY'] + 280 * 'x')", r": \(key\)x{280}$"),
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
     ],
 )
-def test_a_command_that_fails_is_one_sentence(model: str, code: str, sentence: str) -> None:
-    async def body() -> None:
-        worker = worker_of(model, "", command=[sys.executable, "-c", code])
-        with pytest.raises(EnvironmentFault, match=sentence):
-            await worker.begin("a.5.0", PAYLOAD)
-
-    run(body())
+async def test_a_command_that_fails_is_one_sentence(model: str, code: str, sentence: str) -> None:
+    worker = worker_of(model, "", command=[sys.executable, "-c", code])
+    with pytest.raises(EnvironmentFault, match=sentence):
+        await worker.begin("a.5.0", PAYLOAD)
 
 
 LEAVES = """
@@ -405,21 +347,19 @@ open(sys.argv[1], "w").write(str(left.pid))
 """
 
 
-def test_a_command_ends_when_what_it_has_left_behind_does_not(model: str, tmp_path: Path) -> None:
+async def test_a_command_ends_when_what_it_has_left_behind_does_not(
+    model: str, tmp_path: Path
+) -> None:
     file = tmp_path / "left"
-
-    async def body() -> None:
-        worker = worker_of(model, "", command=[sys.executable, "-S", "-c", LEAVES, str(file)])
-        try:
-            with pytest.raises(
-                EnvironmentFault, match="printed nothing, or null, and there is no `reward`"
-            ):
-                await asyncio.wait_for(worker.begin("a.5.0", PAYLOAD), 50)
-        finally:
-            os.kill(int(file.read_text()), signal.SIGKILL)  # it holds the outputs open
-            await asyncio.sleep(0.5)
-
-    run(body())
+    worker = worker_of(model, "", command=[sys.executable, "-S", "-c", LEAVES, str(file)])
+    try:
+        with pytest.raises(
+            EnvironmentFault, match="printed nothing, or null, and there is no `reward`"
+        ):
+            await asyncio.wait_for(worker.begin("a.5.0", PAYLOAD), 50)
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)  # it holds the outputs open
+        await asyncio.sleep(0.5)
 
 
 def test_a_command_that_is_forgotten_leaves_nothing_in_the_log(
@@ -431,7 +371,7 @@ def test_a_command_that_is_forgotten_leaves_nothing_in_the_log(
         await worker.forget("a.5.0")
         gc.collect()  # which names exceptions that nobody has asked for
 
-    run(body())
+    asyncio.run(asyncio.wait_for(body(), 60))
     assert "environments/programs.py" not in caplog.text
 
 
@@ -451,31 +391,28 @@ def restored(played: Played, tokens: int) -> Sequence[Turn]:
     return (*played.turns[:-1], replace(played.turns[-1], state=state))
 
 
-def test_a_program_that_runs_again_gets_the_stored_answers(model: str, tmp_path: Path) -> None:
+async def test_a_program_that_runs_again_gets_the_stored_answers(
+    model: str, tmp_path: Path
+) -> None:
     log = tmp_path / "answers"
-
-    async def body() -> None:
-        settings: dict[str, Any] = {"arguments": {"log": str(log), "calls": 4}}
-        first = worker_of(model, "talks_on", **settings)
-        played = Played(load_tokenizer_once(first))
-        played.opened(await first.begin("a.5.0", PAYLOAD), None)
-        await go_on(first, played, lambda turn: f"first {turn}", turns=2)
-        assert len(played.turns) == 3
-        second = worker_of(model, "talks_on", **settings)
-        taken = sum(len(ids) for pair in played.tokens for ids in pair)
-        await second.restore("b.5.1", PAYLOAD, restored(played, taken))
-        await go_on(second, played, lambda turn: f"second {turn}", key="b.5.1")
-        assert played.ended is not None and played.ended.reward == 1.0
-        assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
-        assert played.counts["turns_replayed"] == 2
-        assert played.ended.left == ()
-        texts = [turn.answer["text"] for turn in played.turns if turn.answer]
-        assert texts == ["first 0", "first 1", "second 2", "second 3"]
-        tokens = played.turns[3].answer and played.turns[3].answer["tokens"]
-        assert tokens == [sum(len(i) for p in played.tokens for i in p) - 9, 9]
-        await first.forget("a.5.0")
-
-    run(body())
+    settings: dict[str, Any] = {"arguments": {"log": str(log), "calls": 4}}
+    first = worker_of(model, "talks_on", **settings)
+    played = await begun(first)
+    await go_on(first, played, lambda turn: f"first {turn}", turns=2)
+    assert len(played.turns) == 3
+    second = worker_of(model, "talks_on", **settings)
+    taken = sum(len(ids) for pair in played.tokens for ids in pair)
+    await second.restore("b.5.1", PAYLOAD, restored(played, taken))
+    await go_on(second, played, lambda turn: f"second {turn}", key="b.5.1")
+    assert played.ended is not None and played.ended.reward == 1.0
+    assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
+    assert played.counts["turns_replayed"] == 2
+    assert played.ended.left == ()
+    texts = [turn.answer["text"] for turn in played.turns if turn.answer]
+    assert texts == ["first 0", "first 1", "second 2", "second 3"]
+    tokens = played.turns[3].answer and played.turns[3].answer["tokens"]
+    assert tokens == [sum(len(i) for p in played.tokens for i in p) - 9, 9]
+    await first.forget("a.5.0")
     seen: dict[int, set[str]] = {}
     for line in log.read_text().splitlines():
         _, place, text = json.loads(line)
@@ -483,33 +420,12 @@ def test_a_program_that_runs_again_gets_the_stored_answers(model: str, tmp_path:
     assert all(len(texts) == 1 for texts in seen.values()), "each call was answered in one way"
 
 
-def test_turns_that_the_second_program_does_not_ask_for_are_left(model: str) -> None:
-    async def body() -> None:
-        first, second = worker_of(model, "drifts"), worker_of(model, "drifts")
-        played = Played(load_tokenizer_once(first))
-        played.opened(await first.begin("a.5.0", PAYLOAD), None)
-        await go_on(first, played, str, turns=1)
-        await second.restore("b.5.1", PAYLOAD, restored(played, 20))
-        await go_on(second, played, str, key="b.5.1")
-        assert played.ended is not None
-        assert played.ended.left == (1,), "of the first program's second call"
-        assert [turn.parent for turn in played.turns] == [None, 0, 0, 0]
-        assert played.counts["turns_replayed"] == 1
-        assert played.counts["turns_left"] == 1
-        await first.forget("a.5.0")
-
-    run(body())
-
-
-def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
-    async def body() -> None:
-        found = await worker_of(model, "solve").rehearse(PAYLOAD)
-        assert (found.opening, found.text) == (5, "ask?\n")
-        assert found.observation == len("\nNo. Try again.\n")
-        with pytest.raises(EnvironmentFault, match="no good with"):
-            await worker_of(model, "raises").rehearse(PAYLOAD)
-
-    run(body())
+async def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
+    found = await worker_of(model, "solve").rehearse(PAYLOAD)
+    assert (found.opening, found.text) == (5, "ask?\n")
+    assert found.observation == len("\nNo. Try again.\n")
+    with pytest.raises(EnvironmentFault, match="no good with"):
+        await worker_of(model, "raises").rehearse(PAYLOAD)
 
 
 def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str) -> None:
@@ -531,33 +447,186 @@ def test_the_check_before_a_start_names_the_program_once(model: str) -> None:
         check_environment(config, PAYLOAD, None)
 
 
-def test_the_gateway_command_serves_a_policy_without_training(model: str) -> None:
+async def test_the_gateway_command_serves_a_policy_without_training(model: str) -> None:
     config = build_config({"model": {"path": model}, "sampling": {"max_new_tokens": 8}})
     simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, longest_tokens=100)
     engine = SimulatedEngine("engine", simulated)
     engine.set_weights(PolicyVersion(0, 0))
+    gateway = Gateway(config.sampling)
+    bound = socket.create_server(("127.0.0.1", 0))
+    url = await gateway.start(bound)
+    assert url == f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+    key = gateway.open(ServedPolicy(config, model, SharedEngines(lambda: [engine])))
+    shown = instructions(url, key)
+    assert f"OPENAI_BASE_URL={url}" in shown and f"OPENAI_API_KEY={key}" in shown
+    policy = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+    ask = policy.chat.completions.create
+    messages: Any = [{"role": "user", "content": "hello"}]
+    replies = await asyncio.gather(
+        *(ask(model="policy", messages=messages, logprobs=True) for _ in range(3))
+    )
+    assert len({reply.id for reply in replies}) == 3
+    for reply in replies:
+        assert reply.usage is not None and reply.usage.completion_tokens <= 8
+        assert reply.choices[0].logprobs is not None
+    with pytest.raises(BadRequestError, match="refuses a prompt of 2") as refused:
+        await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
+    assert refused.value.code == "context_length_exceeded", "as in a run"
+    await gateway.close()
 
-    async def body() -> None:
-        gateway = Gateway(config.sampling)
-        bound = socket.create_server(("127.0.0.1", 0))
-        url = await gateway.start(bound)
-        assert url == f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-        key = gateway.open(ServedPolicy(config, model, SharedEngines(lambda: [engine])))
-        shown = instructions(url, key)
-        assert f"OPENAI_BASE_URL={url}" in shown and f"OPENAI_API_KEY={key}" in shown
-        policy = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
-        ask = policy.chat.completions.create
-        messages: Any = [{"role": "user", "content": "hello"}]
-        replies = await asyncio.gather(
-            *(ask(model="policy", messages=messages, logprobs=True) for _ in range(3))
-        )
-        assert len({reply.id for reply in replies}) == 3
-        for reply in replies:
-            assert reply.usage is not None and reply.usage.completion_tokens <= 8
-            assert reply.choices[0].logprobs is not None
-        with pytest.raises(BadRequestError, match="refuses a prompt of 2") as refused:
-            await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
-        assert refused.value.code == "context_length_exceeded", "as in a run"
-        await gateway.close()
 
-    run(body())
+# ---------------------------------------------------------------- asked oddly
+
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "{}" + "}" * levels
+
+
+def tool(**parts: Any) -> str:
+    function = {"name": "add", **parts}
+    return json.dumps({**HELLO, "tools": [{"type": "function", "function": function}]})
+
+
+def calling(arguments: str) -> str:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return json.dumps({"messages": [*HELLO["messages"], answer]})
+
+
+BODIES = {
+    "half of a surrogate pair": (r'{"messages": [{"role": "user", "content": "a \ud800 b"}]}', 200),
+    "one in arguments": (calling(r'{"a": "\udfff"}'), 200),
+    "arguments that Python cannot read": (calling("[" * 100_000), 400),
+    "arguments that it cannot write": (calling(nested(300)), 400),
+    "deep arguments": (calling(nested(60)), 200),
+    "a deep tool": (tool(parameters="-").replace('"-"', nested(300)), 400),
+    "a tool without parameters": (tool(parameters=None), 200),
+    "a name in another script": (tool(description="\N{SNOWMAN}"), 200),
+    "a description that is none": (tool(description=5), 400),
+    "a tool that is strict perhaps": (tool(strict="perhaps"), 400),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+async def test_an_odd_call_is_a_turn_or_refused_and_the_episode_goes_on(
+    model: str, what: str
+) -> None:
+    sent, status = BODIES[what]
+    arguments = {"bodies": [sent, json.dumps(HELLO)]}
+    worker = worker_with_tools(model, "sends", arguments=arguments)
+    played = await play(worker, lambda turn: "yes")
+    assert played.ended is not None and played.ended.ended == "stop"
+    assert played.ended.answer["parts"] == {"status_0": status, "status_1": 200}
+    assert len(played.turns) == (2 if status == 200 else 1)
+
+
+async def test_an_answer_sent_back_with_what_the_sdk_adds_is_no_fork(model: str) -> None:
+    played = await play(worker_of(model, "echoes"), lambda turn: "\N{SNOWMAN} \n" * turn)
+    assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
+    assert played.counts == {"turns_left": 0}
+
+
+async def test_a_program_that_only_repeats_what_is_refused_is_ended_as_length(model: str) -> None:
+    worker = worker_of(model, "asks_for_ever", max_turns=2, step_seconds=2.0)
+    played = await play(worker, str, most=2)
+    assert played.ended is not None
+    assert (played.ended.ended, played.ended.reward) == ("length", 0.0)
+    assert len(played.turns) == 2
+
+
+async def test_a_first_call_that_is_too_long_may_be_shortened(model: str) -> None:
+    worker = worker_of(model, "shortens")
+    opened = await worker.begin("a.5.0", PAYLOAD, 300)
+    assert 150 < len(opened.token_ids) <= 300
+    played = Played(load_tokenizer_once(worker))
+    played.opened(opened, None)
+    await go_on(worker, played, str)
+    assert played.ended is not None
+    assert (played.ended.ended, played.ended.reward) == ("length", 100.0)
+    sentence = r"without a call of the policy that can be a turn: .* has 5 tokens; .* takes 4"
+    with pytest.raises(EnvironmentFault, match=sentence):
+        await worker_of(model, "solve").begin("a.5.0", PAYLOAD, 4)
+
+
+async def test_an_episode_that_is_forgotten_gives_its_thread_back(model: str) -> None:
+    worker = worker_of(model, "solve_in_a_thread", threads=1, step_seconds=25.0)
+    for key in ("a.5.0", "b.6.0"):
+        await worker.begin(key, PAYLOAD)  # its thread waits for an answer from here on
+        await worker.forget(key)
+
+
+async def test_a_key_ends_with_its_episode(model: str) -> None:
+    worker = worker_of(model, "solve")
+    played = await begun(worker)
+    (key,) = worker._gateway._owners
+
+    async def status() -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{worker._gateway.url}/models") as reply,
+        ):
+            return reply.status
+
+    assert await status() == 200
+    await go_on(worker, played, lambda turn: "7")
+    assert played.ended is not None and played.ended.reward == 1.0
+    assert await status() == 401
+
+
+async def test_a_reward_that_is_none_is_named_without_the_key(model: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"returned '\(key\)'; it must be a number"):
+        await play(worker_of(model, "returns_its_key"), str)
+
+
+async def test_calls_pass_by_the_proxy_of_a_site(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    played = await play(worker_of(model, "solve"), lambda turn: "7")
+    assert played.ended is not None and played.ended.reward == 1.0
+
+
+async def test_a_program_that_asks_nothing_when_it_runs_again_is_a_fault(model: str) -> None:
+    first, second = worker_of(model, "solve"), worker_of(model, "calls_nobody")
+    opened = await first.begin("a.5.0", PAYLOAD)
+    await first.forget("a.5.0")
+    await second.restore("b.5.1", PAYLOAD, [Turn(0, None, 0, opened.messages)])
+    with pytest.raises(
+        EnvironmentFault, match=r"without a call of the policy whose answer it took$"
+    ):
+        await second.step("b.5.1", [3, 4], 0, 1 << 30, False, [-0.5, -0.5])
+    await second.forget("b.5.1")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_call_is_answered_as_it_asked_also_after_a_kill(model: str, dies: bool) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    worker = worker_with_tools(model, "asks_for_text")
+    played = await begun(worker)
+    await go_on(worker, played, lambda turn: "hm", turns=1)
+    if dies:
+        worker = worker_with_tools(model, "asks_for_text")
+        await worker.restore("a.5.0", PAYLOAD, played.turns)
+    await go_on(worker, played, lambda turn: call)
+    assert played.ended is not None and played.ended.reward == len(call)
+
+
+async def test_an_agent_whose_calls_can_no_longer_be_read_is_a_fault(model: str) -> None:
+    """Its run was resumed without the parser."""
+    tools = {"role": "tools", "content": json.dumps([{"function": {"name": "add"}}])}
+    answer = {"text": "yes", "truncated": False, "tool_calls": [], "tokens": [5, 3]}
+    turns = [
+        Turn(0, None, 0, (tools, *HELLO["messages"]), end=FinishReason.STOP, answer=answer),
+        Turn(1, 0, 1, HELLO["messages"], state=b"{}"),
+    ]
+    worker = worker_of(model, "solve")
+    with pytest.raises(EnvironmentFault, match=r"episode\.tool_parser is not set"):
+        await worker.restore("a.5.0", PAYLOAD, turns)
+    await worker.forget("a.5.0")

@@ -181,44 +181,28 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
 
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize(
-    ("template", "sentence"),
+    ("plays", "template", "sentence"),
     [
-        ("{{ messages[0].content }}", "it leaves out an answer once others follow"),
-        ("{{ raise_exception('one turn') }}", "the chat template of model.path fails"),
+        ("game", "{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        ("game", "{{ raise_exception('one turn') }}", "the chat template of model.path fails"),
+        ("agent", "{{ messages[0].content }}", "it leaves out an answer once others follow"),
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused(
-    own: Path, template: str, sentence: str
+    own: Path, plays: str, template: str, sentence: str
 ) -> None:
     tokenizer = write_character_tokenizer(own.parent / "model")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(own.parent / "model")
     with pytest.raises(UserError, match=sentence):
-        checked(f"{own}:Long", own.parent)
-
-
-@pytest.mark.usefixtures("inside")
-@pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        ("{{ messages[0].content }}", "it leaves out an answer once others follow"),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}",
-            "it shows a message of role 'user' otherwise in a longer one",
-        ),
-    ],
-)
-def test_a_template_that_cannot_be_continued_is_refused_to_agents_too(
-    own: Path, template: str, sentence: str
-) -> None:
-    tokenizer = write_character_tokenizer(own.parent / "model")
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(own.parent / "model")
-    settings = {"model": {"path": str(own.parent / "model")}, "sampling": {"max_new_tokens": 16}}
-    config = build_config({**settings, "agent": f"{PROGRAMS}:solve"})
-    payload = {"question": "ask?", "answer": "7", "metadata": {}, "messages": []}
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        check_environment(config, payload, 100)
+        if plays == "game":
+            checked(f"{own}:Long", own.parent)
+        else:
+            model = {"path": str(own.parent / "model")}
+            agent = {"agent": f"{PROGRAMS}:solve", "sampling": {"max_new_tokens": 16}}
+            config = build_config({"model": model, **agent})
+            payload = {"question": "ask?", "answer": "7", "metadata": {}, "messages": []}
+            check_environment(config, payload, 100)
 
 
 @pytest.mark.usefixtures("inside")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -20,6 +18,7 @@ from megatron_async.environments.calls import Call
 from megatron_async.environments.chat import ChatAnswer, ChatCall
 from megatron_async.environments.gateway import LARGEST_BODY, Gateway
 
+SECONDS = 60
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -40,10 +39,6 @@ class Answers:
         return call
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 60))
-
-
 async def ask(url: str, key: str | None, path: str = "/chat/completions", **more: Any) -> Any:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
@@ -56,145 +51,91 @@ async def assert_serves(url: str, key: str) -> None:
     assert (await ask(url, key))[0] == 200
 
 
-def test_none_a_foreign_and_an_ended_key_get_401() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
-        other = Gateway(SamplingConfig()).open(Answers())
-        await assert_serves(url, key)
-        assert (await ask(url, None, headers={"x-api-key": key}))[0] == 200
-        for wrong in (None, "", "sk-", other, key[:-1], key + "x"):
-            status, reply = await ask(url, wrong)
-            assert (status, reply["error"]["type"]) == (401, "authentication_error")
-            assert key not in json.dumps(reply)
-        gateway.end(key)
-        assert (await ask(url, key))[0] == 401
-        assert len(owner.calls) == 2
-        await gateway.close()
-
-    run(body())
+async def test_none_a_foreign_and_an_ended_key_get_401() -> None:
+    gateway, owner = Gateway(SamplingConfig()), Answers()
+    url, key = await gateway.start(), gateway.open(owner)
+    other = Gateway(SamplingConfig()).open(Answers())
+    await assert_serves(url, key)
+    assert (await ask(url, None, headers={"x-api-key": key}))[0] == 200
+    for wrong in (None, "", "sk-", other, key[:-1], key + "x"):
+        status, reply = await ask(url, wrong)
+        assert (status, reply["error"]["type"]) == (401, "authentication_error")
+        assert key not in json.dumps(reply)
+    gateway.end(key)
+    assert (await ask(url, key))[0] == 401
+    assert len(owner.calls) == 2
+    await gateway.close()
 
 
-def test_it_listens_on_the_loopback_address_alone() -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        await gateway.start()
-        assert gateway._listening is not None
-        (listening,) = gateway._listening.sockets
-        assert listening.getsockname()[0] == "127.0.0.1"
-        await gateway.close()
-
-    run(body())
+async def test_it_listens_on_the_loopback_address_alone() -> None:
+    gateway = Gateway(SamplingConfig())
+    await gateway.start()
+    assert gateway._listening is not None
+    (listening,) = gateway._listening.sockets
+    assert listening.getsockname()[0] == "127.0.0.1"
+    await gateway.close()
 
 
-def test_other_paths_and_bodies_are_refused_in_a_sentence() -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
-        status, reply = await ask(url, key, "/embeddings")
-        assert status == 404 and "there are POST /v1/chat/completions" in reply["error"]["message"]
-        for data in (b"{", b"[" * 100_000, b"\xff", b""):
-            status, reply = await ask(url, key, json=None, data=data)
-            assert status == 400 and reply["error"]["message"].startswith("the body is")
-        await gateway.close()
-
-    run(body())
+async def test_other_paths_and_bodies_are_refused_in_a_sentence() -> None:
+    gateway = Gateway(SamplingConfig())
+    url, key = await gateway.start(), gateway.open(Answers())
+    status, reply = await ask(url, key, "/embeddings")
+    assert status == 404 and "there are POST /v1/chat/completions" in reply["error"]["message"]
+    for data in (b"{", b"[" * 100_000, b"\xff", b""):
+        status, reply = await ask(url, key, json=None, data=data)
+        assert status == 400 and reply["error"]["message"].startswith("the body is")
+    await gateway.close()
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_of_100_mb_is_refused_and_not_kept(announced: bool) -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
+async def test_a_body_of_100_mb_is_refused_and_not_kept(announced: bool) -> None:
+    gateway = Gateway(SamplingConfig())
+    url, key = await gateway.start(), gateway.open(Answers())
 
-        async def parts() -> Any:
-            for _ in range(100):
-                yield bytes(1 << 20)
+    async def parts() -> Any:
+        for _ in range(100):
+            yield bytes(1 << 20)
 
-        with suppress(aiohttp.ClientConnectionError):
-            data = bytes(100 << 20) if announced else parts()
-            status, reply = await ask(url, key, json=None, data=data)
-            assert status == 413 and f"{LARGEST_BODY:,}" in reply["error"]["message"]
-        await assert_serves(url, key)
-        await gateway.close()
-
-    run(body())
+    with suppress(aiohttp.ClientConnectionError):
+        data = bytes(100 << 20) if announced else parts()
+        status, reply = await ask(url, key, json=None, data=data)
+        assert status == 413 and f"{LARGEST_BODY:,}" in reply["error"]["message"]
+    await assert_serves(url, key)
+    await gateway.close()
 
 
-def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
+async def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway_module, "_SHOW_KEY_SECONDS", 0.5)
     monkeypatch.setattr(gateway_module, "_STRANGERS", 50)
+    gateway = Gateway(SamplingConfig())
+    url, key = await gateway.start(), gateway.open(Answers())
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    async with aiohttp.ClientSession() as session:
+        headers = {"Authorization": f"Bearer {key}"}
 
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        async with aiohttp.ClientSession() as session:
-            headers = {"Authorization": f"Bearer {key}"}
+        async def known() -> int:
+            async with session.post(f"{url}/chat/completions", json=BODY, headers=headers) as r:
+                return r.status
 
-            async def known() -> int:
-                async with session.post(f"{url}/chat/completions", json=BODY, headers=headers) as r:
-                    return r.status
-
-            assert await known() == 200
-            held = []
-            for _ in range(400):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nA: b\r\n")
-                held.append((reader, writer))
-            assert await known() == 200
-            assert len(gateway._strangers) <= 50
-            assert len(gateway._connections) <= 52
-            await asyncio.sleep(1.0)
-            assert not gateway._strangers
-            assert await known() == 200, "who has shown a key stays"
-            for reader, writer in held:
-                with suppress(ConnectionError):
-                    assert await reader.read() == b""
-                writer.close()
-        await gateway.close()
-
-    run(body())
-
-
-@pytest.mark.slow
-def test_ten_thousand_connections_that_are_held_do_no_harm() -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        with ExitStack() as held:
-            for _ in range(10_000):
-                one = held.enter_context(socket.socket())
-                one.setblocking(False)
-                with suppress(BlockingIOError):
-                    one.connect(("127.0.0.1", port))
-                await asyncio.sleep(0)
-            await assert_serves(url, key)
-            assert len(gateway._strangers) <= gateway_module._STRANGERS
-        await gateway.close()
-
-    run(body())
-
-
-def test_a_client_that_leaves_is_no_longer_one_of_its_call() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers(waits=True)
-        url, key = await gateway.start(), gateway.open(owner)
-        asked = asyncio.create_task(ask(url, key))
-        while not owner.calls:
-            await asyncio.sleep(0.01)
-        (call,) = owner.calls
-        assert call.clients == 1
-        asked.cancel()
-        while call.clients:
-            await asyncio.sleep(0.01)
-        assert not call.given and not call.answer.done()
-        await gateway.close()
-
-    run(body())
+        assert await known() == 200
+        held = []
+        for _ in range(400):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nA: b\r\n")
+            held.append((reader, writer))
+        assert await known() == 200
+        assert len(gateway._strangers) <= 50
+        assert len(gateway._connections) <= 52
+        await asyncio.sleep(1.0)
+        assert not gateway._strangers
+        assert await known() == 200, "who has shown a key stays"
+        for reader, writer in held:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+    await gateway.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -219,62 +160,43 @@ def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
         assert not owner.calls[0].given
         await gateway.close()
 
-    run(body())
+    asyncio.run(asyncio.wait_for(body(), 60))
     assert not caplog.records, "a client that leaves is nothing to log"
 
 
-def test_a_client_states_that_it_asks_again() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
-        for stated in ({}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "2"}):
-            await ask(url, key, headers={"Authorization": f"Bearer {key}", **stated})
-        assert owner.retries == [False, False, True]
-        await gateway.close()
-
-    run(body())
-
-
-def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "_BODY_SECONDS", 0.2)
+    gateway, owner = Gateway(SamplingConfig()), Answers()
+    url, key = await gateway.start(), gateway.open(owner)
 
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
+    async def parts() -> Any:
+        yield b"{"
+        await asyncio.sleep(30)
 
-        async def parts() -> Any:
-            yield b"{"
-            await asyncio.sleep(30)
-
-        status, reply = await ask(url, key, json=None, data=parts())
-        assert status == 408 and "did not come within 0.2 s" in reply["error"]["message"]
-        assert not owner.calls
-        await gateway.close()
-
-    run(body())
+    status, reply = await ask(url, key, json=None, data=parts())
+    assert status == 408 and "did not come within 0.2 s" in reply["error"]["message"]
+    assert not owner.calls
+    await gateway.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reply_is_literal_text_when_the_answer_is_not_ascii(stream: bool) -> None:
+async def test_reply_is_literal_text_when_the_answer_is_not_ascii(stream: bool) -> None:
     class Answering(Answers):
         def call(self, asked: ChatCall, *, retry: bool) -> Call:
             call = Call(asked)
             call.answer.set_result(ChatAnswer("1-0", "東京 😀 \ud800"))
             return call
 
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answering())
-        headers = {"Authorization": f"Bearer {key}"}
-        asked = {**BODY, "stream": stream}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/chat/completions", json=asked, headers=headers) as reply,
-        ):
-            assert "東京 😀 \\ud800" in (await reply.read()).decode()
-        await gateway.close()
-
-    run(body())
+    gateway = Gateway(SamplingConfig())
+    url, key = await gateway.start(), gateway.open(Answering())
+    headers = {"Authorization": f"Bearer {key}"}
+    asked = {**BODY, "stream": stream}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/chat/completions", json=asked, headers=headers) as reply,
+    ):
+        assert "東京 😀 \\ud800" in (await reply.read()).decode()
+    await gateway.close()
 
 
 async def get(url: str, key: str, path: str) -> tuple[int, Any]:
@@ -286,26 +208,23 @@ async def get(url: str, key: str, path: str) -> tuple[int, Any]:
         return reply.status, await reply.json()
 
 
-def test_model_is_described_when_it_is_the_policy_and_else_not_found() -> None:
-    async def body() -> None:
-        gateway = Gateway(SamplingConfig())
-        url, key = await gateway.start(), gateway.open(Answers())
-        status, found = await get(url, key, "/models/policy")
-        assert status == 200 and Model.model_validate(found, strict=True).id == "policy"
-        assert (await get(url, key, "/models"))[1]["data"] == [found]
-        for unknown in ("gpt-4o", "Policy", "org/model", "org%2Fmodel", "policy/"):
-            status, refused = await get(url, key, f"/models/{unknown}")
-            assert (status, refused["error"]["code"]) == (404, "model_not_found")
-            assert refused["error"]["type"] == "invalid_request_error"
-        assert (await get(url, "sk-", "/models/policy"))[0] == 401
-        client = AsyncOpenAI(base_url=url, api_key=key)
-        assert (await client.models.retrieve("policy")).id == "policy"
-        with pytest.raises(NotFoundError, match="does not exist"):
-            await client.models.retrieve("gpt-4o")
-        await client.close()
-        await gateway.close()
-
-    run(body())
+async def test_model_is_described_when_it_is_the_policy_and_else_not_found() -> None:
+    gateway = Gateway(SamplingConfig())
+    url, key = await gateway.start(), gateway.open(Answers())
+    status, found = await get(url, key, "/models/policy")
+    assert status == 200 and Model.model_validate(found, strict=True).id == "policy"
+    assert (await get(url, key, "/models"))[1]["data"] == [found]
+    for unknown in ("gpt-4o", "Policy", "org/model", "org%2Fmodel", "policy/"):
+        status, refused = await get(url, key, f"/models/{unknown}")
+        assert (status, refused["error"]["code"]) == (404, "model_not_found")
+        assert refused["error"]["type"] == "invalid_request_error"
+    assert (await get(url, "sk-", "/models/policy"))[0] == 401
+    client = AsyncOpenAI(base_url=url, api_key=key)
+    assert (await client.models.retrieve("policy")).id == "policy"
+    with pytest.raises(NotFoundError, match="does not exist"):
+        await client.models.retrieve("gpt-4o")
+    await client.close()
+    await gateway.close()
 
 
 async def ask_with_expect(
@@ -330,34 +249,28 @@ async def ask_with_expect(
     return first, last
 
 
-def test_body_is_asked_for_when_the_client_waits_for_that() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
-        for expect in ("100-continue", "100-Continue"):
-            first, last = await ask_with_expect(url, key, expect)
-            assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
-            assert last.startswith(b"HTTP/1.1 200 ") and b'"content": "hi"' in last
-        first, last = await ask_with_expect(url, key, version="1.0")
-        assert last.startswith(b"HTTP/1.0 200 ") and b"100 Continue" not in last
-        assert len(owner.calls) == 3
-        await gateway.close()
-
-    run(body())
+async def test_body_is_asked_for_when_the_client_waits_for_that() -> None:
+    gateway, owner = Gateway(SamplingConfig()), Answers()
+    url, key = await gateway.start(), gateway.open(owner)
+    for expect in ("100-continue", "100-Continue"):
+        first, last = await ask_with_expect(url, key, expect)
+        assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert last.startswith(b"HTTP/1.1 200 ") and b'"content": "hi"' in last
+    first, last = await ask_with_expect(url, key, version="1.0")
+    assert last.startswith(b"HTTP/1.0 200 ") and b"100 Continue" not in last
+    assert len(owner.calls) == 3
+    await gateway.close()
 
 
-def test_body_is_not_asked_for_when_the_call_is_refused_by_its_headers() -> None:
-    async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
-        url, key = await gateway.start(), gateway.open(owner)
-        refused = {
-            b" 401 ": ask_with_expect(url, "sk-"),
-            b" 413 ": ask_with_expect(url, key, length=LARGEST_BODY + 1),
-        }
-        for status, asked in refused.items():
-            first, _ = await asked
-            assert status in first.splitlines()[0]
-        assert not owner.calls
-        await gateway.close()
-
-    run(body())
+async def test_body_is_not_asked_for_when_the_call_is_refused_by_its_headers() -> None:
+    gateway, owner = Gateway(SamplingConfig()), Answers()
+    url, key = await gateway.start(), gateway.open(owner)
+    refused = {
+        b" 401 ": ask_with_expect(url, "sk-"),
+        b" 413 ": ask_with_expect(url, key, length=LARGEST_BODY + 1),
+    }
+    for status, asked in refused.items():
+        first, _ = await asked
+        assert status in first.splitlines()[0]
+    assert not owner.calls
+    await gateway.close()

@@ -158,30 +158,22 @@ def test_retry_takes_the_call_that_was_left_when_equal_ones_wait(
     run(loop, body)
 
 
-def test_retry_gets_its_answer_when_the_client_left_before_it_was_sent(loop: str) -> None:
+@pytest.mark.parametrize("sent", [False, True])
+def test_retry_gets_its_answer_when_the_client_left_before_reading_it(
+    loop: str, sent: bool
+) -> None:
+    """`sent`: it has arrived; or else the loop has not even seen the end of the connection."""
+
     async def body(episode: Episode) -> None:
         first, other, again = [await episode.client() for _ in range(3)]
         await episode.asked(first)
         await episode.asked(other)
+        if sent:
+            await episode.answer()
+            await first.arrived()
         first.leave()
-        await episode.answer()  # before the loop has seen the end of the connection
-        again.ask(retry=1)
-        assert await again.read() == "answer 0"
-        await episode.answer()
-        assert await other.read() == "answer 1"
-        assert episode.calls.left() == ()
-
-    run(loop, body)
-
-
-def test_retry_gets_its_answer_when_the_client_left_before_reading_it(loop: str) -> None:
-    async def body(episode: Episode) -> None:
-        first, other, again = [await episode.client() for _ in range(3)]
-        await episode.asked(first)
-        await episode.asked(other)
-        await episode.answer()
-        await first.arrived()
-        first.leave()
+        if not sent:
+            await episode.answer()
         again.ask(retry=1)
         assert await again.read() == "answer 0"
         await episode.answer()
@@ -225,16 +217,5 @@ def test_retry_gets_the_streamed_answer_when_the_client_read_no_end_of_it(loop: 
         assert episode.calls.left() == (), "one event is enough to have it"
         again.ask(retry=1)
         assert await again.read() == "answer 0"
-
-    run(loop, body)
-
-
-def test_connection_has_ended_when_the_loop_has_not_yet_seen_the_end(loop: str) -> None:
-    async def body(episode: Episode) -> None:
-        client = await episode.client()
-        [connection] = episode.gateway._connections
-        assert not connection.has_left()
-        client.leave()
-        assert connection.has_left()
 
     run(loop, body)

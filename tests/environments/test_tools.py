@@ -76,24 +76,19 @@ def result_of(hint: Any, given: Any) -> Any:
     [
         (int, 3, 3),
         (int, "3", 3),
-        (int, "-12", -12),
         (int, 3.0, 3),
         (int, 10**30, 10**30),
-        (float, 3, 3.0),
         (float, "0.5", 0.5),
         (bool, "true", True),
         (str, "3", "3"),
-        (int | None, None, None),
         (int | None, "null", None),
         (int | str, "3", "3"),
         (int | float, "2.5", 2.5),
-        (list[int], [1, 2], [1, 2]),
         (list[int], "[1, 2]", [1, 2]),
         (tuple[int, str], [1, "a"], (1, "a")),
         (dict[str, int], '{"a": 1}', {"a": 1}),
         (Literal["a", 1], "1", 1),
         (Color, "blue", Color.BLUE),
-        (Level, "1", Level.LOW),
         (Point, {"x": 1}, Point(1)),
         (Box, {"corners": [{"x": 1, "y": 2}]}, {"corners": [Point(1, 2.0)]}),
         (Any, {"a": [1.5, "1", True]}, {"a": [1.5, "1", True]}),
@@ -111,35 +106,22 @@ def test_tool_argument_becomes_its_type_when_nothing_is_lost(
     [
         (int, True),
         (int, 2.5),
-        (int, "2.5"),
         (int, "three"),
-        (int, [3]),
-        (int, {"x": 1}),
         (int, None),
         (int, 1e23),
-        (float, False),
         (float, "nan"),
         (float, 10**400),
         (float, 2**53 + 1),
         (bool, 1),
-        (bool, "yes"),
         (str, 3),
-        (str, ["a"]),
         (list[int], [1, True]),
-        (list[int], 1),
-        (list[int], ["1"]),
         (list[str], "ab"),
         (tuple[int, int], [1, 2, 3]),
         (dict[str, int], {"a": 1.5}),
-        (Literal["a", 1], "b"),
         (Literal[1], True),
-        (Literal[True], 1),
         (Color, "green"),
-        (Color, "RED"),
         (Level, True),
         (Point, {"x": 1, "z": 2}),
-        (Point, {"y": 1}),
-        (Point, {"x": True}),
         (Annotated[int, Field(ge=1)], 0),
     ],
 )
@@ -157,28 +139,6 @@ def test_tool_argument_may_be_null_when_its_default_is_none() -> None:
 
     call = bound({"tool": tool}, ToolCall("tool", {"count": None}))
     assert callable(call) and call() is None
-
-
-def test_tool_call_with_another_type_leaves_the_episode_going() -> None:
-    class Tools:
-        def reset(self, **row: Any) -> None: ...
-
-        def repeat(self, text: str, times: int) -> str:
-            return text * times
-
-    async def play() -> list[str]:
-        threads = Threads(1)
-        player = Player(Tools, "own.py:Tools", threads, 5.0)
-        await player.reset({}, PROMPT)
-        given: tuple[Any, ...] = (True, "2")
-        calls = [ToolCall("repeat", {"text": "ab", "times": times}) for times in given]
-        replies = [await player._tool(call, 5.0) for call in calls]
-        threads.close()
-        return [reply["content"] for reply in replies]
-
-    refused, made = asyncio.run(play())
-    assert refused == "Error: repeat: times is True: Input should be a valid integer"
-    assert made == "abab"
 
 
 class Counted:
@@ -336,11 +296,6 @@ def of_pairs(self: Any, word: Pair) -> str:
 
 
 @documented
-def of_pairs_or_none(self: Any, word: Pair | None = None) -> str:
-    return str(word)
-
-
-@documented
 def of_itself(self: Any, word: Tree) -> str:
     return str(word)
 
@@ -355,9 +310,6 @@ class Unreadable:
     [
         (yields, "it is a generator; return a list"),
         (yields_later, "it is a generator; return a list"),
-        (staticmethod(yields), "it is a generator; return a list"),
-        (functools.partialmethod(yields), "it is a generator; return a list"),
-        (functools.cache(yields), "it is a generator; return a list"),
         (functools.cache(look_later), "can be awaited once only"),
         (by_position, "cannot be given by name"),
         (of_many, "cannot be given by name"),
@@ -366,7 +318,6 @@ class Unreadable:
         (of_a_class, "Unable to generate pydantic-core schema"),
         (of_itself, "recursion"),
         (of_pairs, r"Pair\.FIRST is neither text nor a number"),
-        (of_pairs_or_none, r"Pair\.FIRST is neither text nor a number"),
         (Unreadable(), r"cannot be read: ValueError\('no connection'\)"),
     ],
 )
@@ -454,32 +405,20 @@ async def next_of_nothing_later(self: Any) -> Any:
     return next(iter(()))
 
 
-async def end_of_an_iteration(self: Any) -> Any:
-    """Raise what ends an asynchronous iteration."""
-    raise StopAsyncIteration
-
-
 @pytest.mark.parametrize(
     ("member", "content"),
     [
         (next_of_nothing, "Error: StopIteration: "),
-        (functools.cache(next_of_nothing), "Error: StopIteration: "),
-        (classmethod(next_of_nothing), "Error: StopIteration: "),
         (next_of_nothing_later, "Error: RuntimeError: coroutine raised StopIteration"),
-        (end_of_an_iteration, "Error: StopAsyncIteration: "),
     ],
 )
-def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
+async def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
     member: Any, content: str
 ) -> None:
     tools = type("Tools", (), {"reset": lambda self, **row: None, "draw": member})
-
-    async def play() -> str:
-        threads = Threads(1)
-        player = Player(tools, "own.py:Tools", threads, 5.0)
-        await player.reset({}, PROMPT)
-        reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
-        threads.close()
-        return reply["content"]
-
-    assert asyncio.run(play()) == content
+    threads = Threads(1)
+    player = Player(tools, "own.py:Tools", threads, 5.0)
+    await player.reset({}, PROMPT)
+    reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
+    threads.close()
+    assert reply["content"] == content

@@ -18,6 +18,7 @@ from megatron_async.trajectory.types import Turn
 OPENED = Opened(({"role": "user", "content": "Begin."},), np.zeros(1, np.int32), None)
 KILLERS = range(0, 40, 4)
 EPISODES = 40
+SECONDS = 60
 
 
 class Mortal:
@@ -67,54 +68,36 @@ async def played(held: HeldEpisodes, number: int) -> Stepped:
     )
 
 
-def test_no_number_of_killers_costs_another_episode() -> None:
-    async def body() -> None:
-        held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
-        found = await asyncio.gather(
-            *(played(held, number) for number in range(EPISODES)), return_exceptions=True
-        )
-        for number, outcome in enumerate(found):
-            if number in KILLERS:
-                assert isinstance(outcome, EnvironmentFault)
-                assert "its worker died 3 times: it died" in str(outcome)
-            else:
-                assert isinstance(outcome, Stepped), outcome
-        assert held.counts["workers_lost"] >= 3 * len(KILLERS)
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_no_number_of_killers_costs_another_episode() -> None:
+    held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
+    found = await asyncio.gather(
+        *(played(held, number) for number in range(EPISODES)), return_exceptions=True
+    )
+    for number, outcome in enumerate(found):
+        if number in KILLERS:
+            assert isinstance(outcome, EnvironmentFault)
+            assert "its worker died 3 times: it died" in str(outcome)
+        else:
+            assert isinstance(outcome, Stepped), outcome
+    assert held.counts["workers_lost"] >= 3 * len(KILLERS)
 
 
 @pytest.mark.parametrize("method", ["begin", "step"])
-def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None:
+async def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None:
     """Dropped and restarted trajectories cancel their calls; nothing may stay behind."""
-
-    async def body() -> None:
-        place = MortalPlace()
-        held = HeldEpisodes(EnvironmentWorkers(build_config({}), place))  # type: ignore[arg-type]
-        opened = await held.begin(1, {}) if method == "step" else OPENED
-        place.worker.waits = 3600
-        turns = [Turn(0, None, 0, opened.messages)]
-        asking = {
-            "begin": lambda: held.begin(1, {}),
-            "step": lambda: held.step(1, {}, turns, [1], room=1, last=False),
-        }
-        call = asyncio.create_task(asking[method]())
-        await asyncio.sleep(0.01)
-        call.cancel()
-        place.worker.waits = 0.001
-        await held.forget(1)
-        assert [key.split(".")[1] for key in place.worker.forgotten] == ["1"]
-        assert not place.worker.held
-
-    asyncio.run(asyncio.wait_for(body(), 60))
-
-
-def test_an_answer_that_an_earlier_life_may_have_handed_over_is_counted() -> None:
-    async def body() -> None:
-        held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
-        turns = [Turn(0, None, 0, OPENED.messages)]
-        for number, before in ((1, True), (2, False)):
-            await held.step(number, {}, turns, [1], room=1, last=False, asked_before=before)
-        assert held.counts == {"restored": 2, "steps_repeated": 1}
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    place = MortalPlace()
+    held = HeldEpisodes(EnvironmentWorkers(build_config({}), place))  # type: ignore[arg-type]
+    opened = await held.begin(1, {}) if method == "step" else OPENED
+    place.worker.waits = 3600
+    turns = [Turn(0, None, 0, opened.messages)]
+    asking = {
+        "begin": lambda: held.begin(1, {}),
+        "step": lambda: held.step(1, {}, turns, [1], room=1, last=False),
+    }
+    call = asyncio.create_task(asking[method]())
+    await asyncio.sleep(0.01)
+    call.cancel()
+    place.worker.waits = 0.001
+    await held.forget(1)
+    assert [key.split(".")[1] for key in place.worker.forgotten] == ["1"]
+    assert not place.worker.held

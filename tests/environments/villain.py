@@ -31,8 +31,6 @@ class Villain:
 
     def reset(self, seed: int = 0, how: str = "", **row: Any) -> str:
         self.how, self.seen = how or BY_SEED[seed % len(BY_SEED)], 0
-        if self.how == "reset":
-            raise OSError("no table is free")
         if self.how == "slow_start":
             time.sleep(0.8)
         return f"{self.how} {seed}"
@@ -83,14 +81,8 @@ class Villain:
                 re.match(r"(a+)+$", "a" * 64 + "b")  # which lets no other thread run
             case "raise":
                 raise ValueError("no such move")
-            case "type":
-                return "higher"
             case "slow":
                 time.sleep(0.7)
-            case "long":
-                return Step("x" * (1 << 13))
-            case "flood":
-                return Step("x" * ((1 << 20) + 1))
             case "memory":
                 bytearray(1 << 40)
             case "stdout" if self._first():  # later these numbers are another file's
@@ -106,25 +98,17 @@ class Villain:
                 (self._marker / "pid").write_text(str(child.pid))
             case "own_text":
                 return Step([{"role": "user", "content": Text("x")}])
-            case "surrogate":
-                return Step("\ud800")
         return None
 
     def get_reward(self) -> float:
-        if self.how == "get_reward":
-            raise OSError("nobody kept count")
         return 0.0
 
     def state(self) -> bytes:
-        if self.how == "state" and self.seen:
-            raise OSError("the disk is full")
         return f"{self.how} {self.seen}".encode()
 
     def restore(self, state: bytes, **row: Any) -> None:
         self.how, seen = state.decode().split()
         self.seen = int(seen)
-        if self.how == "restore":
-            raise OSError("it is gone")
 
     def close(self) -> None:
         if self.how == "close":

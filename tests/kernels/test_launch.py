@@ -66,7 +66,6 @@ def test_head_launches_bind(
         hidden_TD,
         weight_VD,
         torch.zeros(tokens, dtype=torch.int64),
-        bias=torch.zeros(vocab, dtype=torch.bfloat16),
         return_entropy=entropy,
         weight_grad_out=torch.zeros(vocab, hidden),
         deterministic=True,

@@ -22,7 +22,6 @@ def problem(
         hidden_TD=torch.empty(tokens, hidden, dtype=dtype, device="meta"),
         rows_R=torch.empty(tokens, device="meta") if masked else None,
         weight_VD=torch.empty(vocab, hidden, dtype=dtype, device="meta"),
-        bias_V=None,
         targets_R=torch.empty(tokens, device="meta"),
         inv_temperature=1.0,
         workspace_bytes=workspace,

@@ -12,25 +12,18 @@ from megatron_async_kernels import (
     resolve_backend,
     token_logprob,
 )
-from megatron_async_kernels.backend import Backend
 from torch import Tensor
 
 
 def make(
     tokens: int, vocab: int, hidden: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden [T, D], weight [V, D], bias [V], targets [T]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, D], weight [V, D], targets [T]."""
     generator = torch.Generator().manual_seed(seed)
     hidden_TD = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
-    bias_V = torch.randn(vocab, generator=generator, dtype=torch.float64)
     targets_T = torch.randint(0, vocab, (tokens,), generator=generator)
-    return hidden_TD.to(dtype), weight_VD.to(dtype), bias_V.to(dtype), targets_T
-
-
-def forbid(bias_V: Tensor, share: float) -> None:
-    """Set so many of the words to -inf, from the first on, but never the last."""
-    bias_V[: min(round(share * len(bias_V)), len(bias_V) - 1)] = -torch.inf
+    return hidden_TD.to(dtype), weight_VD.to(dtype), targets_T
 
 
 def gradients(
@@ -52,8 +45,6 @@ def gradients(
     hidden=st.integers(1, 20),
     padding=st.integers(0, 5),
     temperature=st.floats(0.1, 10.0),
-    with_bias=st.booleans(),
-    forbidden_share=st.sampled_from([0.0, 0.5, 1.0]),
     mask_share=st.sampled_from([0.0, 0.5, 1.0, None]),
     chunk_tokens=st.sampled_from([1, 3, 8, None]),
     seed=st.integers(0, 1000),
@@ -64,27 +55,21 @@ def test_forward_and_backward_equal_the_reference(
     hidden: int,
     padding: int,
     temperature: float,
-    with_bias: bool,
-    forbidden_share: float,
     mask_share: float | None,
     chunk_tokens: int | None,
     seed: int,
 ) -> None:
-    hidden_TD, weight_VD, bias_V, targets_T = make(tokens, vocab + padding, hidden, seed=seed)
+    hidden_TD, weight_VD, targets_T = make(tokens, vocab + padding, hidden, seed=seed)
     targets_T = targets_T % vocab
-    forbid(bias_V[:vocab], forbidden_share)
     mask_T = None
     if mask_share is not None:
         mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < mask_share
         targets_T = torch.where(mask_T, targets_T, -100)
     inputs = [hidden_TD.requires_grad_(), weight_VD.requires_grad_()]
-    if with_bias:
-        inputs.append(bias_V.requires_grad_())
     expected = reference_token_logprob(
         hidden_TD,
         weight_VD,
         targets_T,
-        bias_V=bias_V if with_bias else None,
         token_mask_T=mask_T,
         temperature=temperature,
         vocab_size=vocab,
@@ -93,7 +78,6 @@ def test_forward_and_backward_equal_the_reference(
         hidden_TD,
         weight_VD,
         targets_T,
-        bias=bias_V if with_bias else None,
         token_mask=mask_T,
         return_entropy=True,
         backend="chunked",
@@ -108,62 +92,9 @@ def test_forward_and_backward_equal_the_reference(
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_a_forbidden_word_has_no_probability_and_spoils_nothing(
-    backend: Backend, entropy: bool
-) -> None:
-    """Words 0 and 1 at -inf and in a block of their own; the targets are 0, 1 and 3."""
-    hidden_TD, weight_VD, bias_V, _ = make(3, 4, 2, dtype=torch.float32)
-    bias_V[:2] = -torch.inf
-    inputs = [hidden_TD.requires_grad_(), weight_VD.requires_grad_(), bias_V.requires_grad_()]
-    found = token_logprob(
-        hidden_TD,
-        weight_VD,
-        torch.tensor([0, 1, 3]),
-        bias=bias_V,
-        return_entropy=entropy,
-        backend=backend,
-        workspace_bytes=104 + 24 * 2,
-    )
-    both = found if isinstance(found, tuple) else (found,)
-    allowed_TV = (hidden_TD @ weight_VD[2:].t() + bias_V[2:]).log_softmax(dim=1)
-    entropy_T = -(allowed_TV.exp() * allowed_TV).sum(dim=1)
-    assert both[0][:2].tolist() == [-torch.inf] * 2
-    torch.testing.assert_close(both[0][2], allowed_TV[2, 1])
-    if entropy:
-        torch.testing.assert_close(both[1], entropy_T)
-    expected = gradients((allowed_TV[2:, 1], entropy_T)[: len(both)], inputs)
-    mine = gradients((both[0][2:], *both[1:]), inputs)
-    torch.testing.assert_close(mine, expected)
-
-
-def test_the_reference_does_not_look_at_word_0_for_a_masked_token() -> None:
-    hidden_TD, weight_VD, bias_V, targets_T = make(4, 5, 3)
-    bias_V[0] = -torch.inf
-    mask_T = torch.tensor([1, 0, 1, 0])
-    found = reference_token_logprob(
-        hidden_TD, weight_VD, targets_T.clamp(min=1), bias_V=bias_V, token_mask_T=mask_T
-    )
-    assert found[0][1::2].tolist() == found[1][1::2].tolist() == [0.0, 0.0]
-    assert bool(found[0].isfinite().all())
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_a_row_without_any_word_shows_as_nan(backend: Backend) -> None:
-    hidden_TD, weight_VD, bias_V, targets_T = make(2, 5, 3)
-    found = token_logprob(
-        *(hidden_TD, weight_VD, targets_T),
-        bias=torch.full_like(bias_V, -torch.inf),
-        return_entropy=True,
-        backend=backend,
-    )
-    assert all(bool(of.isnan().all()) for of in found)
-
-
 def test_float32_log_probs_are_within_1e_5_of_exact() -> None:
     """A model's head: logits of a few units, a peaked distribution, 32,000 words."""
-    hidden_TD, weight_VD, _, targets_T = make(64, 32_000, 128, seed=4)
+    hidden_TD, weight_VD, targets_T = make(64, 32_000, 128, seed=4)
     hidden_TD = hidden_TD / 4
     exact_T, entropy_T = reference_token_logprob(hidden_TD, weight_VD, targets_T)
     mine = token_logprob(
@@ -186,11 +117,9 @@ def test_float32_log_probs_are_within_1e_5_of_exact() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_multiplied_in_float32(dtype: torch.dtype) -> None:
-    hidden_TD, weight_VD, bias_V, targets_T = make(40, 300, 32, dtype=dtype)
-    logprobs_T = token_logprob(hidden_TD, weight_VD, targets_T, bias=bias_V, backend="chunked")
-    expected_T, _ = reference_token_logprob(
-        hidden_TD.double(), weight_VD.double(), targets_T, bias_V=bias_V.double()
-    )
+    hidden_TD, weight_VD, targets_T = make(40, 300, 32, dtype=dtype)
+    logprobs_T = token_logprob(hidden_TD, weight_VD, targets_T, backend="chunked")
+    expected_T, _ = reference_token_logprob(hidden_TD.double(), weight_VD.double(), targets_T)
     assert isinstance(logprobs_T, Tensor) and logprobs_T.dtype == torch.float32
     torch.testing.assert_close(logprobs_T.double(), expected_T, rtol=0, atol=2e-5)
 
@@ -206,7 +135,7 @@ def test_extreme_logits_stay_exact() -> None:
 
 
 def test_main_gradient_is_added_to_and_megatrons_mark_is_set() -> None:
-    hidden_TD, weight_VD, _, targets_T = make(12, 30, 8)
+    hidden_TD, weight_VD, targets_T = make(12, 30, 8)
     plain_VD = weight_VD.clone().requires_grad_()
     token_logprob(hidden_TD, plain_VD, targets_T, backend="chunked").sum().backward()  # type: ignore[union-attr]
     assert plain_VD.grad is not None
@@ -244,7 +173,7 @@ def test_main_gradient_is_added_to_and_megatrons_mark_is_set() -> None:
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
-    hidden_TD, weight_VD, _, targets_T = make(12, 30, 8)
+    hidden_TD, weight_VD, targets_T = make(12, 30, 8)
     arguments = {"hidden": hidden_TD, "weight": weight_VD, "targets": targets_T, **change}
     with pytest.raises(ValueError, match=message):
         token_logprob(**arguments)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.train_loop.rank_exit import exit_code
+from megatron_async.train_loop.attempt import exit_code
 from tests.small_disk import SmallDisk
 
 HOLD = """

@@ -213,7 +213,6 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
     [
         ([], Cluster(4, None, "1:00:00"), "needs 8 GPUs a node, .* --gpus-per-node is 4"),
         (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, more than the 8 GPUs"),
-        ([], Cluster(8, 0, "1:00:00"), "--engine-nodes is 0"),
         (["engines.tensor=3"], GPUS, r"engines\.tensor is 3, which does not divide"),
         (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
         (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* of their own"),

@@ -77,12 +77,6 @@ def test_another_user_who_reaches_a_socket_gets_no_answer(tmp_path: Path) -> Non
             directory.parent.chmod(0o700)
 
 
-def test_nothing_is_left_after_the_block(tmp_path: Path) -> None:
-    with local_place(tmp_path) as place:
-        pid = place.start(Subject, name="subject").ask(lambda one: one.pid(), limit=LIMIT)
-    assert gone(pid) and not directory_of(place).exists()
-
-
 def test_end_waits_for_descendants_when_they_are_in_another_process_group(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         pid = place.start(Subject, name="subject").ask(lambda one: one.start_large(), limit=LIMIT)
@@ -108,15 +102,6 @@ def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool
         assert not left.exists() and directory_of(place).exists()
         with local_place(tmp_path):
             assert directory_of(place).exists(), "that of one who lives stays"
-
-
-def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
-    with local_place(tmp_path) as place:
-        placed = place.start(Subject, name="subject")
-        psutil.Process(placed.ask(lambda one: one.pid(), limit=LIMIT)).kill()
-        why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
-        with pytest.raises(PlacedDead, match=why):
-            placed.ask(lambda one: one.pid(), limit=LIMIT)
 
 
 @pytest.mark.parametrize("what", ["socket", "directory"])

@@ -1,13 +1,16 @@
-"""Tests of this room may be coroutines: each runs on an event loop of its own, for 30 s at most."""
+"""Tests of this room may be coroutines: each runs on an event loop of its own, for 30 s at most.
+
+A module's `SECONDS` is another limit, its `LOOPS` makes other loops. Other rooms import the hook.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 
 import pytest
 
 from megatron_async.config.rollout import EngineConfig
-from tests.rollout.stand_ins import run
 
 
 @pytest.fixture(autouse=True)
@@ -23,5 +26,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    body = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    with asyncio.Runner(loop_factory=getattr(pyfuncitem.module, "LOOPS", None)) as runner:
+        runner.run(asyncio.wait_for(body, getattr(pyfuncitem.module, "SECONDS", 30)))
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +17,9 @@ from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEn
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.scoring.count import ScorerCount
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, Prompt
+from megatron_async.trajectory.types import FloatArray, Prompt, Trajectory
 
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
 
@@ -103,6 +105,12 @@ def manager_of(
         store_file=folder / "store.sqlite",
         events_directory=folder / "events",
     )
+
+
+def trajectories_in(folder: Path) -> dict[int, Trajectory]:
+    """Every trajectory in the store of `manager_of`, by its id."""
+    with closing(StoreReader(folder / "store.sqlite")) as reader:
+        return {s.trajectory_id: reader.trajectory(s.trajectory_id) for s in reader.summaries()}
 
 
 def trainer_logprobs(batch: TokenBatch) -> FloatArray:

@@ -205,26 +205,23 @@ async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
     server.close()
 
 
-def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
-    async def body() -> None:
-        asked = 0
+async def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
+    asked = 0
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal asked
-            asked += 1
-            await reader.readuntil(b"\r\n\r\n")
-            writer.transport.abort()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        client = SGLangClient("engine0", url, EngineConfig())
-        with pytest.raises(EngineError, match="POST /flush_cache"):
-            await client.flush_cache()
-        assert asked == 2
-        await client.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = SGLangClient("engine0", url, EngineConfig())
+    with pytest.raises(EngineError, match="POST /flush_cache"):
+        await client.flush_cache()
+    assert asked == 2
+    await client.close()
+    server.close()
 
 
 @asynccontextmanager

@@ -1,10 +1,12 @@
-"""Evaluation: sets by name, estimates of several responses, samples."""
+"""Evaluation: sets by name, estimates of several responses, samples, request names, episodes."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 from megatron_async.config import RunConfig
 from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.worker import Opened, Stepped
+from megatron_async.environments.workers import EnvironmentWorkers
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.episodes import play
 from megatron_async.rollout.evaluate import (
     Answered,
@@ -29,7 +34,11 @@ from megatron_async.rollout.evaluate import (
 )
 from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.rollout.scoring import conversation_of
-from megatron_async.trajectory.types import PolicyVersion, Prompt
+from megatron_async.scoring.pool import LocalScorerPool
+from megatron_async.tasks import build_task
+from megatron_async.trajectory.types import PolicyVersion, Prompt, RequestKey
+from tests.environments.inside import InsidePlace
+from tests.rollout.episode_runs import configured
 from tests.rollout.stand_ins import Fixed
 
 VERSION = PolicyVersion(0, 0)
@@ -221,3 +230,96 @@ def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either()
     assert [turn.left for turn in found.turns] == [False, True]
     assert found.token_ids == [7, 7], "the answer that is scored"
     assert [m["content"] for m in conversation_of(found.turns)] == ["a", "0"]
+
+
+numbers = st.sampled_from([1, 7, 10, 71, 100, 101, 710])  # of which some begin as others do
+keys = st.builds(RequestKey, st.integers(0, 9), numbers, numbers)
+
+
+def ambiguous(names: list[str]) -> bool:
+    return any(a != b and a.startswith(b) for a in names for b in names)
+
+
+@given(st.lists(keys, max_size=30))
+def test_no_request_of_a_trajectory_is_a_prefix_of_another(requests: list[RequestKey]) -> None:
+    assert not ambiguous([request.name for request in requests])
+
+
+class Asked:
+    """An engine that records the names, and refuses every other request."""
+
+    engine_id = "asked"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.names.append(request.request_id)
+        if len(self.names) % 2:
+            raise RequestRefused("asked: too long")
+        one = np.array([7], np.int32)
+        yield TokenChunk(one, np.zeros(1, np.float32), PolicyVersion(0, 0), "stop")
+
+
+def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> None:
+    engine, task = Asked(), Fixed()
+    config = RunConfig.model_validate({"eval": {"prompts": 12}})
+    evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
+    engines = SharedEngines(lambda: [engine])  # type: ignore[list-item]
+    work = evaluator.evaluate(engines, PolicyVersion(0, 0))
+    (result,) = asyncio.run(work).results
+    assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
+    assert (result.accuracy, result.answers) == (0.5, 12)
+    assert (result.failed_judgements, result.refused) == (0, 6), "no scorer has failed"
+    assert "6 prompts were too long for the engines" in result.sentence()
+
+
+REWARD = '''
+def whole(sample):
+    """10 for each message; whether the response is the last of them."""
+    last = sample.messages[-1]
+    parts = {"last": float((last["role"], last["content"]) == ("assistant", sample.response))}
+    return 10.0 * len(sample.messages), parts
+'''
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_samples_of_an_evaluation_are_conversations_that_the_reward_has_read(
+    tmp_path: Path, group: bool
+) -> None:
+    write_character_tokenizer(tmp_path)
+    each = "[whole(sample) for sample in samples]"
+    both = f"{REWARD}\n\ndef of_all(samples):\n    return {each}\n"
+    (tmp_path / "reward.py").write_text(both)
+    name = f"{tmp_path / 'reward.py'}:{'of_all' if group else 'whole'}"
+    config = configured(
+        tmp_path,
+        reward={"name": name, "group": group, "label": "whole"},
+        eval={"prompts": 3, "samples": 2, "save_samples": 3, "temperature": 1.0},
+    )
+    model = SimulatedEngineModel(mean_length=6, step_seconds=0.001, longest_tokens=600)
+
+    async def evaluated() -> Evaluation:
+        engine = SimulatedEngine("engine", model)
+        engine.set_weights(PolicyVersion(0, 3))
+        task = build_task(config.task, config.model.path, config.eval, plays=True)
+        workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+        with closing(LocalScorerPool(config.scorers, config.model.path)) as pool:
+            evaluator = Evaluator(config, task, pool, workers)
+            return await evaluator.evaluate(SharedEngines(lambda: [engine]), PolicyVersion(0, 3))
+
+    found = asyncio.run(asyncio.wait_for(evaluated(), 120))
+    samples = found.samples()
+    assert len(samples) == 6
+    for sample in samples:
+        messages = sample["messages"]
+        assert messages[0]["content"].startswith("seed ")
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert sample["response"] == messages[-1]["content"]
+        answers = messages[1::2]
+        own = sum(0.25 * (len(answer["content"]) % 3) for answer in answers)
+        assert sample["reward"] == pytest.approx(10.0 * len(messages) + own)
+        assert sample["parts"]["last"] == 1.0
+        assert sample["parts"]["seen"] == len(answers), "the environment's parts, added up"
+        assert sample["versions"] == ["0.3"]
+    assert len({len(sample["messages"]) for sample in samples}) > 1

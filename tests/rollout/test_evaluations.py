@@ -17,7 +17,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.interface import EngineError, GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import UserError
-from megatron_async.rollout import evaluations
+from megatron_async.rollout import evaluate
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion
@@ -56,7 +56,7 @@ class LongEngines(Engines):
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an evaluation beside training run two requests on an engine."""
-    monkeypatch.setattr(evaluations, "REQUESTS_PER_ENGINE", 2)
+    monkeypatch.setattr(evaluate, "REQUESTS_PER_ENGINE", 2)
 
 
 def settings(preset: str, engines: int = 1, steps: int = 10_000, **evaluation: Any) -> RunConfig:

@@ -206,15 +206,3 @@ async def test_lost_engines_are_mended_side_by_side() -> None:
     await until(lambda: len(successor.engines) == 4)
     assert driver.failures == successor.failures == []
     it.driver.cancel()
-
-
-async def test_an_engine_whose_close_or_start_takes_long_keeps_none_from_being_mended() -> None:
-    it = Run(count=2, max_restarts=2)
-    driver = await it.start()
-    it.launcher.slow = {0}
-    it.lose_engine(0)
-    await until(lambda: it.launcher.waiting == 1)
-    it.lose_engine(1)
-    await until(lambda: len(driver.engines) == 3)
-    assert names(driver) == ["engine0", "engine1", "engine1"]
-    it.driver.cancel()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
@@ -31,23 +29,18 @@ from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.evidence import PromptEvidence
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.respond import Wanted
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store import buffers
-from megatron_async.store.reader import StoreReader
-from megatron_async.store.records import TrajectoryRecord
-from megatron_async.store.schema import TrajectoryRow
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
     Prompt,
-    Segment,
     Trajectory,
     TrajectoryState,
 )
-from tests.rollout.stand_ins import run, settings
+from tests.rollout.stand_ins import run, settings, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 
@@ -364,15 +357,6 @@ async def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
     await bench.store.close()
 
 
-async def test_failures_with_tokens_between_them_never_add_up(tmp_path: Path) -> None:
-    bench = Bench.of(tmp_path, config_of(sampling={"max_new_tokens": 100}), chunk(7), LOST)
-    for _ in range(12):
-        await bench.one_request()
-    assert set(bench.outcomes) == {ev.Aborted(bench.trajectory_id)}
-    assert bench.refused == bench.given_up == []
-    await bench.store.close()
-
-
 async def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: Path) -> None:
     """It answers, but whatever is asked of it fails."""
     bench = Bench.of(tmp_path, config_of(), LOST)
@@ -480,7 +464,7 @@ async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
 
 
 @pytest.mark.parametrize("error", [EngineError("no answer"), None])
-def test_an_abort_is_repeated_until_the_engine_has_heard_it(
+async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError | None
 ) -> None:
     """It fails, or the engine is held meanwhile and may have lost it."""
@@ -495,21 +479,16 @@ def test_an_abort_is_repeated_until_the_engine_has_heard_it(
                 if error is not None:
                     raise error
 
-    async def body() -> None:
-        nonlocal slot
-        bench = Bench.of(tmp_path, config_of())
-        engine = Deaf([chunk(7)])
-        slot = verified_slot(engine)
-        bench.generation.submit(bench.trajectory_id, slot)
-        while bench.statistics.counts.tokens < 1:
-            await asyncio.sleep(0)
-        await bench.generation.abort(bench.generation.mark_unwanted())
-        assert engine.aborts == 2
-        assert bench.suspected == ([] if error is None else ["no answer"])
-        await bench.store.close()
-
-    slot: Any = None
-    run(body())
+    bench = Bench.of(tmp_path, config_of())
+    engine = Deaf([chunk(7)])
+    slot = verified_slot(engine)
+    bench.generation.submit(bench.trajectory_id, slot)
+    while bench.statistics.counts.tokens < 1:
+        await asyncio.sleep(0)
+    await bench.generation.abort(bench.generation.mark_unwanted())
+    assert engine.aborts == 2
+    assert bench.suspected == ([] if error is None else ["no answer"])
+    await bench.store.close()
 
 
 @pytest.mark.parametrize("then", ["released", "given up"])
@@ -536,27 +515,6 @@ def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: s
         await bench.store.close()
 
     run(body())
-
-
-def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
-    def reason(
-        *segments: Segment, limit: int = LIMIT, stops: tuple[int, ...] = (STOP,)
-    ) -> FinishReason | None:
-        record = TrajectoryRecord(TrajectoryRow(0, 0), segments)
-        return Wanted(SamplingConfig(), limit, stops).end(*record.response_end())
-
-    def segment(*tokens: int, from_environment: bool = False) -> Segment:
-        values = np.zeros(len(tokens), np.float32)
-        return Segment(np.array(tokens, np.int32), values, V0, "e", from_environment)
-
-    stopped, appended = segment(7, STOP), segment(STOP, from_environment=True)
-    assert reason() is None
-    assert reason(stopped) is FinishReason.STOP
-    assert reason(stopped, stops=()) is None
-    assert reason(stopped, limit=2, stops=()) is FinishReason.LENGTH
-    assert reason(stopped, limit=1, stops=()) is FinishReason.LENGTH  # lowered since
-    assert reason(segment(7), appended) is None
-    assert reason(appended, segment(7)) is None
 
 
 def spied(engine: SimulatedEngine, asked: list[GenerationRequest]) -> None:
@@ -602,6 +560,5 @@ async def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
     assert batch.token_ids_T[start:end].tolist() == [5, 0, *tokens]
     assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in asked}
     assert all(request.max_new_tokens > 0 for request in asked)
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        assert reader.trajectory(ended).finish_reason is reason
+    assert trajectories_in(tmp_path)[ended].finish_reason is reason
     await trainer.manager.stop()

@@ -28,8 +28,7 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Prompt
-from tests.engine import crash_after
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings, trajectories_in
 
 
 class Noting(Fixed):
@@ -41,9 +40,6 @@ class Noting(Fixed):
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         self._asked.append(range(position, position + count))
         return super().train_prompts(position, count)
-
-    def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
-        return super().train_prompts(100, count)
 
 
 class Trainer:
@@ -110,7 +106,7 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
     trainer = await Trainer(tmp_path, config, Noting(asked)).started()
     await train(trainer, 0, range(3))
     position = (await trainer.manager.position(0))["store_position"]
-    await trainer.manager.checkpoint_finalised(0, 3, [3])
+    await trainer.manager.checkpoint_finalised(0, 3, [])
     await train(trainer, 0, range(3, 6))
     if lost == "everything":
         await trainer.manager.stop()  # killed for real in tests/crash
@@ -122,12 +118,8 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
     assert [part.start for part in asked] == [0, *(part.stop for part in asked[:-1])]
     admitted = asked[-1].stop
     trained = {i: prompt for batch in consumed.values() for i, prompt in batch.items()}
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        waiting = [
-            int(reader.trajectory(entry.trajectory_id).prompt.token_ids[1])
-            for entry in reader.summaries()
-            if entry.trajectory_id not in trained
-        ]
+    found = trajectories_in(tmp_path)
+    waiting = [int(one.prompt.token_ids[1]) for i, one in found.items() if i not in trained]
     assert len(trained) == 12 * config.schedule.group_size, "a trajectory is in two batches"
     assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
 
@@ -242,7 +234,7 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
     "verify_update": lambda manager: manager.verify_update(0, 1, None, False),
     "evaluate": lambda manager: manager.evaluate(0, 0),
     "position": lambda manager: manager.position(0),
-    "checkpoint_finalised": lambda manager: manager.checkpoint_finalised(0, 1, [1]),
+    "checkpoint_finalised": lambda manager: manager.checkpoint_finalised(0, 1, []),
 }
 
 
@@ -340,18 +332,6 @@ async def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Pa
     with pytest.raises(NotAttached, match="no trainer of lineage 1"):
         await manager.next_batch(1)
     await manager.stop()
-
-
-async def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, settings("async", engines=2))
-    await trainer.manager.start()
-    await trainer.manager.attach(ResumePoint(0))
-    crash_after(trainer.engines.all[1], 3)
-    assert (await trainer.publish(0, 0)).evaluation_due
-    (found,) = await trainer.manager.evaluate(0, 0)
-    assert found.results[0].answers == 2
-    assert (await trainer.batch()).step == 0
-    await trainer.manager.stop()
 
 
 async def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,9 @@ import pytest
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.rollout.generation import Generation
 from megatron_async.store import buffers
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
-from tests.rollout.stand_ins import run
+from tests.rollout.stand_ins import trajectories_in
 from tests.rollout.test_manager import Trainer
 
 
@@ -64,7 +62,9 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
 
 @pytest.mark.parametrize("slow_disk", [0.0, 0.02])
 @pytest.mark.parametrize("seed", range(3))
-def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk: float) -> None:
+async def test_engines_that_are_given_up_and_live(
+    tmp_path: Path, seed: int, slow_disk: float
+) -> None:
     model = SimulatedEngineModel(
         mean_length=30, step_seconds=0.002, stream_interval=4, seed=seed, vocab_size=5000
     )
@@ -73,26 +73,21 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
         engines={"no_progress_seconds": 60.0},
         schedule={"concurrency": 12, "group_size": 8, "groups_per_batch": 64},
     )
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
+    store = trainer.manager._attached.store
+    sync = store.sync
 
-    async def body() -> None:
-        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
-        store = trainer.manager._attached.store
-        sync = store.sync
+    async def slow(*, durable: bool = False) -> int:
+        await asyncio.sleep(slow_disk)
+        return await sync(durable=durable)
 
-        async def slow(*, durable: bool = False) -> int:
-            await asyncio.sleep(slow_disk)
-            return await sync(durable=durable)
-
-        store.sync = slow  # type: ignore[method-assign]
-        await give_up_some(trainer, seed)
-        driver = trainer.manager._driver
-        assert driver.background.failure is None
-        assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
-        await trainer.manager.stop()
-
-    run(body())
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    store.sync = slow  # type: ignore[method-assign]
+    await give_up_some(trainer, seed)
+    driver = trainer.manager._driver
+    assert driver.background.failure is None
+    assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
+    await trainer.manager.stop()
+    found = trajectories_in(tmp_path).values()
     assert sum(t.state is not TrajectoryState.PENDING for t in found) > 12
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []
 
@@ -117,6 +112,5 @@ async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Pa
     assert driver.background.failure is None
     assert "is superseded" in driver.statistics.warnings["superseded_append"]
     await trainer.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    found = trajectories_in(tmp_path).values()
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []

@@ -1,8 +1,9 @@
-"""Prompts by pass rate: who is passed over, and what a restored run goes on with."""
+"""Which prompts come next: by pass rate, by priority, and when dynamic sampling keeps no group."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_async.config.data import DifficultyConfig
-from megatron_async.config.rollout import StoreConfig
-from megatron_async.rollout.prompts import TaskPrompts, prompt_key
-from megatron_async.rollout.scoring import Scoring
-from megatron_async.rollout.statistics import RolloutStatistics
-from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
-from tests.rollout.stand_ins import Fixed
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.rollout import admission
+from megatron_async.rollout.admission import FilteredRounds
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.prompts import TaskPrompts
+from megatron_async.trajectory.types import PolicyVersion, Prompt
+from tests.rollout.stand_ins import Fixed, settings
+from tests.rollout.test_manager import Trainer
 
 PROBLEMS = 10
 HARD, EASY = 3, 7
@@ -104,37 +107,6 @@ def test_where_all_are_dropped_one_is_asked_all_the_same(
     assert len(trained(prompts, 3)) == 3
 
 
-def test_scores_are_counted_on_their_way_and_failures_are_not(tmp_path: Path) -> None:
-    class Half(Epochs):
-        async def score(self, prompt: Prompt, response_ids: Any) -> Any:
-            return (None if response_ids[0] else 1.0), {"part": 1.0}
-
-    async def body() -> None:
-        store = TrajectoryStore.open(tmp_path / "store.sqlite", StoreConfig())
-        statistics = RolloutStatistics(overlap=False)
-        scorer: Any = task
-        scoring = Scoring(
-            store, prompts, scorer, statistics, False, lambda _, reward: ready.append(reward)
-        )
-        for token, prompt in enumerate((first, second)):
-            [trajectory] = store.add_group(prompt, 1).trajectories
-            request = store.begin_request(trajectory.trajectory_id)
-            ids, logprobs = np.array([token], np.int32), np.zeros(1, np.float32)
-            store.append(
-                request, ids, logprobs, PolicyVersion(0, 0), "engine", end=FinishReason.STOP
-            )
-            await scoring.score(trajectory.trajectory_id)
-        await store.close()
-
-    task, ready = Half(), list[float | None]()
-    prompts = TaskPrompts(task, config(min_attempts=1), tmp_path / "d.jsonl", 0)
-    first, second = prompts.take(2)
-    asyncio.run(body())
-    assert ready == [1.0, None]
-    assert prompts.take_metrics()["difficulty/prompts"] == 1
-    assert prompt_key(first) != prompt_key(second)
-
-
 @pytest.mark.parametrize(
     ("pools", "sentence"),
     [
@@ -146,3 +118,67 @@ def test_scores_are_counted_on_their_way_and_failures_are_not(tmp_path: Path) ->
 def test_pools_that_make_no_sense_are_refused(pools: list[dict[str, float]], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         config(pools=pools)
+
+
+class Ranked(Fixed):
+    """Prompts 0 to 3, each more urgent than the one before it."""
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        numbers = range(position, min(position + count, 4))
+        return [Prompt(np.array([5, i], np.int32), "fixed", priority=i) for i in numbers]
+
+
+class Endless(SimulatedEngine):
+    """Gives a request its first token and no end; records the prompts in order."""
+
+    asked: list[int]
+    given: PolicyVersion
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.asked.append(int(request.input_ids[1]))
+        first = np.array([7], np.int32), np.array([-1.0], np.float32)
+        yield TokenChunk(*first, self.given)
+        await asyncio.Event().wait()
+
+
+async def submitted(folder: Path, resume: ResumePoint) -> list[int]:
+    """Prompts of the first eight requests of one life of a run, each of which got tokens."""
+    config = settings("copris")
+    schedule = config.schedule.model_copy(update={"concurrency": 8, "groups_per_batch": 4})
+    config = config.model_copy(update={"schedule": schedule})
+    trainer = Trainer(folder, config, Ranked())
+    await trainer.manager.start()
+    engine = trainer.engines.all[0]
+    engine.__class__ = Endless
+    assert isinstance(engine, Endless)
+    engine.asked, engine.given = [], PolicyVersion(resume.lineage, 0)
+    await trainer.begin(resume)
+    while len(engine.asked) < 8 or trainer.manager.status()["tokens"] < 8:
+        await asyncio.sleep(0.01)
+    await trainer.manager.stop()
+    return engine.asked
+
+
+async def test_more_urgent_prompts_are_submitted_first_and_resumed_first(tmp_path: Path) -> None:
+    assert await submitted(tmp_path, ResumePoint(0)) == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert await submitted(tmp_path, ResumePoint(1, 0, 0)) == [3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
+    rounds = FilteredRounds(4)
+    assert [rounds.dropped(0) for _ in range(4)] == [False, False, False, True]
+    assert [rounds.dropped(0) for _ in range(4)] == [False] * 4, "named once"
+    assert not rounds.hopeless
+    assert [rounds.dropped(1) for _ in range(4)] == [False, False, False, True]
+    for _ in range(8):
+        rounds.dropped(1)
+    assert rounds.hopeless
+    rounds.emitted()
+    assert not rounds.hopeless
+    for _ in range(12):
+        rounds.dropped(0)
+    assert rounds.hopeless
+    assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +23,9 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
-from tests.rollout.stand_ins import Fixed, run
+from tests.rollout.stand_ins import Fixed, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 
@@ -47,81 +45,60 @@ class Refusing(SimulatedEngine):
 def dropped(folder: Path) -> dict[int, set[int]]:
     """Prompt number -> trajectories that were dropped because an engine refuses them."""
     found: dict[int, set[int]] = {}
-    with closing(StoreReader(folder / "store.sqlite")) as reader:
-        for entry in reader.summaries(TrajectoryState.DROPPED):
-            trajectory = reader.trajectory(entry.trajectory_id)
+    for number, trajectory in trajectories_in(folder).items():
+        if trajectory.state is TrajectoryState.DROPPED:
             assert trajectory.drop_reason is DropReason.REFUSED
-            number = int(trajectory.prompt.token_ids[1])
-            found.setdefault(number, set()).add(entry.trajectory_id)
+            found.setdefault(int(trajectory.prompt.token_ids[1]), set()).add(number)
     return found
+
+
+async def six_steps(folder: Path, lineage: int, refused: int) -> dict[str, str]:
+    """Warnings of a run on two engines that refuse the fourth prompt, which costs no engine."""
+    model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+    config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
+    trainer = trainer_of(folder, config, ModelEngines(model, Refusing))
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
+    for step in range(6):
+        assert (await trainer.batch()).step == step
+        await trainer.publish(lineage, step + 1)
+    up, warnings = in_service(trainer)
+    assert up == 2 and len(trainer.engines.all) == 2
+    assert trainer.manager._driver.statistics.counts.dropped["refused"] == refused
+    await trainer.manager.stop()
+    return warnings
 
 
 async def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
     """And it stays dropped when the run is resumed."""
-
-    async def life(lineage: int) -> dict[str, str]:
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
-        config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
-        for step in range(6):
-            assert (await trainer.batch()).step == step
-            await trainer.publish(lineage, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 2 and len(trainer.engines.all) == 2
-        counted = trainer.manager._driver.statistics.counts.dropped["refused"]
-        assert counted == (4 if lineage == 0 else 0)
-        await trainer.manager.stop()
-        return warnings
-
-    warnings = await life(0)
+    warnings = await six_steps(tmp_path, lineage=0, refused=4)
     assert list(warnings) == ["prompt_refused"]
     assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
     assert "--show 12" in warnings["prompt_refused"]
-    assert await life(1) == {}
+    assert await six_steps(tmp_path, lineage=1, refused=0) == {}
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
+async def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
     tmp_path: Path,
 ) -> None:
     """The life before had engines that took it: two of its group have tokens, two never ran."""
     group = range(12, 16)  # of the fourth prompt
-
-    async def life_before() -> None:
-        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
-        config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
-        trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
-        store = trainer.manager._driver._store
-        async with asyncio.timeout(10):
-            while store._state.counters.next_trajectory <= group[-1] or not all(
-                store.load_trajectory(i).response_length for i in group[:2]
-            ):
-                await asyncio.sleep(0.005)
-        await trainer.manager.stop()
-
-    async def resumed() -> None:
-        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
-        config = config_of("copris", schedule={"concurrency": 24, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(1, 0, parent=0))
-        for step in range(6):
-            assert (await trainer.batch()).step == step
-            await trainer.publish(1, step + 1)
-        up, warnings = in_service(trainer)
-        assert up == 2 and len(trainer.engines.all) == 2
-        assert list(warnings) == ["prompt_refused"]
-        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
-        assert trainer.manager._driver.statistics.counts.dropped["refused"] == 4
-        await trainer.manager.stop()
-
-    run(life_before())
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        states = [reader.trajectory(i).state for i in group]
+    model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+    config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
+    trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
+    store = trainer.manager._driver._store
+    async with asyncio.timeout(10):
+        while store._state.counters.next_trajectory <= group[-1] or not all(
+            store.load_trajectory(i).response_length for i in group[:2]
+        ):
+            await asyncio.sleep(0.005)
+    await trainer.manager.stop()
+    states = [trajectories_in(tmp_path)[i].state for i in group]
     assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
-    run(resumed())
+    warnings = await six_steps(tmp_path, lineage=1, refused=4)
+    assert list(warnings) == ["prompt_refused"]
+    assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
     assert dropped(tmp_path) == {3: set(group)}
 
 
@@ -136,36 +113,6 @@ async def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_pat
         await trainer.batch()
     assert trainer.manager.status()["engines_up"] == 1
     await trainer.manager.stop()
-
-
-async def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
-    """Of the first ones every other has 8 tokens more than the engines take."""
-
-    class Long(Fixed):
-        def train_prompts(self, position: int, count: int) -> list[Prompt]:
-            short = super().train_prompts(position, count)
-            return [
-                Prompt([*p.token_ids, *[7] * 8 * ((position + i) % 2)], "fixed")  # type: ignore[arg-type]
-                for i, p in enumerate(short)
-            ]
-
-    class Strict(SimulatedEngine):
-        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-            assert len(request.input_ids) + request.max_new_tokens <= 32 + 2
-            async for chunk in super().generate(request):
-                yield chunk
-
-    config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
-    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
-    trainer = await trainer_of(tmp_path, config, ModelEngines(model, Strict), Long()).started()
-    for step in range(4):
-        batch = await trainer.batch()
-        assert (batch.prompt_lengths_S == 2).all()
-        await trainer.publish(0, step + 1)
-    up, warnings = in_service(trainer)
-    assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
-    await trainer.manager.stop()
-    assert min(dropped(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("limit", [34, None])

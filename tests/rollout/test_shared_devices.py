@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import PauseMode
-from megatron_async.engines.sglang.process import server_command
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import UserError
 from megatron_async.rollout.manager import ResumePoint
@@ -182,14 +180,3 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
     }
     with pytest.raises(UserError, match=message):
         build_config({**base, **changes})
-
-
-def test_only_engines_that_give_memory_back_pay_for_being_able_to(tmp_path: Path) -> None:
-    def saves(device: str, placement: Any) -> bool:
-        engines = EngineConfig(placement=placement)
-        command = server_command(engines, tmp_path, 1, device)
-        return "--enable-memory-saver" in command
-
-    assert saves("cuda", "colocated")
-    assert not saves("cuda", "disaggregated")
-    assert not saves("cpu", "colocated"), "SGLang has nothing to give back there"

@@ -114,44 +114,6 @@ def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
 
 
-def test_counts_are_those_since_the_batch_before() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    statistics.dropped("filtered")
-    statistics.loaded("a", 0.5, 3)
-    first = metrics_of(
-        statistics, batch(), view(wasted_tokens=70, filtered_tokens=30, restarted=2, concurrency=8)
-    )
-    assert first["rollout/concurrency"] == 8
-    assert (first["rollout/wasted_tokens"], first["rollout/filtered_tokens"]) == (70, 30)
-    assert (first["rollout/restarted"], first["rollout/preemptions"]) == (2, 3)
-    assert (first["rollout/dropped_filtered"], first["rollout/dropped_stale"]) == (1, 0)
-    statistics.dropped("stale")
-    statistics.loaded("a", 0.5, 4)
-    second = metrics_of(
-        statistics,
-        batch(1),
-        view(wasted_tokens=75, filtered_tokens=30, restarted=2, concurrency=16),
-    )
-    assert second["rollout/concurrency"] == 16
-    assert (second["rollout/wasted_tokens"], second["rollout/filtered_tokens"]) == (5, 0)
-    assert (second["rollout/restarted"], second["rollout/preemptions"]) == (0, 4)
-    assert (second["rollout/dropped_filtered"], second["rollout/dropped_stale"]) == (0, 1)
-
-
-def test_faults_of_scorers_are_counted_by_kind() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    statistics.scored({"score": 1.0}, 0.0)
-    statistics.scored({"scorer_error": 1.0, "stray_output": 5.0}, 0.0)
-    first = metrics_of(statistics, batch(), view())
-    assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
-    assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
-    statistics.scored({"scorer_timeout": 1.0}, 0.0)
-    statistics.scored({"scorer_crash": 1.0}, 0.0)
-    second = metrics_of(statistics, batch(1), view())
-    assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
-    assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
-
-
 def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     assert "rollout/kv_usage" not in metrics_of(statistics, batch(), view()), (
@@ -187,33 +149,6 @@ def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
     clock.now += 1
     metrics = metrics_of(statistics, batch(2), view(concurrency=4))
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
-
-
-def test_every_new_warning_is_handed_out_once() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    for engine in "ab":
-        statistics.warned("engine_failed", f"engine {engine} is gone")
-    assert statistics.take_warnings() == (
-        ("engine_failed", "engine a is gone"),
-        ("engine_failed", "engine b is gone"),
-    )
-    assert statistics.take_warnings() == ()
-    assert statistics.warnings == {"engine_failed": "engine b is gone"}
-
-
-def test_the_queue_for_scores_and_the_time_of_a_score_are_reported() -> None:
-    statistics = RolloutStatistics(overlap=False, clock=Clock())
-    for _ in range(3):
-        statistics.score_wanted()
-    statistics.scored({}, 1.0)
-    statistics.scored({}, 2.0)
-    first = metrics_of(statistics, batch(), view())
-    assert (first["rollout/score_queue"], first["rollout/score_queue_max"]) == (1, 3)
-    assert first["rollout/score_seconds"] == pytest.approx(1.5)
-    assert (first["rollout/scorers"], first["rollout/scorer_seconds"]) == (3, 0.2)
-    second = metrics_of(statistics, batch(1), view())
-    assert (second["rollout/score_queue"], second["rollout/score_queue_max"]) == (1, 1)
-    assert "rollout/score_seconds" not in second, "none came"
 
 
 def test_turns_and_calls_of_environments_are_those_since_the_batch_before() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +10,16 @@ import numpy as np
 import pytest
 
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion
 from tests.rollout.short_limits import ModelEngines, config_of
-from tests.rollout.stand_ins import MODEL, Fixed, run
+from tests.rollout.stand_ins import MODEL, Fixed, trajectories_in
 from tests.rollout.test_manager import Trainer
 
 VOCABULARY = 1000
 
 
-def store_of_an_earlier_version(
+async def store_of_an_earlier_version(
     file: Path, token: int, logprob: float, state: str, prompt_token: int = 5
 ) -> None:
     """Two groups of two, trajectories 1 to 4.
@@ -30,29 +27,39 @@ def store_of_an_earlier_version(
     The first response has this token, the prompt of the second group `prompt_token`.
     """
     config = config_of("copris")
+    store = TrajectoryStore.open(file, config.store, lineage=0, step=0, parent=None)
+    first, second = Fixed().train_prompts(0, 2)
+    second = replace(second, token_ids=np.array([prompt_token], np.int32))
+    for prompt in (first, second):
+        for one in store.add_group(prompt, 2).trajectories:
+            key = store.begin_request(one.trajectory_id)
+            wrong = one.trajectory_id == 1
+            ids = np.array([7, token if wrong else 9, 2], np.int32)
+            values = np.array([-1.0, logprob if wrong else -1.0, -1.0], np.float32)
+            if wrong and state == "partial":
+                store.append(key, ids[:2], values[:2], PolicyVersion(0, 0), "engine7")
+                store.end_request(key)
+                continue
+            store.append(key, ids, values, PolicyVersion(0, 0), "engine7", end=FinishReason.STOP)
+            await store.sync()
+            await store.set_reward(one.trajectory_id, 1.0)
+    await store.close()
 
-    async def fill() -> None:
-        store = TrajectoryStore.open(file, config.store, lineage=0, step=0, parent=None)
-        first, second = Fixed().train_prompts(0, 2)
-        second = replace(second, token_ids=np.array([prompt_token], np.int32))
-        for prompt in (first, second):
-            for one in store.add_group(prompt, 2).trajectories:
-                key = store.begin_request(one.trajectory_id)
-                wrong = one.trajectory_id == 1
-                ids = np.array([7, token if wrong else 9, 2], np.int32)
-                values = np.array([-1.0, logprob if wrong else -1.0, -1.0], np.float32)
-                if wrong and state == "partial":
-                    store.append(key, ids[:2], values[:2], PolicyVersion(0, 0), "engine7")
-                    store.end_request(key)
-                    continue
-                store.append(
-                    key, ids, values, PolicyVersion(0, 0), "engine7", end=FinishReason.STOP
-                )
-                await store.sync()
-                await store.set_reward(one.trajectory_id, 1.0)
-        await store.close()
 
-    asyncio.run(fill())
+async def resumed(folder: Path, steps: int) -> tuple[list[int], str]:
+    """What a resumed run trains in so many steps, and its warning."""
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    config = config_of("copris", model={"path": str(folder)})
+    trainer = Trainer(folder, config, None, ModelEngines(MODEL))
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
+    trained: list[int] = []
+    for step in range(steps):
+        trained.extend((await trainer.batch()).trajectory_ids_S.tolist())
+        await trainer.publish(1, step + 1)
+    message = trainer.manager.status()["warnings"]["untrainable"]
+    await trainer.manager.stop()
+    return trained, message
 
 
 @pytest.mark.parametrize("state", ["scored", "partial"])
@@ -65,55 +72,23 @@ def store_of_an_earlier_version(
         (9, float("nan"), "token 9 has log-prob nan"),
     ],
 )
-def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
+async def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
     tmp_path: Path, token: int, logprob: float, fault: str, state: str
 ) -> None:
-    store_of_an_earlier_version(tmp_path / "store.sqlite", token, logprob, state)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    config = config_of("copris", model={"path": str(tmp_path)})
-    warnings: dict[str, str] = {}
-    trained: list[int] = []
-
-    async def body() -> None:
-        trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
-        for step in range(3):
-            batch = await trainer.batch()
-            trained.extend(batch.trajectory_ids_S.tolist())
-            await trainer.publish(1, step + 1)
-        warnings.update(trainer.manager.status()["warnings"])
-        await trainer.manager.stop()
-
-    run(body())
+    await store_of_an_earlier_version(tmp_path / "store.sqlite", token, logprob, state)
+    trained, message = await resumed(tmp_path, steps=3)
     assert {2, 3, 4} <= set(trained) and 1 not in trained
-    message = warnings["untrainable"]
     assert fault in message and "trajectory 1 " in message and "engine7" in message
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        assert reader.trajectory(1).drop_reason is DropReason.NONFINITE
+    assert trajectories_in(tmp_path)[1].drop_reason is DropReason.NONFINITE
 
 
-def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dropped(
+async def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dropped(
     tmp_path: Path,
 ) -> None:
-    store_of_an_earlier_version(tmp_path / "store.sqlite", 9, -1.0, "partial", VOCABULARY)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    config = config_of("copris", model={"path": str(tmp_path)})
-    warnings: dict[str, str] = {}
-
-    async def body() -> None:
-        trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
-        await trainer.manager.start()
-        await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
-        await trainer.batch()
-        warnings.update(trainer.manager.status()["warnings"])
-        await trainer.manager.stop()
-
-    run(body())
-    assert "token 1000 is outside the vocabulary" in warnings["untrainable"]
-    assert "(from its prompt)" in warnings["untrainable"]
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(number) for number in (1, 2, 3, 4)]
+    await store_of_an_earlier_version(tmp_path / "store.sqlite", 9, -1.0, "partial", VOCABULARY)
+    _, message = await resumed(tmp_path, steps=1)
+    assert "token 1000 is outside the vocabulary" in message and "(from its prompt)" in message
+    found = [trajectories_in(tmp_path)[number] for number in (1, 2, 3, 4)]
     dropped = [one.drop_reason is DropReason.NONFINITE for one in found]
     assert dropped == [VOCABULARY in one.prompt.token_ids for one in found]
     assert sum(dropped) == 2

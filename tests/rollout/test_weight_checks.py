@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -20,10 +19,16 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.rollout.probe import ProbeSample
 from megatron_async.rollout.weight_checks import WeightChecks
-from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, settings, trainer_logprobs
+from tests.rollout.stand_ins import (
+    MODEL,
+    Engines,
+    manager_of,
+    settings,
+    trainer_logprobs,
+    trajectories_in,
+)
 
 
 class WrongEngine(SimulatedEngine):
@@ -45,8 +50,6 @@ class WrongEngine(SimulatedEngine):
             if self._lies("probe") and chunk.version.number >= self.first_wrong:
                 chunk = replace(chunk, logprobs=chunk.logprobs + np.float32(1))
                 self.lied.append(chunk)
-            if self._lies("label") and request.request_id.startswith("t"):
-                chunk = replace(chunk, version=PolicyVersion(0, 5))
             yield chunk
 
     async def flush_cache(self) -> None:
@@ -211,10 +214,8 @@ async def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> Non
 
 def stored(folder: Path) -> list[tuple[int, float]]:
     """(position, log-prob) error of every token in the store: 0 where the engine did not lie."""
-    with closing(StoreReader(folder / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
     tokens = []
-    for trajectory in found:
+    for trajectory in trajectories_in(folder).values():
         at = len(trajectory.prompt.token_ids)
         for segment in trajectory.segments:
             for token, logprob in zip(segment.token_ids, segment.logprobs, strict=True):
@@ -280,23 +281,6 @@ async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     await it.manager.stop()
     tokens = stored(tmp_path)
     assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
-
-
-async def test_an_engine_whose_tokens_carry_a_version_that_it_was_not_sent_is_given_up(
-    tmp_path: Path,
-) -> None:
-    it = await Run(tmp_path, restarting(1), WrongEngines("label", [1])).started()
-    await it.publish(0)
-    while len(it.engines.all) == 1:
-        await asyncio.sleep(0.01)
-    while (batch := await it.manager.next_batch(0)) is None:
-        await it.publish(0)
-    assert batch.step == 0 and it.up == ["engine0.1"]
-    await it.manager.stop()
-    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
-        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
-    versions = {segment.version for one in found for segment in one.segments}
-    assert versions == {PolicyVersion(0, 0)}
 
 
 async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:

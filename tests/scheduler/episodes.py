@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
-from tests.scheduler.oracle import G, Oracle, T
+from tests.scheduler.oracle import Oracle, T
 from tests.scheduler.world import Weather, World
 
 
@@ -295,7 +295,3 @@ class EpisodeWorld(World):
             known.newest_version,
             known.drop_reason,
         )
-
-
-def groups_of(world: EpisodeWorld) -> list[G]:
-    return list(world.oracle.groups.values())

@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.trajectory.types import PolicyVersion
 from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
@@ -50,11 +49,6 @@ class Recorded(World):
         super().start(step, version)
         self.record = io.StringIO()
         self.recorder = Recorder(self.record, self.config, first_step=step, version=version)
-
-    def send(self, event: ev.Event) -> list[ev.Action]:
-        actions = super().send(event)
-        self.recorder.write(event, actions)
-        return actions
 
 
 class RecordedWorld(Recorded): ...

@@ -43,11 +43,11 @@ class Script:
         version = self.version if number is None else PolicyVersion(0, number)
         return self.send(ev.EngineUp(engine, version, 10_000, **limits))
 
-    def spec(self, priority: int = 0, prompt_tokens: int = 10) -> ev.GroupSpec:
+    def spec(self, prompt_tokens: int = 10) -> ev.GroupSpec:
         first = 10 * self.groups
         self.groups += 1
         ids = tuple(range(first, first + self.config.group_size))
-        return ev.GroupSpec(first // 10, ids, prompt_tokens, priority)
+        return ev.GroupSpec(first // 10, ids, prompt_tokens)
 
     def prompts(self, count: int, **how: Any) -> list[ev.Action]:
         return self.send(ev.PromptsAvailable(tuple(self.spec(**how) for _ in range(count))))
@@ -78,21 +78,3 @@ class Script:
 
     def submitted(self) -> list[int]:
         return [action.trajectory_id for action in self.of(ev.Submit)]
-
-    def recovered(
-        self, state: str, *, tokens: int = 7, oldest: int | None = 0, reward: float | None = None
-    ) -> list[ev.Action]:
-        """A group found in the store with all members in one state; rewards differ."""
-        spec = self.spec()
-        found = tuple(
-            ev.RecoveredTrajectory(
-                t,
-                ev.TrajectoryState(state),
-                tokens,
-                oldest,
-                None if reward is None else reward + i,
-                oldest,
-            )
-            for i, t in enumerate(spec.trajectory_ids)
-        )
-        return self.send(ev.Recovered((ev.RecoveredGroup(spec, found),)))

@@ -1,110 +1,17 @@
-"""`concurrency: auto`: what makes it move, and its throughput on a toy engine.
+"""`concurrency: auto`: what makes it move.
 
-The toy has the shape that matters: decoding gets cheaper per token with the batch until the KV of
-the running requests no longer fits; what is over is preempted and its context recomputed. The
-same in the simulator, with every schedule's own costs: tests/simulate/test_auto_concurrency.py.
+Its throughput, with every schedule's own costs: tests/simulate/test_auto_concurrency.py.
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from megatron_async.scheduler import auto_concurrency as auto
 from megatron_async.scheduler import events as ev
 from tests.scheduler.script import Script
-
-CAPACITY = 40_000
-PROMPT = 50
-STEP_SECONDS = 0.02
-SECONDS_PER_REQUEST = 0.0001
-PREFILL_SECONDS_PER_TOKEN = 0.00005
-
-
-@dataclass
-class Request:
-    length: int
-    done: int = 0
-    resident: bool = False
-
-
-class Engine:
-    """Continuous batching, oldest first; the newest resident is preempted when KV is full."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.requests: list[Request] = []
-        self.seconds = 0.0
-        self.tokens = 0
-        self.completions = 0
-        self.finished_tokens = 0
-        self.preemptions = 0
-
-    def fill(self, limit: int) -> None:
-        while len(self.requests) < limit:
-            self.requests.append(Request(int(min(2000, self.random.lognormvariate(5.3, 0.8))) + 1))
-
-    @property
-    def kv(self) -> int:
-        return sum(PROMPT + r.done for r in self.requests if r.resident)
-
-    def step(self) -> None:
-        """One decode step of everything that fits."""
-        used = self.kv
-        for request in self.requests:
-            need = PROMPT + request.done
-            if not request.resident and used + need + 10 * len(self.requests) <= CAPACITY:
-                request.resident = True
-                used += need
-                self.seconds += need * PREFILL_SECONDS_PER_TOKEN
-        running = [r for r in self.requests if r.resident]
-        while used + len(running) > CAPACITY:
-            victim = running.pop()
-            victim.resident = False
-            used -= PROMPT + victim.done
-            self.preemptions += 1
-        for request in running:
-            request.done += 1
-        self.seconds += STEP_SECONDS + SECONDS_PER_REQUEST * len(running)
-        self.tokens += len(running)
-        before = len(self.requests)
-        self.requests = [r for r in self.requests if r.done < r.length]
-        self.completions += before - len(self.requests)
-        self.finished_tokens += sum(r.done for r in running if r.done >= r.length)
-
-
-def throughput(fixed: int | None, seed: int = 1, steps: int = 10_000) -> float:
-    """Useful tokens a second over the second half of the run; a batch is 16 completions."""
-    engine = Engine(seed)
-    state = auto.start(groups_per_batch=4, group_size=4, expected_tokens=100)
-    reported = completed = 0
-    mark = (0, 0.0)
-    for step in range(steps):
-        engine.fill(state.limit if fixed is None else fixed)
-        engine.step()
-        for _ in range(engine.completions - completed):
-            completed += 1
-            state = auto.completed(state, state.limit if fixed is None else fixed)
-            if completed % 16 == 0:
-                state = auto.taken(state, engine.seconds, engine.finished_tokens)
-        if step % 20 == 0:
-            usage = engine.kv / CAPACITY
-            state = auto.loaded(state, usage, engine.preemptions - reported)
-            reported = engine.preemptions
-        if step == steps // 2:
-            mark = (engine.tokens, engine.seconds)
-    return (engine.tokens - mark[0]) / (engine.seconds - mark[1])
-
-
-@pytest.mark.slow
-@pytest.mark.one_core
-def test_reaches_95_percent_of_the_best_fixed_concurrency() -> None:
-    sweep = {n: throughput(n) for n in (32, 64, 128, 256, 512)}
-    best = max(sweep, key=lambda n: sweep[n])
-    assert 32 < best < 512, "the toy must have its best inside the sweep"
-    assert throughput(None) >= 0.95 * sweep[best]
 
 
 class Loop:
@@ -171,17 +78,6 @@ def test_a_doubling_that_does_not_pay_is_taken_back_and_both_sides_are_tried() -
     assert loop.state.resting == auto.REST_WINDOWS
 
 
-def test_of_equally_good_values_it_takes_the_smallest() -> None:
-    loop = Loop()
-    loop.window(1000)
-    loop.window(1500)
-    loop.window(1500)
-    loop.window(1500)
-    assert loop.window(1499) == 16  # 23 is as good as 32, so lower still
-    assert loop.window(1000) == 23  # 32 is known already: rest
-    assert loop.state.resting == auto.REST_WINDOWS
-
-
 def test_small_losses_do_not_add_up() -> None:
     loop = Loop(64, 4)
     loop.state = replace(loop.state, best=256, best_rate=1000.0, step=-auto.FINE, refused=1)
@@ -189,37 +85,6 @@ def test_small_losses_do_not_add_up() -> None:
     assert loop.window(993) == 128
     assert loop.window(985) == 181  # 0.8 % below the last, but 1.5 % below the best known
     assert loop.state.best == 181
-
-
-def test_it_tries_again_after_a_rest() -> None:
-    loop = Loop()
-    for rate in (1000, 1500, 1500, 1500, 1400):
-        loop.window(rate)
-    seen = [loop.window(1500) for _ in range(auto.REST_WINDOWS)]
-    assert seen == [32] * (auto.REST_WINDOWS - 1) + [45]
-
-
-def test_nothing_is_compared_before_a_turnover_and_a_window_of_batches() -> None:
-    state = auto.start(4, 4, 100)
-    for _ in range(15):
-        state = auto.completed(state, 16)
-    assert auto.taken(state, 5.0, 100) == state
-    state = auto.completed(state, 16)
-    for batch in range(auto.WINDOW_BATCHES[0] + 1):
-        state = auto.taken(auto.loaded(state, 0.1, 0), float(batch), 100 * batch)
-    assert (state.best, state.limit) == (0, 16)
-    for _ in range(16):
-        state = auto.completed(state, 16)
-    assert auto.taken(state, 9.0, 900).limit == 32
-
-
-def test_without_times_it_never_tries() -> None:
-    state = auto.start(4, 4, 100)
-    for batch in range(50):
-        for _ in range(16):
-            state = auto.completed(state, 16)
-        state = auto.taken(auto.loaded(state, 0.1, 0), 0.0, 100 * batch)
-    assert state.limit == 16
 
 
 def test_no_trial_goes_up_while_slots_stay_empty() -> None:
@@ -261,11 +126,6 @@ def test_a_storm_is_not_waited_for() -> None:
     assert auto.loaded(auto.start(16, 8, 100), 1.0, 64).limit == 119
 
 
-def test_the_end_of_a_storm_is_not_taken_for_another_one() -> None:
-    state = auto.loaded(auto.start(16, 8, 100), 1.0, 64)
-    assert auto.loaded(state, 1.0, 64) == state
-
-
 def test_it_stays_between_one_group_and_what_engines_run() -> None:
     state = auto.capped(auto.start(4, 4, 100), 10, 0)
     assert state.limit == 10
@@ -282,19 +142,3 @@ def test_other_engines_start_the_search_again() -> None:
     loop.window(1500)
     state = auto.capped(loop.state, 40, 0)
     assert (state.limit, state.best) == (40, 0)
-
-
-def test_the_scheduler_uses_it() -> None:
-    run = Script("pipeline", concurrency="auto", expected_tokens=2250)
-    assert run.emitted == [ev.RequestPrompts(2)]  # the cache holds four such requests
-    run.prompts(4)
-    seen = []
-    for step in range(4):
-        run.send(ev.EngineLoad("a", 0.2, 0))
-        run.finish(*run.running[:4])
-        run.prompts(4)
-        run.send(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
-        run.publish(step + 1)
-        seen.append(run.scheduler.view().concurrency)
-    assert seen == [4, 4, 4, 8]
-    assert len(run.running) == 8

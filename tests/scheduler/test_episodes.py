@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
-from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion
 from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
 from tests.scheduler.policies import PRESETS, composed, preset, presets
 from tests.scheduler.world import play
@@ -101,64 +101,6 @@ def begun(scheduler: Scheduler, groups: int) -> list[ev.Action]:
     return scheduler.step(ev.PromptsAvailable(tuple(specs)))
 
 
-def test_a_waiting_episode_takes_no_slot() -> None:
-    s = scheduler(concurrency=2)
-    assert begun(s, 2) == [ev.StartEpisode(i) for i in range(4)]
-    assert s.view().in_flight == 0 and s.view().open_episodes == s.view().waiting == 4
-    assert s.step(ev.EnvironmentReady(3, 5)) == [ev.Submit(3, "a", False)]
-    assert s.step(ev.EnvironmentReady(0, 5)) == [ev.Submit(0, "a", False)]
-    assert s.step(ev.EnvironmentReady(1, 5)) == []
-    s.step(ev.TokensArrived(3, 4, 0))
-    assert s.step(ev.TurnEnded(3)) == [ev.StepEnvironment(3), ev.Submit(1, "a", False)]
-    assert s.view().in_flight == 2
-
-
-def test_open_episodes_bound_what_is_begun_and_an_end_begins_another() -> None:
-    s = scheduler(open_episodes=3)
-    assert begun(s, 2) == [ev.StartEpisode(i) for i in range(3)]
-    s.step(ev.EnvironmentReady(0, 5))
-    s.step(ev.TurnEnded(0))
-    assert s.step(ev.EpisodeEnded(0)) == [ev.Score(0), ev.StartEpisode(3)]
-
-
-def test_a_drain_plays_begun_episodes_to_their_end_and_begins_none() -> None:
-    s = scheduler("sync", groups_per_batch=1, concurrency=8, oversample=2.0)
-    assert len(begun(s, 2)) == 4
-    for i in range(4):
-        s.step(ev.EnvironmentReady(i, 5))
-        s.step(ev.TokensArrived(i, 3, 0))
-        s.step(ev.TurnEnded(i))
-    for i in (0, 1):
-        s.step(ev.EpisodeEnded(i))
-        assert s.step(ev.RewardReady(i, float(i))) == [], "two episodes are open"
-    assert s.step(ev.EnvironmentReady(2, 9)) == [ev.Submit(2, "a", True)], "it goes on"
-    s.step(ev.TurnEnded(2))
-    assert s.step(ev.EpisodeEnded(2)) == [ev.Score(2)]
-    assert s.step(ev.EpisodeEnded(3)) == [ev.Score(3), ev.EmitBatch(0, (0,))]
-
-
-def test_an_abort_keeps_turns_and_steps_under_way_finish() -> None:
-    s = scheduler("copris", groups_per_batch=1)
-    begun(s, 2)
-    for i in (0, 1, 2):
-        s.step(ev.EnvironmentReady(i, 5))
-        s.step(ev.TokensArrived(i, 3, 0))
-    for i in (0, 1):
-        s.step(ev.TurnEnded(i))
-        s.step(ev.EpisodeEnded(i))
-    s.step(ev.RewardReady(0, 0.0))
-    assert s.step(ev.RewardReady(1, 1.0)) == [ev.EmitBatch(0, (0,)), ev.Abort(2, "a")]
-    assert s.step(ev.Aborted(2)) == []
-    assert s.step(ev.EnvironmentReady(3, 5)) == [], "the trainer works"
-    s.step(ev.BatchTaken(0))
-    s.step(ev.UpdateRequested(1))
-    actions = s.step(ev.WeightsPublished(PolicyVersion(0, 1)))
-    assert [a for a in actions if isinstance(a, ev.Submit)] == [
-        ev.Submit(2, "a", True),
-        ev.Submit(3, "a", False),
-    ]
-
-
 def test_a_failed_member_starts_again_alone_and_then_its_group_leaves() -> None:
     s = scheduler(max_regenerations=1, open_episodes=2)
     begun(s, 1)
@@ -170,13 +112,6 @@ def test_a_failed_member_starts_again_alone_and_then_its_group_leaves() -> None:
     assert s.view().open_episodes == 0
     assert s.view().regenerated == 1
     assert s.step(ev.EnvironmentReady(1, 4)) == [], "a late reply"
-
-
-def test_a_waiting_member_of_a_group_that_leaves_goes_at_once() -> None:
-    s = scheduler()
-    begun(s, 1)
-    s.step(ev.EnvironmentReady(0, 4))
-    assert s.step(ev.Refused(0))[:2] == [ev.Drop(i, DropReason.REFUSED) for i in (0, 1)]
 
 
 def test_the_next_turn_goes_to_the_engine_of_the_last_one() -> None:
@@ -209,44 +144,3 @@ def test_after_an_update_the_engine_of_the_last_turn_is_one_like_the_others() ->
     s.step(ev.UpdateRequested(1))
     s.step(ev.WeightsPublished(PolicyVersion(0, 1)))
     assert s.step(ev.EnvironmentReady(0, 70)) == [ev.Submit(0, "b", True)]
-
-
-def test_a_resume_steps_who_waits_and_submits_who_has_a_turn() -> None:
-    s = scheduler()
-    s.step(engine("a"))
-    states = (TrajectoryState.WAITING, TrajectoryState.PARTIAL)
-    members = [ev.RecoveredTrajectory(i, state, 4, 0, None, 0) for i, state in enumerate(states)]
-    fresh = [
-        ev.RecoveredTrajectory(2, TrajectoryState.PARTIAL, 0, None, None),
-        ev.RecoveredTrajectory(3, TrajectoryState.PENDING, 0, None, None),
-    ]
-    groups = (
-        ev.RecoveredGroup(ev.GroupSpec(0, (0, 1), 0), tuple(members)),
-        ev.RecoveredGroup(ev.GroupSpec(1, (2, 3), 0), tuple(fresh)),
-    )
-    actions = s.step(ev.RecoveredEpisodes(groups, ((0, 9), (1, 9), (2, 5))))
-    assert actions[:4] == [
-        ev.StepEnvironment(0),
-        ev.Submit(1, "a", True),
-        ev.Submit(2, "a", False),
-        ev.StartEpisode(3),
-    ]
-    assert s.view().open_episodes == 4
-
-
-def test_the_oracle_sees_a_scheduler_that_loses_actions() -> None:
-    caught = 0
-    for seed in range(15):
-        world = EpisodeWorld(preset("copris"), EpisodeWeather(), seed)
-        step, random = world.scheduler.step, world.random
-
-        def lossy(event: ev.Event, step: Any = step, random: Any = random) -> list[ev.Action]:
-            actions = step(event)
-            return actions[:-1] if actions and random.random() < 0.05 else actions
-
-        world.scheduler.step = lossy  # type: ignore[method-assign]
-        try:
-            play(world, events=300, steps=2)
-        except AssertionError:
-            caught += 1
-    assert caught == 15

@@ -1,20 +1,30 @@
 """Thousands of random event orders, checked by an oracle that sees only events and actions.
 
 Failures that are mixed in: engines that die and come back (also with an old version), requests that
-an engine ends by itself, aborts that lose the race against the end, tokens that are reported after
-a weight update, scorers that fail, sources that run dry, and crashes of everything with a resume
-from one of the last checkpoints. After each run the world is calm and must make three more steps.
+an engine refuses or ends by itself, aborts that lose the race against the end, tokens that are
+reported after a weight update, scorers that fail, sources that run dry, and crashes of everything
+with a resume from one of the last checkpoints. After each run the world is calm and must make three
+more steps.
+
+Groups found in the store at a resume are all known before anything is decided about them.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_async.config import build_config
 from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
+from tests.scheduler.episodes import EpisodeWeather, EpisodeWorld
 from tests.scheduler.policies import PRESETS, composed, preset, presets
 from tests.scheduler.world import Weather, World, play
 
@@ -24,6 +34,7 @@ weathers = st.builds(
     max_running=st.sampled_from([None, None, 1, 3]),
     engine_failures=st.sampled_from([0.0, 0.02]),
     spontaneous_aborts=st.sampled_from([0.0, 0.1]),
+    refusals=st.sampled_from([0.0, 0.0, 0.02]),
     scorer_failures=st.sampled_from([0.0, 0.0, 0.1]),
     regenerate=st.booleans(),
     slow_scores=st.sampled_from([0.0, 0.0, 0.9]),
@@ -85,6 +96,13 @@ def test_lag_bound_holds_through_crashes(k: int, on_stale: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_goes_on_past_any_number_of_refusals(name: str, seed: int) -> None:
+    weather = Weather(refusals=0.1, scorer_failures=0.05, engine_failures=0.01, crashes=0.005)
+    play(World(preset(name), weather, seed), 250, 3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_same_events_give_same_actions(name: str) -> None:
     def run() -> list[str]:
         world = World(preset(name), Weather(engine_failures=0.02), seed=5)
@@ -97,17 +115,18 @@ def test_same_events_give_same_actions(name: str) -> None:
     assert run() == run()
 
 
-def test_the_oracle_sees_an_unfair_scheduler() -> None:
+@pytest.mark.parametrize("episodes", [False, True])
+def test_the_oracle_sees_an_unfair_scheduler(episodes: bool) -> None:
     """Negative control: a world in which one action is lost is noticed."""
-    caught = 0
+    caught, copris = 0, preset("copris")
     for seed in range(20):
-        world = World(preset("copris"), Weather(), seed)
-        step = world.scheduler.step
-        rng = random.Random(seed)
+        weather = EpisodeWeather()
+        world = EpisodeWorld(copris, weather, seed) if episodes else World(copris, weather, seed)
+        step, chance = world.scheduler.step, random.Random(seed)
 
-        def lossy(event: object, step=step, rng=rng) -> list:  # type: ignore[no-untyped-def, type-arg]
-            actions = step(event)
-            return actions[:-1] if actions and rng.random() < 0.05 else actions
+        def lossy(event: ev.Event, step: Any = step, chance: Any = chance) -> list[ev.Action]:
+            actions: list[ev.Action] = step(event)
+            return actions[:-1] if actions and chance.random() < 0.05 else actions
 
         world.scheduler.step = lossy  # type: ignore[method-assign]
         try:
@@ -115,3 +134,52 @@ def test_the_oracle_sees_an_unfair_scheduler() -> None:
         except AssertionError:
             caught += 1
     assert caught == 20
+
+
+def found_after_a_crash(config: ScheduleConfig, seed: int) -> tuple[int, list[ev.RecoveredGroup]]:
+    """What a random run leaves in the store, and the step that it resumes at."""
+    world = World(config, Weather(scorer_failures=0.05, slow_scores=0.5), seed)
+    for _ in range(150):
+        world.random_event()
+    step = max(0, world.steps_done - world.random.randrange(2))
+    return step, world._stored(step)
+
+
+@settings(suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
+@given(st.one_of(presets(), composed()), st.integers(0, 2**32), st.booleans())
+def test_the_order_in_which_groups_are_found_changes_nothing(
+    config: ScheduleConfig, seed: int, engine_first: bool
+) -> None:
+    step, found = found_after_a_crash(config, seed)
+    up = ev.EngineUp("a", PolicyVersion(1, step), 10_000)
+    outcomes: list[Any] = []
+    for _ in range(3):
+        random.Random(len(outcomes)).shuffle(found)
+        events: list[ev.Event] = [ev.Recovered(tuple(found)), up]
+        scheduler = Scheduler(config, first_step=step, version=PolicyVersion(1, step))
+        emitted = [scheduler.step(event) for event in (events[::-1] if engine_first else events)]
+        outcomes.append((emitted, scheduler.view()))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize("preset", ["sync", "copris", "pipeline"])
+def test_recovered_work_is_spread_over_engines_that_come_up_at_once(preset: str) -> None:
+    """One engine after the other would give all of it to the first."""
+    version = PolicyVersion(1, 0)
+    settings = {"preset": preset, "groups_per_batch": 8, "group_size": 4, "concurrency": 32}
+    config = build_config({"schedule": settings}).resolved_schedule
+    scheduler = Scheduler(config, first_step=0, version=version)
+    groups = tuple(
+        ev.RecoveredGroup(
+            ev.GroupSpec(group, ids, 6),
+            tuple(
+                ev.RecoveredTrajectory(i, TrajectoryState.PARTIAL, 100 + i, 0, None, 0) for i in ids
+            ),
+        )
+        for group in range(8)
+        for ids in [tuple(range(4 * group, 4 * group + 4))]
+    )
+    assert not [a for a in scheduler.step(ev.Recovered(groups)) if isinstance(a, ev.Submit)]
+    up = ev.EnginesUp(tuple(ev.EngineUp(name, version, 1 << 24) for name in "abcd"))
+    submitted = Counter(a.engine_id for a in scheduler.step(up) if isinstance(a, ev.Submit))
+    assert submitted == dict.fromkeys("abcd", 8)

@@ -24,27 +24,6 @@ def drained(queue: WorkQueue, at_once: int = 1) -> list[int]:
     return taken
 
 
-def test_an_entry_is_queued_once_under_its_newest_state() -> None:
-    queue = WorkQueue("longest_first")
-    first, second = entries(2)
-    first.add_tokens(9, 0)
-    second.add_tokens(5, 0)
-    queue.push(first)
-    queue.push(second)
-    first.forget_tokens()  # restarted
-    queue.push(first)
-    assert drained(queue) == [1, 0]
-
-
-def test_a_removed_entry_never_surfaces() -> None:
-    queue = WorkQueue("oldest_first")
-    for entry in (members := entries(3)):
-        queue.push(entry)
-    queue.remove(members[0])
-    queue.remove(members[0])
-    assert drained(queue) == [1, 2]
-
-
 @pytest.mark.parametrize("order", ["oldest_first", "newest_first", "longest_first"])
 def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder) -> None:
     def filled() -> WorkQueue:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Recorder
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 from tests.scheduler.oracle import Oracle, T
 
@@ -36,7 +37,12 @@ class Weather:
 
 
 class World:
-    """Run with `random_event` or the named moves; `step` is how far the trainer has come."""
+    """Run with `random_event` or the named moves; `step` is how far the trainer has come.
+
+    `recorder`, where it is set, records the scheduler from then on.
+    """
+
+    recorder: Recorder | None = None
 
     def __init__(self, config: ScheduleConfig, weather: Weather, seed: int) -> None:
         self.config = config
@@ -70,7 +76,10 @@ class World:
         """One event: oracle, scheduler, oracle, and what follows."""
         self.events += 1
         self.oracle.event(event)
-        actions = self.scheduler.step(event)
+        if self.recorder is None:
+            actions = self.scheduler.step(event)
+        else:
+            actions = self.recorder.step(self.scheduler, event)
         self.oracle.actions(event, actions)
         self.warnings += [action.name for action in actions if isinstance(action, ev.Warn)]
         self.held_back += self.oracle.held_back()

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import buffers, compaction, export
-from megatron_async.store.compaction import apply_removal, remove_parts, restorable
+from megatron_async.store.compaction import apply_removal, remove_parts
 from megatron_async.store.export import find, write_lines
-from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
-from megatron_async.store.schema import BatchRow, Kind
+from megatron_async.store.schema import Kind
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     DropReason,
@@ -51,7 +51,7 @@ async def train(store: TrajectoryStore, step: int, size: int = 2, count: int = 1
     store.mark_batched([group.group_id], step)
 
 
-async def checkpoint(store: TrajectoryStore, step: int, kept: list[int | PolicyVersion]) -> None:
+async def checkpoint(store: TrajectoryStore, step: int, kept: Sequence[PolicyVersion] = ()) -> None:
     await store.sync(durable=True)
     await store.checkpoint_finalised(step, kept)
     await store._compactor.finish()
@@ -64,7 +64,7 @@ def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
         for step in range(4):
             await train(store, step)
-            await checkpoint(store, step + 1, [step, step + 1])
+            await checkpoint(store, step + 1, [PolicyVersion(0, step)])
         # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
         assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
         assert store.counts()["batched"] == 8
@@ -113,14 +113,6 @@ def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_pa
     asyncio.run(scenario())
 
 
-def test_a_bare_step_stands_for_every_line_that_reached_it() -> None:
-    tree = LineageTree([Lineage(0, None, 0), Lineage(1, 0, 2)])
-    batches = [BatchRow(i, 0, i, None, b"") for i in range(3)]
-    assert restorable(tree, [2, 3, 5], batches) == [(0, 2), (0, 3), (1, 2)]
-    batches.append(BatchRow(9, 1, 4, None, b""))
-    assert restorable(tree, [2, 5], batches) == [(0, 2), (1, 2), (1, 5)]
-
-
 def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -129,7 +121,7 @@ def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
         await train(store, 0)
         waiting = await scored_group(store)
         store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
-        await checkpoint(store, 1, [1])
+        await checkpoint(store, 1)
         lines = exported(tmp_path)
         assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
         with closing(StoreReader(tmp_path / STORE)) as reader:
@@ -150,14 +142,14 @@ def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         group = await scored_group(store, 2)
         await store.sync(durable=True)
-        await store.checkpoint_finalised(0, [0])
+        await store.checkpoint_finalised(0, [])
         await store._compactor.finish()
         begun = threading.Event()
         busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
         await asyncio.to_thread(begun.wait, 10)
         for trajectory in group.trajectories:
             store.drop(trajectory.trajectory_id, DropReason.STALE)
-        store._compactor.start([0])
+        store._compactor.start([PolicyVersion(0, 0)])
         await store._compactor.finish()
         assert busy.done()
         assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
@@ -171,7 +163,7 @@ def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -
         settings = StoreConfig(compact_after_checkpoints=1)
         store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
         await train(store, 0)
-        await checkpoint(store, 1, [1])
+        await checkpoint(store, 1)
         await train(store, 1)
         await store.sync()
         copy = snapshot(tmp_path / "run", tmp_path / "crashed")
@@ -179,7 +171,7 @@ def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -
             file.write('{"trajectory_id": 2}\n{"half')
         again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
         assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
-        await checkpoint(again, 2, [2])
+        await checkpoint(again, 2)
         assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
         await again.close()
         await store.close()
@@ -202,7 +194,7 @@ def test_commits_and_the_event_loop_go_on_while_lines_are_written(
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         await train(store, 0)
         await store.sync(durable=True)
-        await store.checkpoint_finalised(1, [1])
+        await store.checkpoint_finalised(1, [])
         await train(store, 1)  # each of its trajectories waits for commits
         assert exported(tmp_path) == []
         go_on.set()
@@ -234,7 +226,7 @@ def test_commits_come_between_the_pieces_of_a_removal(
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         for step in range(3):
             await train(store, step)  # two trajectories, a chunk each
-        await checkpoint(store, 3, [3])
+        await checkpoint(store, 3)
         assert len(exported(tmp_path)) == 6
         await store.close()
 
@@ -281,7 +273,7 @@ def test_a_large_group_is_removed_in_pieces_of_limited_size(
         settings = StoreConfig(compact_after_checkpoints=1)
         store = TrajectoryStore.open(tmp_path / STORE, settings)
         await batched_in_chunks(store, 0, size=3, chunks=10)
-        await checkpoint(store, 1, [1])
+        await checkpoint(store, 1)
         assert store._writer.run(_chunks).result(30) == 0
         await store.close()
 
@@ -307,7 +299,7 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
         live = store.add_group(prompt(), 1).trajectories[0].trajectory_id
         store.begin_request(live)
         append(store, live, 0, 8)
-        await checkpoint(store, 1, [1])
+        await checkpoint(store, 1)
         await store.close()
 
     async def after_it() -> None:
@@ -344,7 +336,7 @@ def test_space_is_given_back(tmp_path: Path) -> None:
         for step in range(8):
             await train(store, step, size=8, count=4000)
         before = await store._writer.wait(store._writer.run(_pages))
-        await checkpoint(store, 8, [8])
+        await checkpoint(store, 8)
         after = await store._writer.wait(store._writer.run(_pages))
         await store.close()
         assert before > 200
@@ -365,7 +357,7 @@ def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> N
         await store.sync()
         await store.set_reward(i, 1.0)
         store.mark_batched([0], 0)
-        await checkpoint(store, 1, [1])
+        await checkpoint(store, 1)
         await store.close()
         with closing(StoreReader(tmp_path / STORE)) as reader:
             np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
@@ -381,7 +373,7 @@ def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
         for step in range(24):
             await train(store, step, size=4, count=4000)
             if step % 3 == 2:
-                await checkpoint(store, step + 1, [step + 1])
+                await checkpoint(store, step + 1)
                 sizes.append(store._writer.run(_pages).result(30))
         assert max(sizes) <= sizes[0] * 2
         assert exported(tmp_path) == []

@@ -123,7 +123,7 @@ def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
         expected = np.repeat([0.75 / std, -0.75 / std], [14, 5])
         np.testing.assert_allclose(prepared.advantages_T.numpy(), expected)
 
-        await store.checkpoint_finalised(2, [2])
+        await store.checkpoint_finalised(2, [])
         await store.close()
 
     asyncio.run(scenario())
@@ -157,7 +157,7 @@ def test_whatever_a_policy_gives_to_a_tool_is_exported(tmp_path: Path, written: 
         await end(store, 0, TurnOutcome(answer, 1.0), 1.0)
         store.mark_batched([group.group_id], 1)
         await store.sync(durable=True)
-        await store.checkpoint_finalised(2, [2])
+        await store.checkpoint_finalised(2, [])
         await store.close()
 
     asyncio.run(scenario())

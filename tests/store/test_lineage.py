@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.store.lineage import Consumption, Lineage, LineageTree, reached
+from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.trajectory.types import PolicyVersion
 
 
@@ -55,10 +55,6 @@ def test_line_numbers_grow_and_parents_are_known() -> None:
         tree.add(Lineage(3, 0, 1))
     with pytest.raises(ValueError, match="unknown"):
         tree.add(Lineage(9, 8, 1))
-
-
-def test_reached_is_one_past_the_newest_batch() -> None:
-    assert reached(two_rollbacks(), [(0, 14), (1, 3)]) == {0: 15, 1: 10, 2: 20, 3: 10}
 
 
 @settings(max_examples=200)

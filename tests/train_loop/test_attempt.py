@@ -1,11 +1,14 @@
-"""What belongs to which attempt of the trainer, and how often torchrun has started it again."""
+"""What belongs to which attempt of the trainer, and which settings its rank gives away."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_async.config import build_config
 from megatron_async.errors import ATTEMPT_LINE
 from megatron_async.run_directory import RunDirectory
 from megatron_async.train_loop.attempt import (
@@ -14,6 +17,7 @@ from megatron_async.train_loop.attempt import (
     current_attempt,
     restarts,
 )
+from megatron_async.trainer.device import import_megatron
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,20 @@ def test_begin_attempt_removes_only_failures_of_earlier_attempts(
     begin_attempt(directory)
     left = directory.take_failure()
     assert left is not None and left["sentence"] == "no room again", "that of this attempt stays"
+
+
+def test_a_tracker_gets_every_setting_but_the_engines_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_megatron()
+    from megatron_async.train_loop import assembly
+
+    seen: list[Any] = []
+    monkeypatch.setattr(assembly, "start_trackers", lambda _, run: [seen.append(run.config)][:0])
+    config = build_config({"root": str(tmp_path), "engines": {"api_key": "secret"}})
+    directory = RunDirectory.create(config)
+    with ExitStack() as stack:
+        assembly.writer(directory, config, stack, lineage=0)
+    [settings] = seen
+    assert settings["engines"]["count"] == config.engines.count
+    assert "secret" not in repr(settings)

@@ -17,6 +17,7 @@ from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint
 from megatron_async.train_loop.manager_client import ManagerLost, PlacedLink, RolloutLink
 from megatron_async.train_loop.stop import StopAsked
+from megatron_async.trajectory.types import PolicyVersion
 
 
 class NotingLink(PlacedLink):
@@ -113,7 +114,7 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
     "verify_update": lambda link: link.verify_update(4, None, False),
     "evaluate": lambda link: link.evaluate(4),
     "position": lambda link: link.position(),
-    "checkpoint_finalised": lambda link: link.checkpoint_finalised(4, [2, 4]),
+    "checkpoint_finalised": lambda link: link.checkpoint_finalised(4, [PolicyVersion(3, 4)]),
 }
 
 

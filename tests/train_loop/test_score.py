@@ -122,17 +122,12 @@ GOOD = '{"input_ids": [1, 2], "loss_mask": [0, 1]}'
     [
         ("{", "is not valid JSON"),
         ('{"loss_mask": [1]}', "input_ids is None; it must be a list of whole numbers"),
-        ('{"input_ids": [], "loss_mask": []}', "input_ids is []"),
-        ('{"input_ids": "12", "loss_mask": [0, 1]}', "input_ids is '12'"),
         ('{"input_ids": [1.5, 2], "loss_mask": [0, 1]}', "input_ids is [1.5, 2]"),
-        ('{"input_ids": [[1], [2, 3]], "loss_mask": [0, 1]}', "input_ids is [[1], [2, 3]]"),
         ('{"input_ids": [true, false], "loss_mask": [0, 1]}', "input_ids is [True, False]"),
         (f'{{"input_ids": [1, {VOCAB}], "loss_mask": [0, 1]}}', f"has {VOCAB} at place 1; the"),
-        ('{"input_ids": [1, -1], "loss_mask": [0, 1]}', "input_ids has -1 at place 1"),
         ('{"input_ids": [1, 2]}', "loss_mask is None; it must be a list of 2 numbers"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "loss_mask is [1]"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 0.5]}', "loss_mask is [0, 0.5]"),
-        ('{"input_ids": [1, 2], "loss_mask": ["0", "1"]}', "loss_mask is ['0', '1']"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(row: str, message: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import UpdateReport
 from megatron_async.train_loop.loop import TrainLoop
-from megatron_async.trainer.report import StepReport
+from megatron_async.trainer.step import StepReport
 from tests.trainer.cases import ragged_batch
 
 ERRORS = {"mean_error": 0.011, "max_error": 0.2, "drift": 1.5}
@@ -30,7 +30,7 @@ def loop_with(metrics: SimpleNamespace) -> Any:
 def written(update: UpdateReport) -> dict[str, float]:
     lines: list[dict[str, float]] = []
     loop = loop_with(SimpleNamespace(write=lambda _step, values: lines.append(values)))
-    report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 4, 40, 30, 2, 1.0)
+    report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 40, 30, 2, 1.0)
     loop._write(ragged_batch(), report, update, {})
     [line] = lines
     return line
@@ -45,43 +45,28 @@ def test_how_far_engines_are_from_the_trainer_is_a_curve() -> None:
     assert not [name for name in without if name.startswith("weights/probe")]
 
 
+def warnings_of(**counts: int) -> list[tuple[int, str, str]]:
+    """What is warned of when an evaluation of version 3 on the set `hard` has these counts."""
+    warnings: list[tuple[int, str, str]] = []
+    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
+    ignored.warn = lambda *warning: warnings.append(warning)
+    result: Any = SimpleNamespace(name="hard", reward_max=1.0, samples=(), metrics=dict, **counts)
+    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
+    return warnings
+
+
 @pytest.mark.parametrize(
     ("failed", "of", "warned"), [(0, 9, False), (1, 101, False), (2, 200, True)]
 )
 def test_answers_of_an_evaluation_without_a_score_are_named(
     failed: int, of: int, warned: bool
 ) -> None:
-    warnings: list[tuple[int, str, str]] = []
-    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
-    ignored.warn = lambda *warning: warnings.append(warning)
-    result: Any = SimpleNamespace(
-        name="hard",
-        answers=of,
-        failed_judgements=failed,
-        refused=0,
-        reward_max=1.0,
-        samples=(),
-        metrics=dict,
-    )
-    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
+    warnings = warnings_of(answers=of, failed_judgements=failed, refused=0)
     assert [(step, name) for step, name, _ in warnings] == [(3, "unscored_answers")] * warned
     assert all(f"{failed} of {of} answers to set hard have no score" in w for _, _, w in warnings)
 
 
 def test_refused_prompts_of_an_evaluation_are_named_and_not_the_scorer() -> None:
-    warnings: list[tuple[int, str, str]] = []
-    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
-    ignored.warn = lambda *warning: warnings.append(warning)
-    result: Any = SimpleNamespace(
-        name="hard",
-        answers=9,
-        failed_judgements=0,
-        refused=4,
-        reward_max=1.0,
-        samples=(),
-        metrics=dict,
-    )
-    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
-    ((step, name, message),) = warnings
+    ((step, name, message),) = warnings_of(answers=9, failed_judgements=0, refused=4)
     assert (step, name) == (3, "refused_eval_prompts")
     assert "4 of 9 responses to set hard are missing" in message and "too long" in message

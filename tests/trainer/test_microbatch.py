@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,9 +92,3 @@ def test_spare_microbatches_are_used_to_even_out_the_work() -> None:
     assert [len(rank) for rank in result] == [2, 2]
     for rank in result:
         assert all(len(micro) for micro in rank)
-
-
-@pytest.mark.parametrize(("data_parallel", "budget"), [(0, 10), (1, 0)])
-def test_impossible_arguments_are_refused(data_parallel: int, budget: int) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        plan([3], data_parallel, budget)

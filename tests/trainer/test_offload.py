@@ -20,8 +20,7 @@ from megatron_async.trainer.offload import (
     trainer_memory,
     weight_tensors,
 )
-from megatron_async.trainer.reference import ReferencePolicy
-from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trainer.step import PolicyTrainer, ReferencePolicy
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
 
 

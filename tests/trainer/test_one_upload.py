@@ -37,8 +37,8 @@ READ = (
     "prompt_lengths_S",
     "resumed_S",
 )
-# What is neither a batch nor a result: weights' checksums, and a copy that Megatron asks for.
-OTHER_COPIES = {"trainer/replicas.py", "trainer/device.py"}
+# What is no batch and no result: a copy that Megatron asks for.
+OTHER_COPIES = {"trainer/device.py"}
 
 
 class Copies:

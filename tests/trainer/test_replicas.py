@@ -7,57 +7,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.trainer.replicas import Copies, Difference, ReplicaCheck
+from megatron_async.trainer.replicas import Difference, ReplicaCheck, differences
 from tests.distributed import run_ranks
 from tests.hf_models import save_hf_model
 from tests.trainer.cases import ragged_batch, settings, trainer_session
 
-NORM, MATRIX, LONELY = 1, 2, 3
+
+def test_equal_copies_are_no_difference() -> None:
+    assert (
+        differences([[("norm", 0, 5), ("matrix", 0, 7)], [("matrix", 1, 7), ("norm", 1, 5)]]) == []
+    )
 
 
-def sums(*rows: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(rows, np.int64)
+def test_a_difference_has_the_ranks_of_each_version() -> None:
+    found = differences([[("norm", r, 5), ("matrix", r, 8 if r == 2 else 7)] for r in range(4)])
+    assert found == [Difference("matrix", ((0, 1, 3), (2,)))]
 
 
-class TestWhichEntriesAreCopies:
-    def test_what_one_rank_alone_holds_is_not_sent(self) -> None:
-        copies = Copies([[(LONELY, 0), (NORM, 0)], [(NORM, 1), (MATRIX, 1)]])
-        assert copies.sent == [[1], [0]]
-        assert copies.width == 1
+def test_parts_of_one_copy_are_added_modulo_2_to_the_64() -> None:
+    largest = 2**63 - 1
+    for last, sides in ((2, []), (3, [((0, 1), (2, 3))])):
+        parts = zip((0, 0, 2, 2), (largest, largest, -4, last), strict=True)
+        found = differences([[("norm", owner, part)] for owner, part in parts])
+        assert [one.sides for one in found] == sides
 
-    def test_equal_copies_are_no_difference(self) -> None:
-        copies = Copies([[(NORM, 0), (MATRIX, 0)], [(MATRIX, 1), (NORM, 1)]])
-        assert copies.differing(sums([5, 7], [7, 5])) == []
 
-    def test_a_difference_has_its_first_entry_and_the_ranks_of_each_version(self) -> None:
-        copies = Copies([[(NORM, rank), (MATRIX, rank)] for rank in range(4)])
-        found = copies.differing(sums([5, 7], [5, 7], [5, 8], [5, 7]))
-        assert found == [(0, 1, ((0, 1, 3), (2,)))]
-
-    def test_parts_of_one_copy_are_added_modulo_2_to_the_64(self) -> None:
-        parts = [[(NORM, 0)], [(NORM, 0)], [(NORM, 2)], [(NORM, 2)]]
-        largest = 2**63 - 1
-        assert Copies(parts).differing(sums([largest], [largest], [-4], [2])) == []
-        assert Copies(parts).differing(sums([largest], [largest], [-4], [3])) == [
-            (0, 0, ((0, 1), (2, 3)))
-        ]
-
-    def test_nothing_is_sent_where_every_rank_holds_something_else(self) -> None:
-        copies = Copies([[(NORM, 0)], [(MATRIX, 1)]])
-        assert copies.width == 0
-        assert copies.differing(np.zeros((2, 0), np.int64)) == []
-
-    def test_the_sentence_counts_ranks_in_runs(self) -> None:
-        difference = Difference("model.norm.weight", ((0, 1, 2, 5), (3, 4)))
-        assert (
-            str(difference) == "model.norm.weight (not the same on ranks 0-2, 5 and on ranks 3-4)"
-        )
+def test_the_sentence_counts_ranks_in_runs() -> None:
+    difference = Difference("model.norm.weight", ((0, 1, 2, 5), (3, 4)))
+    assert str(difference) == "model.norm.weight (not the same on ranks 0-2, 5 and on ranks 3-4)"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`pack_groups`: what each token of a batch carries, on hand-made cases and on random groups."""
+"""`pack_groups`: what each token of a batch carries, by hand and at random; lag in samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.algorithms.device_batch import DeviceBatch
+from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import number_on_lineage, pack_groups
+from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -125,16 +127,6 @@ def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> No
     assert batch.lag_T.tolist() == [0, 0, 6, 3, 2]
 
 
-def test_stale_tokens_are_masked_but_keep_their_version() -> None:
-    g = group(scored(1, 1, PROMPT, segment([3, 3], (0, 2)), segment([4], (0, 3))))
-    batch = pack_groups([g], step=5, lineage=0, branch_points={}, mask_before=3)
-    assert batch.loss_mask_T.tolist() == [0, 0, 0, 0, 1]
-    assert batch.rollout_logprobs_T[:4].tolist() == [0, 0, 0, 0]
-    assert batch.lag_T.tolist() == [0, 0, 0, 0, 2]
-    assert batch.version_T.tolist() == [-1, -1, 2, 2, 3]
-    assert batch.extra_metrics["stale_masked_tokens"] == 2
-
-
 def test_dropped_members_of_a_group_are_left_out() -> None:
     gone = dataclasses.replace(
         scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.SCORER
@@ -165,12 +157,6 @@ def test_what_cannot_be_trained_on_is_refused_by_name() -> None:
             lineage=0,
             branch_points={},
         )
-
-
-def test_no_groups_make_an_empty_batch() -> None:
-    batch = pack_groups([], step=0, lineage=0, branch_points={})
-    assert batch.num_sequences == 0
-    assert batch.num_tokens == 0
 
 
 segments = st.builds(
@@ -247,3 +233,73 @@ def test_turns_of_one_version_are_not_resumed_but_two_requests_are() -> None:
     assert scored(1, 1, PROMPT, one, one).resumed
     assert scored(1, 1, PROMPT, one, env, segment([3], (0, 1))).resumed
     assert not scored(1, 1, PROMPT, one).resumed
+
+
+def batch_of(step: int, *versions: list[str], mask_before: int | None = None) -> TokenBatch:
+    """One trajectory for each list, with two tokens by each of its versions, on lineage 2.
+
+    Lineage 1 parted from it at step 3.
+    """
+    prompt = Prompt(np.array([5, 6], np.int32), "t")
+    trajectories = tuple(
+        Trajectory(
+            i,
+            0,
+            prompt,
+            TrajectoryState.SCORED,
+            tuple(
+                Segment(np.ones(2, np.int32), -np.ones(2, np.float32), PolicyVersion.parse(version))
+                for version in of_one
+            ),
+            reward=1.0,
+        )
+        for i, of_one in enumerate(versions)
+    )
+    return pack_groups(
+        [Group(0, prompt, trajectories)],
+        step=step,
+        lineage=2,
+        branch_points={1: 3},
+        mask_before=mask_before,
+    )
+
+
+def trained(*sizes: int) -> SamplesTrained:
+    counts = SamplesTrained()
+    for size in sizes:
+        counts.add(size)
+    return counts
+
+
+def test_it_counts_the_batches_from_the_oldest_version_on() -> None:
+    counts = trained(32, 32, 8, 32, 32)
+    on_policy, older, resumed = ["2.5"], ["2.4"], ["2.2", "2.4", "2.5"]
+    assert counts.lag_E(batch_of(5, on_policy, older, resumed)).tolist() == [0, 32, 8 + 32 + 32]
+
+
+def test_a_token_of_an_abandoned_line_counts_from_where_the_lineages_part() -> None:
+    """Version 9 of lineage 1 was never trained on this one: it is as old as the checkpoint, 3."""
+    counts = trained(*[10] * 5)
+    assert counts.lag_E(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
+
+
+def test_tokens_that_are_not_trained_do_not_count() -> None:
+    counts = trained(*[10] * 5)
+    batch = batch_of(5, ["2.0", "2.4"], ["2.0"], mask_before=3)
+    assert counts.lag_E(batch).tolist() == [10], "the second one has no trained token at all"
+
+
+def test_a_batch_without_sequences_has_no_lag() -> None:
+    assert trained(10).lag_E(batch_of(1)).tolist() == []
+
+
+def test_after_a_resume_it_goes_on_from_what_the_store_holds() -> None:
+    """Batch 0 was compacted, the trainer could not use batch 1, batch 2 was a small one."""
+    counts = SamplesTrained(4, 32, {1: 0, 2: 8, 3: 32, 4: 99})
+    assert [counts.between(version, 4) for version in range(5)] == [72, 40, 40, 32, 0]
+
+
+def test_a_dropped_batch_has_trained_nothing() -> None:
+    counts = trained(10, 20, 30)
+    counts.drop(1)
+    assert [counts.between(0, step) for step in range(4)] == [0, 10, 10, 40]

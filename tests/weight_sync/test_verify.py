@@ -63,10 +63,6 @@ def error(mean: float) -> RatioError:
 def test_errors_are_those_of_the_log_probs() -> None:
     engine, trainer = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -2.0], np.float32)
     assert RatioError.of(engine, trainer) == RatioError(0.25, 0.5)
-    with pytest.raises(ValueError, match="shapes"):
-        RatioError.of(engine, trainer[:1])
-    with pytest.raises(ValueError, match="shapes"):
-        RatioError.of(engine[:0], trainer[:0])
 
 
 @pytest.mark.parametrize(("temperature", "limit"), [(1.0, 1e-4), (2.0, 1e-4), (0.1, 1e-3)])

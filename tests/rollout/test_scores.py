@@ -1,0 +1,203 @@
+"""A live driver whose rewards fail, take whole groups, or are slower than any generation.
+
+Rewards that hang, crash, raise or are unavailable are counted and stop nothing; a group is scored
+once, when it is whole; lag stays bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.scoring.pool import LocalScorerPool
+from megatron_async.trajectory.types import Prompt, TrajectoryState
+from tests.rollout.stand_ins import Fixed, run, settings, trajectories_in
+from tests.rollout.test_manager import Trainer
+
+OWN = Path(__file__).parents[1] / "scoring" / "rewards" / "own.py"
+FAILING_STEPS = 3
+
+
+class Pooled(Fixed):
+    """The numbered prompts, scored by a pool of scorer processes."""
+
+    def __init__(self, pool: LocalScorerPool) -> None:
+        self.pool = pool
+
+    @property
+    def failures(self) -> Mapping[str, str]:  # type: ignore[override]
+        return self.pool.failures
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return await self.pool.score(prompt, response_ids)
+
+
+@pytest.mark.slow
+def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Path) -> None:
+    names = ("scorer_that_hangs", "sleeps", "dies", "fails", "not_there")
+    rewards = [{"name": f"{OWN}:{name}", "label": name, "timeout_seconds": 0.2} for name in names]
+    waits = {"trainer": {"wait_for_batch_seconds": 120}}  # processes are started again and again
+    config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
+    write_character_tokenizer(tmp_path)
+    pool = LocalScorerPool(config.scorers, str(tmp_path))
+    counts: Counter[str] = Counter()
+    warnings: dict[str, str] = {}
+
+    async def body() -> None:
+        trainer = await Trainer(tmp_path, config, Pooled(pool)).started()
+        for step in range(FAILING_STEPS):
+            batch = await trainer.batch()
+            assert not batch.rewards_S.any()
+            counts.update(
+                {
+                    name: int(value)
+                    for name, value in batch.extra_metrics.items()
+                    if name.startswith("rollout/scorer_")
+                }
+            )
+            warnings.update((await trainer.publish(0, step + 1)).warnings)
+        await trainer.manager.stop()
+
+    try:
+        run(body())
+    finally:
+        pool.close()
+    each = FAILING_STEPS * config.schedule.groups_per_batch * config.schedule.group_size
+    assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging scorer and the sleeper
+    for kind in ("crashes", "errors", "unavailable"):
+        assert counts[f"rollout/scorer_{kind}"] >= each, counts
+    kinds = ("errors", "timeouts", "crashes", "unavailable")
+    assert {f"scorer_{kind}" for kind in kinds} <= warnings.keys()
+    place = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
+    assert re.search(place, warnings["scorer_errors"])
+
+
+GROUP_STEPS = 4
+
+
+class Ranks(Fixed):
+    """The reward is the place by length; one member of every other prompt fails at first."""
+
+    def __init__(self, group_size: int, fails: bool) -> None:
+        self.group_size = group_size
+        self.fails = fails
+        self.calls: Counter[int] = Counter()
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, dict[str, float]]]:
+        assert len(responses) == self.group_size, "scored before it was whole"
+        number = int(prompt.token_ids[1])
+        self.calls[number] += 1
+        order = sorted(range(self.group_size), key=lambda i: len(responses[i]))
+        scores: list[tuple[float | None, dict[str, float]]] = [
+            (float(order.index(i)), {"length": float(len(responses[i]))})
+            for i in range(self.group_size)
+        ]
+        if self.fails and number % 2 == 0 and self.calls[number] == 1:
+            scores[0] = (None, {})
+        return scores
+
+
+@pytest.mark.parametrize("policy", ["zero", "regenerate", "drop"])
+async def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
+    config = build_config(
+        merge(
+            settings("copris").model_dump(),
+            {
+                "task": {"on_scorer_timeout": policy},
+                "reward": [{"name": "any.module:rank", "group": True}],
+            },
+        )
+    )
+    scorer = Ranks(config.schedule.group_size, fails=policy != "zero")
+    regenerated = 0.0
+    trainer = await Trainer(tmp_path, config, scorer).started()
+    for step in range(GROUP_STEPS):
+        batch = await trainer.batch()
+        regenerated += batch.extra_metrics["rollout/regenerated"]
+        assert batch.extra_metrics["reward/length"] > 1.0
+        await trainer.publish(0, step + 1)
+    await trainer.manager.stop()
+    states = [one.state for one in trajectories_in(tmp_path).values()]
+    dropped = states.count(TrajectoryState.DROPPED)
+    assert (regenerated > 0) == (policy == "regenerate")
+    assert (dropped > 0) == (policy == "drop")
+    if policy != "regenerate":
+        assert set(scorer.calls.values()) == {1}
+
+
+STEPS = 10
+GROUPS, SIZE = 2, 2
+_POLL_SECONDS = 0.001
+
+
+class Slowest(Fixed):
+    """One scorer that works only while no request runs and the batch of `step` is not complete.
+
+    So generation always outruns it, and it never gets ahead while the trainer works.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.step = 0
+        self._one_at_a_time = asyncio.Lock()
+
+    def _rests(self) -> bool:
+        assert self.trainer is not None
+        driver = self.trainer.manager._driver
+        return bool(driver.status()["running"]) or driver._scheduler.view().next_step > self.step
+
+    async def score(
+        self, prompt: Prompt, response_ids: Any
+    ) -> tuple[float | None, dict[str, float]]:
+        async with self._one_at_a_time:
+            while self._rests():
+                await asyncio.sleep(_POLL_SECONDS)
+        return await super().score(prompt, response_ids)
+
+
+def config(preset: str) -> RunConfig:
+    """As many requests in flight as one batch has."""
+    sizes = {"groups_per_batch": GROUPS, "group_size": SIZE, "concurrency": GROUPS * SIZE}
+    return build_config(merge(settings(preset).model_dump(), {"schedule": sizes}))
+
+
+@pytest.mark.parametrize("preset", ["copris", "pipeline"])
+async def test_lag_stays_bounded_however_slow_scores_are(tmp_path: Path, preset: str) -> None:
+    lags: list[float] = []
+    queues: list[float] = []
+    waited: list[float] = []
+    warnings: list[str] = []
+
+    scorer = Slowest()
+    scorer.trainer = trainer = Trainer(tmp_path, config(preset), scorer)
+    await trainer.manager.start()
+    await trainer.begin(ResumePoint(0))
+    for step in range(STEPS):
+        scorer.step = step
+        metrics = (await trainer.batch()).extra_metrics
+        lags.append(metrics["rollout/lag_max"])
+        queues.append(metrics["rollout/score_queue_max"])
+        waited.append(metrics.get("rollout/score_seconds", 0.0))
+        report = await trainer.publish(0, step + 1)
+        warnings.extend(name for name, _ in report.warnings)
+    await trainer.manager.stop()
+    in_flight = 1  # batches' worth
+    assert max(lags) <= 1 + in_flight + (preset == "pipeline"), lags  # one more is being trained
+    assert max(queues) > GROUPS * SIZE, "scores were not what it waited for"
+    assert max(waited) > 0
+    if preset == "copris":
+        assert "scoring_backlog" in warnings  # how often depends on how fast the machine is
