@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -34,29 +34,7 @@ from tests.syntax import parse
 from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = (ROOT / "megatron_async", ROOT / "kernels" / "megatron_async_kernels")
 
-# Arguments of each as we pass them: positions, names.
-TORCH_CUDA: dict[str, tuple[int, tuple[str, ...]]] = {
-    "check_error": (1, ()),
-    "cudart": (0, ()),
-    "current_device": (0, ()),
-    "current_stream": (1, ()),
-    "device": (1, ()),
-    "device_count": (0, ()),
-    "empty_cache": (0, ()),
-    "get_device_capability": (1, ()),
-    "get_device_name": (0, ()),
-    "get_device_properties": (1, ()),
-    "get_rng_state": (0, ()),
-    "ipc_collect": (0, ()),
-    "is_available": (0, ()),
-    "nccl.version": (0, ()),
-    "set_device": (1, ()),
-    "set_rng_state": (1, ()),
-    "stream": (1, ()),
-    "synchronize": (0, ()),
-}
 # torch 2.14.1+cu130, read on 22 November 2026 from the GPU lock (launch/requirements-gpu-lock.txt).
 NCCL = {
     "__init__": "store: torch._C._distributed_c10d.Store, rank: typing.SupportsInt | "
@@ -66,43 +44,6 @@ NCCL = {
     "abort": "self: torch._C._distributed_c10d.Backend",
 }
 NCCL_OPTIONS = ("_timeout",)
-
-
-def names_of_torch_cuda() -> Iterator[str]:
-    """Every `torch.cuda.X` (and `torch.cuda.nccl.X`) in the product's code."""
-    for folder in PRODUCT:
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(parse(path.read_text())):
-                if isinstance(node, ast.Attribute):
-                    text = ast.unparse(node)
-                    if text.startswith("torch.cuda."):
-                        yield text.removeprefix("torch.cuda.")
-
-
-def test_every_function_of_torch_cuda_that_is_called_is_in_the_table() -> None:
-    assert set(names_of_torch_cuda()) - {"nccl"} == set(TORCH_CUDA)
-
-
-@pytest.mark.parametrize("name", TORCH_CUDA)
-def test_torch_cuda_takes_what_it_is_given(name: str) -> None:
-    found: Any = torch.cuda
-    for part in name.split("."):
-        found = getattr(found, part)
-    count, named = TORCH_CUDA[name]
-    inspect.signature(found).bind(*range(count), **dict.fromkeys(named))
-
-
-def test_megatrons_parts_for_transformer_engine_take_what_they_are_given() -> None:
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-    inspect.signature(spec).bind(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
-    path = Path(inspect.getfile(gpt_layer_specs)).parents[2] / "extensions/transformer_engine.py"
-    classes = [n for n in ast.walk(parse(path.read_text())) if isinstance(n, ast.ClassDef)]
-    [norm] = [node for node in classes if node.name == "TENorm"]
-    [make] = [node for node in norm.body if getattr(node, "name", "") == "__new__"]
-    assert isinstance(make, ast.FunctionDef)
-    assert [argument.arg for argument in make.args.args][1:4] == ["config", "hidden_size", "eps"]
 
 
 def test_a_cuda_handle_has_its_device_where_we_write_its_uuid() -> None:

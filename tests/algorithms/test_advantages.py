@@ -54,59 +54,10 @@ def test_every_estimator_equals_its_formula(
             assert_close(a, b, f"{name} {without_self}")
 
 
-def test_group_advantages_use_the_sample_deviation_and_its_epsilon() -> None:
-    rewards_S, group_S = torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 0])
-    got, slope_S = advantages.group_advantages(rewards_S, group_S, epsilon=0.25)
-    expected = 0.5 / (math.sqrt(0.5) + 0.25)
-    assert got.tolist() == pytest.approx([expected, -expected])
-    assert slope_S.tolist() == pytest.approx([2 * expected] * 2)
-
-
-def test_leave_one_out_baseline_is_the_mean_of_the_others() -> None:
-    rewards_S, group_S = torch.tensor([3.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 1])
-    got = advantages.leave_one_out_advantages(rewards_S, group_S)
-    assert got.tolist() == [3.0, -1.5, -1.5, 5.0]
-
-
-def test_rapid_bounds_a_weight_from_above() -> None:
-    """min, not the max that the paper prints: weight 10 counts as 2, weight 0.1 stays."""
-    rewards_S = torch.tensor([1.0, 1.0]).double()
-    log_weights_S = torch.tensor([10.0, 0.1]).double().log()
-    got = advantages.rapid_advantages(rewards_S, log_weights_S, torch.tensor([0, 0]), eta=2.0)
-    assert got.tolist() == pytest.approx([1 - 2.1 / 2] * 2)
-    others = advantages.rapid_advantages(
-        rewards_S, log_weights_S, torch.tensor([0, 0]), eta=2.0, leave_one_out=True
-    )
-    assert others.tolist() == pytest.approx([1 - 0.1, 1 - 2.0])
-
-
-def test_rapid_on_policy_is_the_group_mean_baseline() -> None:
-    rewards_S, group_S = torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
-    rapid = advantages.rapid_advantages(rewards_S, torch.zeros(4).double(), group_S)
-    plain, _ = advantages.group_advantages(rewards_S, group_S, normalize_std=False)
-    torch.testing.assert_close(rapid, plain)
-
-
-def test_whitening_counts_tokens_not_sequences() -> None:
-    rewards_S = torch.tensor([1.0, 0.0]).double()
-    got, slope_S = advantages.whitened_advantages(rewards_S, torch.tensor([3, 1]))
-    deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3 + 1e-8)
-    assert got.tolist() == pytest.approx([0.25 / deviation, -0.75 / deviation])
-    assert slope_S.tolist() == pytest.approx([1 / deviation] * 2)
-    nothing = advantages.whitened_advantages(torch.ones(2), torch.zeros(2))
-    assert [values_S.tolist() for values_S in nothing] == [[0.0, 0.0]] * 2
-
-
 def test_overlong_penalty_is_linear_inside_the_buffer() -> None:
     length_S = torch.tensor([0, 60, 80, 90, 100, 140])
     got = advantages.overlong_penalty(length_S, max_length=100, buffer=20, penalty=2.0)
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, -2.0, -2.0])
-
-
-def test_groups_with_equal_rewards_are_not_informative() -> None:
-    rewards_S = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5])
-    got = advantages.informative_groups(rewards_S, torch.tensor([0, 0, 1, 1, 2]))
-    assert got.tolist() == [True, False, False]
 
 
 def test_empty_batches_pass_through() -> None:

@@ -9,11 +9,7 @@ import pytest
 import torch
 from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
-from megatron_async.algorithms.algorithm import (
-    Algorithm,
-    build_algorithm,
-    build_sft_algorithm,
-)
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.config import build_config
@@ -150,19 +146,6 @@ def response_logs(batch: DeviceBatch, a_T: torch.Tensor, b_T: torch.Tensor) -> l
 def first_of_each(batch: DeviceBatch) -> list[float]:
     """A sequence's advantage, wherever it is written."""
     return [float(batch.advantages_T[i]) for i in batch.cu_seqlens_S1[:-1]]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "pg", "reinforce_pp"])
-def test_estimators_reach_the_batch(estimator: str) -> None:
-    batch = device_batch(seed=2)
-    prepared, metrics = algorithm_of("copris", advantage={"estimator": estimator}).prepare(batch)
-    tokens = [round(n) for n in response_logs(batch, batch.loss_mask_T, 0 * batch.loss_mask_T)]
-    expected = oracle.advantages(
-        estimator, batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=tokens
-    )
-    assert first_of_each(prepared) == pytest.approx(expected)
-    assert metrics["reward/mean"] == pytest.approx(float(batch.rewards_S.mean()))
-    assert batch.advantages_T is None, "the batch itself is not modified"
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -334,32 +317,6 @@ def test_the_share_of_uninformative_groups_is_reported() -> None:
     assert metrics["reward/std"] == pytest.approx(rewards_S.numpy().std())
 
 
-def test_sft_is_masked_cross_entropy_whatever_the_recipe() -> None:
-    algorithm, batch = build_sft_algorithm(), device_batch()
-    prepared, _ = algorithm.prepare(batch)
-    prepared, denominators = algorithm.prepare_minibatch(prepared)
-    logprobs_T = current_logprobs(batch)
-    output = algorithm.loss(algorithm.inputs(prepared, logprobs_T), denominators)
-    trained_T = batch.loss_mask_T != 0
-    assert float(output.loss_sum) == pytest.approx(-logprobs_T.numpy()[trained_T].mean())
-    assert output.metrics.sums()["log_ratio"] == 0.0
-    assert (
-        not algorithm.needs_old_logprobs and algorithm.correction_metrics(batch, logprobs_T) == {}
-    )
-
-
-def test_arrays_are_read_in_the_dtype_of_the_log_probs() -> None:
-    algorithm, batch = algorithm_of("grpo", entropy_coef=0.1), device_batch()
-    prepared, _ = algorithm.prepare(batch)
-    current_T = current_logprobs(batch).float().requires_grad_()
-    inputs = algorithm.inputs(prepared, current_T, current_T * 0)
-    assert {
-        tensor.dtype for tensor in (inputs.rollout_logprobs_T, inputs.advantages_T, inputs.mask_T)
-    } == {torch.float32}
-    assert inputs.entropy_T is not None and not inputs.entropy_T.requires_grad
-    assert not inputs.logprobs_T.requires_grad
-
-
 @pytest.mark.parametrize(
     ("field", "name", "recipe"),
     [
@@ -376,14 +333,6 @@ def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None
     broken[-1] = math.nan
     with pytest.raises(NonFiniteError, match=rf"^{name} has 1"):
         algorithm.prepare(replace(device_batch(), **{field: broken}))
-
-
-def test_non_finite_log_probs_of_the_group_pass_are_named() -> None:
-    algorithm, batch = algorithm_of("rapid"), device_batch()
-    broken_T = current_logprobs(batch)
-    broken_T[-1] = math.inf
-    with pytest.raises(NonFiniteError, match=r"^logprobs has 1"):
-        algorithm.prepare_minibatch(algorithm.prepare(batch)[0], broken_T)
 
 
 def test_a_batch_rejected_as_a_whole_has_no_gradient() -> None:

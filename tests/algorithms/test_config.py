@@ -4,7 +4,7 @@ import pytest
 
 from megatron_async.algorithms.algorithm import build_algorithm
 from megatron_async.algorithms.loss_settings import loss_config
-from megatron_async.config import build_config, dump, load_config
+from megatron_async.config import build_config
 from megatron_async.config.algorithm import (
     CORRECTION_PRESETS,
     AlgorithmConfig,
@@ -215,15 +215,6 @@ def test_importance_sampling_off_is_the_ratio_to_a_recomputed_policy() -> None:
 def test_what_has_no_meaning_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_config({"algorithm": {"recipe": "copris", **settings}})
-
-
-def test_a_dumped_configuration_loads_as_itself(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    config = build_config(
-        {"algorithm": {"recipe": "dapo", "correction": {"preset": "decoupled_seq_is_rs"}}}
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(dump(config))
-    assert load_config(path) == config
 
 
 def test_a_pair_of_bounds_on_the_command_line_stays_a_pair() -> None:

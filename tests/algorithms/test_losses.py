@@ -1,5 +1,7 @@
 """The loss of a microbatch: values, gradients and metric sums against the oracle and autograd."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 
@@ -7,11 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_async_kernels.loss_torch import (
-    policy_loss,
-    rejection_keep,
-    rejection_statistic,
-)
+from megatron_async_kernels.loss_torch import divergence, policy_loss
 from megatron_async_kernels.loss_types import (
     LAG_SUM_NAMES,
     MAX_NAMES,
@@ -21,15 +19,13 @@ from megatron_async_kernels.loss_types import (
     LossInputs,
     LossMetrics,
     NonFiniteError,
-    RejectionRule,
     attach_gradient,
-    check_finite,
 )
 
 from tests.algorithms import oracle
 from tests.algorithms.autograd import autograd_loss
-from tests.algorithms.cases import Case, assert_close, cases
-from tests.algorithms.configs import loss_configs
+from tests.algorithms.cases import Case, assert_close, cases, loss_configs
+from tests.kernels.loss_cases import exact_k3, expected_slopes, kl_alone
 
 DENOMINATORS = Denominators(tokens=17.0, sequences=5.0, weight_mean=1.25)
 
@@ -89,39 +85,6 @@ def test_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> Non
         torch.testing.assert_close(output.dentropy_T, dentropy_T, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("surrogate", ["aipo", "ppo_clip", "sft"])
-@pytest.mark.parametrize("kl", ["none", "k3"])
-def test_gradients_equal_finite_differences(surrogate: str, kl: str) -> None:
-    """Losses without a stopped gradient, away from their kinks."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(12, generator=generator, dtype=torch.float64)
-
-    config = LossConfig(surrogate=surrogate, dual_clip=3.0, kl_estimator=kl, kl_coef=0.3)  # type: ignore[arg-type]
-    p_T = draw(-3.0, -0.1)
-    inputs = LossInputs(
-        logprobs_T=p_T,
-        rollout_logprobs_T=p_T + draw(-1.5, 1.5),
-        advantages_T=draw(-2.0, 2.0),
-        mask_T=torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], dtype=torch.float64),
-        cu_seqlens_S1=torch.tensor([0, 4, 12]),
-        ref_logprobs_T=p_T + draw(-1.0, 1.0),
-    )
-    output = policy_loss(inputs, config, DENOMINATORS)
-    for token in range(12):
-        step_T = torch.zeros(12, dtype=torch.float64)
-        step_T[token] = 1e-6
-        ends = [
-            policy_loss(
-                dataclasses.replace(inputs, logprobs_T=p_T + sign * step_T), config, DENOMINATORS
-            ).loss_sum
-            for sign in (1.0, -1.0)
-        ]
-        slope = float(ends[0] - ends[1]) / 2e-6
-        assert slope == pytest.approx(float(output.dlogp_T[token]), abs=1e-7)
-
-
 @given(case=cases(min_trained=1), config=loss_configs, data=st.data())
 @settings(max_examples=150)
 def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
@@ -175,47 +138,6 @@ def slope(inputs: LossInputs, **settings_: object) -> float:
     return float(policy_loss(inputs, config, Denominators(1.0, 1.0)).dlogp_T[0])
 
 
-def test_pipeline_rl_truncates_the_weight_and_keeps_the_gradient() -> None:
-    settings_ = {"surrogate": "reinforce", "weight_level": "token", "weight_upper": 5.0}
-    assert slope(one_token(math.log(3.0)), **settings_) == pytest.approx(-3.0)
-    assert slope(one_token(math.log(9.0)), **settings_) == pytest.approx(-5.0)
-
-
-def test_aipo_objective_stops_the_gradient_at_the_clip_for_either_sign() -> None:
-    for advantage in (1.0, -1.0):
-        inside = one_token(math.log(7.9), advantage=advantage)
-        beyond = one_token(math.log(8.1), advantage=advantage)
-        assert slope(inside, surrogate="aipo") == pytest.approx(-7.9 * advantage)
-        assert slope(beyond, surrogate="aipo") == 0.0
-
-
-def test_ppo_clip_stops_only_the_gradient_that_would_go_further() -> None:
-    high, low = math.log(1.3), math.log(0.7)
-    assert slope(one_token(high, advantage=1.0)) == 0.0
-    assert slope(one_token(high, advantage=-1.0)) == pytest.approx(1.3)
-    assert slope(one_token(low, advantage=-1.0)) == 0.0
-    assert slope(one_token(low, advantage=1.0)) == pytest.approx(-0.7)
-
-
-def test_clip_higher_widens_only_the_upper_side() -> None:
-    assert slope(one_token(math.log(1.25)), clip_high=0.28) == pytest.approx(-1.25)
-    assert slope(one_token(math.log(1.25)), clip_high=0.2) == 0.0
-
-
-def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
-    bad = one_token(math.log(4.0), advantage=-1.0)
-    assert slope(bad) == pytest.approx(4.0)
-    assert slope(bad, dual_clip=3.0) == 0.0
-    config = LossConfig(dual_clip=3.0)
-    assert float(policy_loss(bad, config, Denominators(1.0, 1.0)).loss_sum) == 3.0
-
-
-def test_bypass_ratio_is_to_the_rollout_and_decoupled_to_pi_old() -> None:
-    inputs = one_token(-1.0, -1.0, old_logprobs=-1.1, is_weights=0.5)
-    assert slope(inputs, ratio_to="rollout") == pytest.approx(-0.5)
-    assert slope(inputs, ratio_to="old") == pytest.approx(-0.5 * math.exp(0.1))
-
-
 def test_both_kl_estimators_have_the_gradient_of_the_kl() -> None:
     """sum_y mu(y) dlogp(y) grad log pi(y) is grad KL(pi || ref), on off-policy data too.
 
@@ -246,63 +168,6 @@ def test_both_kl_estimators_have_the_gradient_of_the_kl() -> None:
         slopes = policy_loss(inputs, config, Denominators(3.0, 1.0)).dlogp_T
         (actual,) = torch.autograd.grad((mu * slopes * log_pi).sum(), logits, retain_graph=True)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_the_safety_bound_is_inclusive() -> None:
-    at, beyond = one_token(20.0, advantage=-1.0), one_token(20.5, advantage=-1.0)
-    assert slope(at) == pytest.approx(math.exp(20.0))
-    assert slope(beyond) == 0.0
-    for p in (20.5, -20.5):
-        assert slope(one_token(p), surrogate="aipo", aipo_delta=1e12) == 0.0
-    assert slope(one_token(-20.0), surrogate="aipo") == pytest.approx(-math.exp(-20.0), rel=1e-9)
-
-
-@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean", "seq_max"])
-def test_bounds_of_a_rejection_rule_are_inclusive(level: str) -> None:
-    """k2 of log-ratio 1 is exactly 1/2; it is kept by [1/2, 1/2] and by nothing narrower."""
-    log_ratio_T, one = torch.ones(1, dtype=torch.float64), torch.tensor([1.0]).double()
-    for lower, upper, keep in (
-        (0.5, 0.5, 1.0),
-        (0.5, 0.6, 1.0),
-        (0.51, 1.0, 0.0),
-        (0.0, 0.49, 0.0),
-    ):
-        rule = RejectionRule(level, "k2", lower, upper)  # type: ignore[arg-type]
-        got = rejection_keep(log_ratio_T, one, torch.tensor([0, 1]), (rule,))
-        assert got.tolist() == [keep], (lower, upper)
-
-
-@pytest.mark.parametrize("level", ["seq_sum", "seq_mean", "seq_max"])
-def test_untrained_tokens_do_not_enter_a_sequence_statistic(level: str) -> None:
-    log_ratio_T, mask_T = torch.tensor([1.0, 9.0, math.nan]), torch.tensor([1.0, 0.0, 0.0])
-    got = rejection_statistic(log_ratio_T, mask_T, torch.tensor([0, 3]), level, "k2")
-    assert got.tolist() == [0.5]
-
-
-def test_rejection_in_the_loss_leaves_the_global_denominator_alone() -> None:
-    inputs = LossInputs(
-        torch.tensor([0.0, 2.0]), torch.zeros(2), torch.ones(2), torch.ones(2), torch.tensor([0, 2])
-    )
-    rule = RejectionRule("token", "k3", -math.inf, 0.5)
-    config = LossConfig(surrogate="reinforce", rejection=(rule,))
-    output = policy_loss(inputs, config, Denominators(2.0, 1.0))
-    assert output.dlogp_T.tolist() == [-0.5, 0.0]
-
-
-def test_a_generations_weight_counts_rejected_tokens_too() -> None:
-    """It is the probability ratio of what was generated, whatever is trained of it."""
-    log_ratio_T = torch.tensor([0.25, 2.0], dtype=torch.float64)
-    inputs = LossInputs(
-        log_ratio_T,
-        torch.zeros(2).double(),
-        torch.ones(2).double(),
-        torch.ones(2).double(),
-        torch.tensor([0, 2]),
-    )
-    rule = RejectionRule("token", "k3", -math.inf, 0.5)
-    config = LossConfig(surrogate="reinforce", weight_level="sequence", rejection=(rule,))
-    output = policy_loss(inputs, config, Denominators(1.0, 1.0))
-    assert output.dlogp_T.tolist() == pytest.approx([-math.exp(2.25), 0.0])
 
 
 def test_nothing_trained_gives_zero_and_no_division() -> None:
@@ -339,11 +204,6 @@ def test_a_non_finite_input_is_named(name: str, value: float) -> None:
         policy_loss(broken, LossConfig(), Denominators(1.0, 1.0))
 
 
-def test_untrained_tokens_may_hold_anything() -> None:
-    check_finite({"x": torch.tensor([math.nan, 1.0])}, torch.tensor([0.0, 1.0]))
-    check_finite({"x": None}, torch.tensor([1.0]))
-
-
 @pytest.mark.parametrize(
     ("settings_", "name"),
     [
@@ -378,3 +238,52 @@ def test_attached_gradient_flows_to_log_probs_and_entropy() -> None:
     (expected,) = torch.autograd.grad(2.0 * surrogate, logits)
     torch.testing.assert_close(logits.grad, expected)
     assert attach_gradient(output, logprobs_T.detach().requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("weight_upper", [4.0, 0.5])
+def test_the_gradient_of_k3_does_not_cancel(weight_upper: float) -> None:
+    inputs, config, denominators, distance_T = kl_alone(weight_upper)
+    output = policy_loss(inputs, config, denominators)
+    expected_T = expected_slopes(distance_T, weight_upper)
+    torch.testing.assert_close(output.dlogp_T.double(), expected_T, rtol=3e-7, atol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 2e-15)])
+def test_the_value_of_k3_does_not_cancel(dtype: torch.dtype, rtol: float) -> None:
+    distance_T = kl_alone(1.0)[-1].to(dtype)
+    expected_T = torch.tensor([exact_k3(d)[0] for d in distance_T.tolist()], dtype=torch.float64)
+    found_T = divergence(-distance_T, "k3").double()
+    torch.testing.assert_close(found_T, expected_T, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("surrogate", ["aipo", "ppo_clip", "sft"])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_gradients_equal_finite_differences(surrogate: str, kl: str) -> None:
+    """Losses without a stopped gradient, away from their kinks."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(12, generator=generator, dtype=torch.float64)
+
+    config = LossConfig(surrogate=surrogate, dual_clip=3.0, kl_estimator=kl, kl_coef=0.3)  # type: ignore[arg-type]
+    p_T = draw(-3.0, -0.1)
+    inputs = LossInputs(
+        logprobs_T=p_T,
+        rollout_logprobs_T=p_T + draw(-1.5, 1.5),
+        advantages_T=draw(-2.0, 2.0),
+        mask_T=torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], dtype=torch.float64),
+        cu_seqlens_S1=torch.tensor([0, 4, 12]),
+        ref_logprobs_T=p_T + draw(-1.0, 1.0),
+    )
+    output = policy_loss(inputs, config, DENOMINATORS)
+    for token in range(12):
+        step_T = torch.zeros(12, dtype=torch.float64)
+        step_T[token] = 1e-6
+        ends = [
+            policy_loss(
+                dataclasses.replace(inputs, logprobs_T=p_T + sign * step_T), config, DENOMINATORS
+            ).loss_sum
+            for sign in (1.0, -1.0)
+        ]
+        slope = float(ends[0] - ends[1]) / 2e-6
+        assert slope == pytest.approx(float(output.dlogp_T[token]), abs=1e-7)

@@ -14,11 +14,7 @@ from megatron_async_kernels.loss_types import (
     RejectionRule,
 )
 
-from megatron_async.algorithms.metrics import (
-    batch_staleness,
-    effective_sample_size,
-    finalize,
-)
+from megatron_async.algorithms.metrics import batch_staleness, effective_sample_size, finalize
 
 
 def report(config: LossConfig | None = None, **more: list[float]) -> dict[str, float]:

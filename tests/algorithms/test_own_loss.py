@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from megatron_async_kernels import (
-    Denominators,
-    LossConfig,
-    LossInputs,
-    NonFiniteError,
-    OwnLoss,
-    policy_loss,
-)
-from torch.overrides import TorchFunctionMode
+from megatron_async_kernels import LossInputs, NonFiniteError, policy_loss
 
 from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_async.algorithms.own_loss import check_own_loss
 from megatron_async.config import build_config, load_config
 from megatron_async.config.load import dump
 from megatron_async.errors import UserError
-from megatron_async.runtime.import_path import load_object
 from tests.algorithms.batches import current_logprobs, device_batch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss"
@@ -140,18 +129,6 @@ def test_a_loss_may_go_through_the_entropy_alone() -> None:
     torch.testing.assert_close(both.dentropy_T, bonus.dentropy_T)
 
 
-def test_untrained_tokens_may_hold_anything() -> None:
-    algorithm = algorithm_of(here("ppo"))
-    batch = device_batch(seed=1)
-    logprobs_T = current_logprobs(batch, 1)
-    prepared, _ = algorithm.prepare(batch)
-    prepared, denominators = algorithm.prepare_minibatch(prepared)
-    inputs = algorithm.inputs(prepared, logprobs_T)
-    broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.logprobs_T)
-    broken = algorithm.loss(replace(inputs, logprobs_T=broken_T), denominators)
-    torch.testing.assert_close(broken.dlogp_T, algorithm.loss(inputs, denominators).dlogp_T)
-
-
 def test_a_wrong_shape_and_an_infinite_loss_are_named() -> None:
     with pytest.raises(ValueError, match=r"the loss returned \(\), not a tensor \[\d+\]"):
         outputs(algorithm_of(here("scalar")), algorithm_of(here("ppo")))
@@ -195,24 +172,6 @@ def test_good_ones_pass_the_check() -> None:
     check_own_loss(load_config(EXAMPLE / "config.yaml").algorithm)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("x = 1\nraise KeyError('mine')\n", r"KeyError: 'mine' at .*broken\.py:2$"),
-        ("x = 1\ndef f(:\n", r"SyntaxError: invalid syntax at .*broken\.py:2$"),
-        ("x = 1\0\n", r"(Syntax|Value)Error: source code .* null bytes at .*broken\.py$"),
-        ("raise SystemExit(3)\n", r"SystemExit: 3 at .*broken\.py:1$"),
-    ],
-    ids=["raises", "bad syntax", "null byte", "exits"],
-)
-def test_what_keeps_the_users_file_from_being_imported_names_it(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(UserError, match=sentence):
-        algorithm_of(f"{tmp_path}/broken.py:f")
-
-
 def test_a_file_beside_the_yaml_file_is_found_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,70 +202,17 @@ def test_the_example_is_ppo_for_fresh_tokens_and_clips_old_ones_sooner() -> None
         policy_loss(inputs, algorithm.loss_config, denominators)
 
 
-class NoSlopeAtTheBounds(TorchFunctionMode):
-    """`clamp` as torch 2.14 differentiates it; up to 2.13 its slope is 1 at its bounds."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        clamped_T = func(*args, **kwargs)
-        if func not in (torch.clamp, torch.Tensor.clamp) or not args[0].requires_grad:
-            return clamped_T
-        inside_T = args[0] == clamped_T
-        for bound in (*args[1:], *kwargs.values()):
-            inside_T = inside_T & (args[0] != bound)
-        return torch.where(inside_T, args[0], clamped_T.detach())
-
-
-def at_its_bounds(tokens: LossInputs) -> torch.Tensor:
-    ratio_T = (tokens.logprobs_T - tokens.rollout_logprobs_T).exp()
-    return ratio_T.clamp(1.0, 2.0)
-
-
-def own_slopes(function: OwnLoss) -> list[float]:
-    """Of two on-policy tokens, ratio 1, with advantages of 1 and -1 and a lag of 100."""
-    inputs = LossInputs(
-        logprobs_T=torch.zeros(2),
-        rollout_logprobs_T=torch.zeros(2),
-        advantages_T=torch.tensor([1.0, -1.0]),
-        mask_T=torch.ones(2),
-        cu_seqlens_S1=torch.tensor([0, 2]),
-        lag_T=torch.full((2,), 100),
-    )
-    config, whole = LossConfig(surrogate="own"), Denominators(tokens=1.0, sequences=1.0)
-    slopes: list[float] = policy_loss(inputs, config, whole, own=function).dlogp_T.tolist()
-    return slopes
-
-
-def documented(heading: str, page: str) -> OwnLoss:
-    """The first Python block after a heading of a page in docs/."""
-    text = (EXAMPLE.parents[1] / "docs" / page).read_text().partition(heading)[2]
-    names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
-    found: OwnLoss = names["loss"]
-    return found
-
-
-def test_the_other_slope_of_clamp_is_there_to_be_noticed() -> None:
-    with NoSlopeAtTheBounds():
-        assert own_slopes(at_its_bounds) == [0.0, 0.0]
-
-
-SHIPPED = {
-    "example": load_object(f"{EXAMPLE / 'loss.py'}:narrowing_clip", "loss"),
-    "docs, truncated": documented("## A loss", "how-to/own-code.md"),
-    "docs, clipped": partial(documented("### A loss that clips", "how-to/own-code.md"), clip=0.0),
-}
-
-
-@pytest.mark.parametrize("function", SHIPPED.values(), ids=list(SHIPPED))
-def test_a_shipped_loss_has_the_same_gradient_whatever_clamps_is(function: OwnLoss) -> None:
-    """At a lag of 100 the example's clip is [1, 1]: the ratio lies on both bounds."""
-    with NoSlopeAtTheBounds():
-        later = own_slopes(function)
-    assert own_slopes(function) == later == [-1.0, 1.0]
-
-
 def _prepared(algorithm: Algorithm) -> tuple:  # type: ignore[type-arg]
     return (algorithm.prepare(device_batch(seed=0))[0],)
+
+
+def test_untrained_tokens_may_hold_anything() -> None:
+    algorithm = algorithm_of(here("ppo"))
+    batch = device_batch(seed=1)
+    logprobs_T = current_logprobs(batch, 1)
+    prepared, _ = algorithm.prepare(batch)
+    prepared, denominators = algorithm.prepare_minibatch(prepared)
+    inputs = algorithm.inputs(prepared, logprobs_T)
+    broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.logprobs_T)
+    broken = algorithm.loss(replace(inputs, logprobs_T=broken_T), denominators)
+    torch.testing.assert_close(broken.dlogp_T, algorithm.loss(inputs, denominators).dlogp_T)

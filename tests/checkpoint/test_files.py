@@ -117,13 +117,10 @@ def first(header: dict[str, Entry]) -> Entry:
     [
         lambda header: first(header).update(data_offsets=[0, 1 << 70]),
         lambda header: first(header).update(data_offsets=[-8, 132]),
-        lambda header: first(header).update(data_offsets=[4, 144]),
         lambda header: first(header).update(shape=[1 << 40, 7]),
         lambda header: first(header).update(shape=[-5, -7]),
-        lambda header: first(header).update(shape=[35]),
         lambda header: first(header).update(shape=[0, 7], data_offsets=[0, 0]),
         lambda header: first(header).update(dtype="I64"),
-        lambda header: first(header).update(shape=None),
         lambda header: first(header).pop("dtype"),
         lambda header: {"weights/w@0,x": first(header)},
         lambda header: {"weights/w": first(header)},
@@ -145,7 +142,6 @@ def test_a_header_that_does_not_describe_the_file_is_corrupt(
     "content",
     [
         b"",
-        b"torn",
         struct.pack("<Q", 1 << 60) + b"{}",
         struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe",
         struct.pack("<Q", 100_000) + b"[" * 100_000,

@@ -17,18 +17,7 @@ from megatron_async.files.disk import CannotWrite
 from megatron_async.models.save import save_hf
 from megatron_async.trainer.step import PolicyTrainer
 from tests.small_disk import SmallDisk, small_disk
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    write_model,
-)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,31 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.checkpoint import writer
 from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
-from megatron_async.checkpoint.manifest import COPY_NAME, MANIFEST_NAME, open_checkpoint
-from megatron_async.checkpoint.state import TensorPiece
-from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
+from megatron_async.checkpoint.manifest import open_checkpoint
+from megatron_async.checkpoint.writer import SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.runtime import host_buffers
-from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    weights,
-    write_model,
-)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.trainer.cases import ragged_batch, settings, trainer_session, weights
 
 
 @pytest.fixture(params=["distributed", "replicated", "distributed bf16", "replicated bf16"])
@@ -61,12 +44,6 @@ def trainer_with(
         yield trainer
 
 
-@pytest.fixture
-def process() -> Iterator[None]:
-    with single_process():
-        yield
-
-
 def manager(root: Path, **changes: Any) -> CheckpointManager:
     return CheckpointManager(root, CheckpointConfig(**{"asynchronous": False, **changes}))
 
@@ -81,64 +58,7 @@ def assert_bit_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert torch.equal(ours[name], tensor), name
 
 
-@contextmanager
-def file_size_limit(limit: int) -> Iterator[None]:
-    """The kernel refuses to let any file grow past `limit` bytes: a write that fails half-way."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 # ------------------------------------------------------------ host memory
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that counts as one on a GPU."""
-
-    is_cuda = True
-
-
-def test_what_leaves_a_gpu_is_copied_to_memory_that_was_pinned_for_the_save_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In calls: without CUDA there is nothing to pin."""
-    pinned: list[int] = []
-
-    def counted(size: int) -> torch.Tensor:
-        made = torch.empty(size, dtype=torch.uint8)
-        pinned.append(made.data_ptr())
-        return made
-
-    monkeypatch.setattr(host_buffers, "pinned_bytes", counted)
-    values = torch.arange(6.0).view(2, 3)
-    live = TensorPiece("weights/a", (0, 0), (2, 3), values.as_subclass(OnGpu))
-    buffers = HostBuffers()
-    for _ in range(2):
-        copied = CopiedPiece.of(live, 0, buffers)
-        assert pinned == [copied.piece.values.data_ptr()]
-        assert torch.equal(copied.piece.values, values)
-
-
-def test_every_save_gets_the_host_memory_of_the_one_before(
-    model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[HostBuffers] = []
-    whole = writer.prepare
-
-    def prepare(trainer: Any, pinned: HostBuffers) -> writer.Prepared:
-        given.append(pinned)
-        return whole(trainer, pinned)
-
-    monkeypatch.setattr(writer, "prepare", prepare)
-    checkpoints = manager(tmp_path)
-    with trainer_with(model_dir) as trainer:
-        for _ in range(2):
-            train(trainer, 1)
-            checkpoints.save(trainer, {})
-    assert given[0] is given[1]
 
 
 # ------------------------------------------------------------ resuming
@@ -197,24 +117,6 @@ def test_hyperparameters_are_those_of_the_configuration(
     with trainer_with(model_dir, {"optimizer": {"betas": [0.8, 0.9]}}) as trainer:
         manager(tmp_path).load(trainer, open_checkpoint(tmp_path / "step_000000"))
         assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.8, 0.9)}
-
-
-def test_a_corrupt_checkpoint_is_passed_over_with_a_message(
-    model_dir: Path, tmp_path: Path, process: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with trainer_with(model_dir) as trainer:
-        checkpoints = manager(tmp_path)
-        for _ in range(2):
-            train(trainer, 1)
-            checkpoints.save(trainer, {})
-    data = next((tmp_path / "step_000002").glob("rank_*"))
-    data.write_bytes(data.read_bytes()[:-100])
-    with caplog.at_level(logging.WARNING):
-        newest = manager(tmp_path).newest()
-    assert newest is not None
-    assert newest.step == 1
-    assert "step_000002 is corrupt" in caplog.text
-    assert "the previous one is used" in caplog.text
 
 
 def test_when_all_are_corrupt_that_is_an_error_and_not_a_fresh_start(
@@ -296,39 +198,6 @@ def test_a_save_that_does_not_end_is_an_error_within_the_time_limit(
     let_go.set()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_that_fills_up_loses_nothing_already_saved(
-    model_dir: Path, tmp_path: Path, process: None, asynchronous: bool
-) -> None:
-    checkpoints = manager(tmp_path, asynchronous=asynchronous)
-    with trainer_with(model_dir) as trainer:
-        train(trainer, 1)
-        checkpoints.save(trainer, {})
-        checkpoints.wait()
-        saved = weights(trainer)
-        train(trainer, 1)
-        with file_size_limit(100_000), pytest.raises(ComponentFailure) as failure:
-            checkpoints.save(trainer, {})
-            checkpoints.wait()
-        assert "step 2" in str(failure.value)
-        assert "File too large" in str(failure.value)
-        assert "step_000001" in str(failure.value)
-        assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
-        # With room again, the same run saves the next one.
-        checkpoints.save(trainer, {})
-        checkpoints.wait()
-    with trainer_with(model_dir) as trainer:
-        first = next(c for c in [checkpoints.newest()] if c is not None)
-        assert first.step == 2
-        earlier = manager(tmp_path)
-        for name in (MANIFEST_NAME, COPY_NAME):
-            (tmp_path / "step_000002" / name).unlink()
-        newest = earlier.newest()
-        assert newest is not None
-        earlier.load(trainer, newest)
-        assert_bit_equal(weights(trainer), saved)
-
-
 def test_what_a_killed_save_left_is_removed_by_the_next_run(
     model_dir: Path, tmp_path: Path, process: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,11 +210,3 @@ def test_what_a_killed_save_left_is_removed_by_the_next_run(
         checkpoints.save(trainer, {})
     assert not leftover.exists()
     assert "never finished" in caplog.text
-
-
-def test_extra_that_is_not_json_is_an_error_at_once(
-    model_dir: Path, tmp_path: Path, process: None
-) -> None:
-    with trainer_with(model_dir) as trainer, pytest.raises(TypeError):
-        manager(tmp_path).save(trainer, {"position": object()})
-    assert manager(tmp_path).newest() is None

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_async.checkpoint import manifest as manifests
 from megatron_async.checkpoint.manifest import (
@@ -28,7 +26,6 @@ from megatron_async.checkpoint.manifest import (
     hash_file,
     list_checkpoints,
     open_checkpoint,
-    prune,
     step_directory,
 )
 from megatron_async.checkpoint.placement import tensor_shapes
@@ -73,24 +70,6 @@ def latest_step(root: Path) -> int | None:
     return None if latest is None else latest.manifest.step
 
 
-@given(
-    lineage=st.integers(0, 9),
-    step=st.integers(0, 10**6),
-    extra=st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())),
-)
-def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> None:
-    manifest = Manifest(
-        lineage,
-        step,
-        SavedLayout(2, 2, 1),
-        {"a": manifests.FileRecord(3, "ff")},
-        {"step": step},
-        extra,
-        tensors={"weights/w": manifests.TensorRecord("float32", (2, 3), "00ff")},
-    )
-    assert Manifest.from_json(manifest.to_json()) == manifest
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 3, "step": 2}'])
 def test_other_json_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
@@ -129,17 +108,6 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
         open_checkpoint(tmp_path / "step_000002")
     with pytest.raises(UserError, match=refusal):
         find_latest(tmp_path)
-
-
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert find_latest(tmp_path) is None
-
-
-def test_the_newest_step_is_found(tmp_path: Path) -> None:
-    for step in (10, 20, 100):
-        write(tmp_path, step)
-    assert latest_step(tmp_path) == 100
-    assert find_latest(tmp_path).manifest.extra == {"store_position": 1000}  # type: ignore[union-attr]
 
 
 def test_the_surviving_line_is_newer_than_an_abandoned_one(tmp_path: Path) -> None:
@@ -308,34 +276,3 @@ def test_an_existing_directory_of_the_same_step_is_replaced(tmp_path: Path) -> N
     path = write(tmp_path, 5, lineage=1, content=b"new")
     assert (path / "data.distcp").read_bytes() == b"new"
     assert [c.manifest.lineage for c in list_checkpoints(tmp_path)] == [1]
-
-
-def test_a_commit_that_fails_leaves_no_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk fills up just before the commit: the older checkpoint is still the newest."""
-    write(tmp_path, 1)
-
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manifests, "write_atomically", full)
-        with pytest.raises(OSError, match="No space left"):
-            write(tmp_path, 2)
-    assert latest_step(tmp_path) == 1
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        write(tmp_path, step)
-    prune(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000005"]
-    assert [c.manifest.step for c in list_checkpoints(tmp_path)] == [5, 4]
-
-
-def test_a_manifest_is_readable_by_people(tmp_path: Path) -> None:
-    content = json.loads((write(tmp_path, 7, lineage=2) / "manifest.json").read_text())
-    assert content["step"] == 7
-    assert content["lineage"] == 2
-    assert content["layout"]["tensor"] == 1

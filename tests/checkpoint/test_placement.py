@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_async.checkpoint.placement import Slot, boxes, exported, shards_of, stage_slots
+from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.families import read_architecture, rules_of
-from megatron_async.models.shards import ShardLayout, split
+from megatron_async.models.families import read_architecture
+from megatron_async.models.shards import split
 from tests.hf_models import CASES, EXPERT_CASES, NARROW_CASES, build_hf_model
 
 FAMILIES = [case for case in (*CASES, *EXPERT_CASES) if case not in NARROW_CASES]
@@ -76,28 +76,3 @@ def test_names_are_unique_and_those_of_the_stages_are_those_of_the_model(case: s
     names = [slot.name for slot in stage_slots(a, 0, 1)]
     assert len(set(names)) == len(names)
     assert [slot.name for stage in range(2) for slot in stage_slots(a, stage, 2)] == names
-
-
-def test_a_tied_head_is_the_embedding() -> None:
-    a = architecture("llama_tied")
-    (head,) = [rule for rule in rules_of(a) if not rule.exported]
-    assert head.layout is ShardLayout.VOCAB
-    assert Slot(exported(a, head), 0, 0).name == "embedding.word_embeddings.weight"
-    assert head.parameters[0] not in {slot.name for slot in stage_slots(a, 0, 1)}
-
-
-def test_norms_and_experts_are_whole_on_every_tensor_rank() -> None:
-    whole = [
-        slot
-        for slot in stage_slots(architecture("mixtral"), 0, 1)
-        if slot.rule.expert or slot.rule.layout is ShardLayout.REPLICATED
-    ]
-    assert {slot.rule.expert for slot in whole} == {True, False}
-    for slot in whole:
-        assert shards_of(slot.rule, 4) == 1
-        assert boxes(slot, 4, 3) == boxes(slot, 1, 0)
-
-
-def test_an_expert_has_its_number_in_the_whole_model() -> None:
-    names = {slot.name for slot in stage_slots(architecture("mixtral"), 1, 2)}
-    assert "decoder.layers.3.mlp.experts.2.linear_fc1.weight" in names

@@ -21,21 +21,10 @@ from megatron_async.checkpoint.state import ParameterShard
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    write_model,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 OF = r"tensor {} as loaded has checksum [0-9a-f]{{16}}, as saved [0-9a-f]{{16}}"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

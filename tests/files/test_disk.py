@@ -177,8 +177,3 @@ class TestLineFile:
     def test_readers_leave_out_what_is_no_line(self) -> None:
         data = b'{"a": 1}\n{"a": 2{"a": 3}\n\n\xff\xfe\n[1]\n{"a": "\xe2\x80\xa8"}\n{"a"'
         assert list(json_lines(data)) == [{"a": 1}, {"a": "\u2028"}]
-
-    def test_a_read_only_file_is_a_sentence(self, disk: SmallDisk) -> None:
-        disk.read_only()
-        with pytest.raises(CannotWrite, match=r"a\.jsonl cannot be written: Read-only file"):
-            LineFile(disk.path / "a.jsonl")

@@ -1,6 +1,5 @@
 """Matrix products by oneDNN: those of float64, and torch's own wherever oneDNN does not pay."""
 
-import math
 import subprocess
 import sys
 from typing import Any
@@ -59,19 +58,6 @@ def test_other_precisions_are_left_to_torch(dtype: torch.dtype) -> None:
     assert torch.equal(cpu_matmul.mm(left, right), left @ right)
 
 
-@pytest.mark.parametrize("sizes", [LARGE, SMALL])
-def test_what_is_added_zero_times_is_not_read(sizes: tuple[int, int, int]) -> None:
-    left, right = factors(*sizes, (False, False))
-    added = torch.full((sizes[2],), torch.nan)
-    found = cpu_matmul.addmm(added, left, right, beta=0)
-    torch.testing.assert_close(found, left @ right)
-
-
-def test_a_layout_with_gaps_is_left_to_torch() -> None:
-    left, right = torch.randn(96, 256)[:, ::2], torch.randn(128, 160)
-    torch.testing.assert_close(cpu_matmul.mm(left, right), left @ right)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["unfold", "expand"])
 def test_elements_that_share_a_place_are_left_to_torch(side: str, kind: str) -> None:
@@ -80,20 +66,6 @@ def test_elements_that_share_a_place_are_left_to_torch(side: str, kind: str) -> 
     shared = row.unfold(0, 160, 1)[:160] if kind == "unfold" else row[:160].expand(160, -1)
     pair = (shared, plain) if side == "left" else (plain, shared)
     assert torch.equal(cpu_matmul.mm(*pair), torch.mm(*pair))
-
-
-def test_a_factor_that_is_multiplied_by_zero_is_not_read() -> None:
-    left, right, added = torch.full((96, 128), torch.inf), torch.randn(128, 160), torch.randn(160)
-    assert torch.equal(cpu_matmul.addmm(added, left, right, alpha=0), added.expand(96, -1))
-
-
-def test_what_torch_refuses_is_refused_in_its_words() -> None:
-    left, right = factors(*LARGE, (False, False))
-    with pytest.raises(RuntimeError, match="must be a matrix"):
-        cpu_matmul.mm(left, right[:, 0])
-    for dtype in (torch.float64, torch.bfloat16):
-        with pytest.raises(RuntimeError, match="dtype"):
-            cpu_matmul.addmm(torch.randn(160).to(dtype), left, right)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +89,6 @@ def test_what_cannot_be_added_is_refused_in_torchs_words(change: dict[str, Any])
     assert str(ours.value) == str(torchs.value)
 
 
-@pytest.mark.parametrize("scale", ["beta", "alpha"])
-@pytest.mark.parametrize("value", [2 + 0j, math.inf, math.nan, True, -3])
-def test_a_number_that_torch_takes_is_taken(scale: str, value: complex) -> None:
-    left, right, added = *factors(*LARGE, (False, False)), torch.randn(160)
-    found = cpu_matmul.addmm(added, left, right, **{scale: value})  # type: ignore[arg-type]
-    wanted = torch.addmm(added, left, right, **{scale: value})  # type: ignore[arg-type]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)
-
-
 def test_torchs_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right, added = *factors(*LARGE, (False, False)), torch.randn(160)
     calls = []
@@ -137,11 +100,6 @@ def test_torchs_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None
         assert calls == []
     cpu_matmul.mm(left, right)
     assert calls == [1]
-
-
-def test_factors_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        cpu_matmul.mm(torch.randn(96, 128), torch.randn(160, 128))
 
 
 def test_only_amd_processors_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +152,11 @@ print(sizes[-1] - sizes[200])
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     assert int(done.stdout) < 100
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+def test_what_is_added_zero_times_is_not_read(sizes: tuple[int, int, int]) -> None:
+    left, right = factors(*sizes, (False, False))
+    added = torch.full((sizes[2],), torch.nan)
+    found = cpu_matmul.addmm(added, left, right, beta=0)
+    torch.testing.assert_close(found, left @ right)

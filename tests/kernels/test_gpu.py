@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_async_kernels import (
-    is_loss,
-    policy_loss,
-    reference_token_logprob,
-    token_logprob,
-)
+from megatron_async_kernels import is_loss, policy_loss, reference_token_logprob, token_logprob
 from megatron_async_kernels.loss_types import LossInputs
 
 from tests.kernels.loss_cases import CONFIGS, DENOMINATORS, assert_same_output, make_inputs

@@ -13,10 +13,6 @@ FOLDER = Path(__file__).parent / "interpreted"
 MODULES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
-def test_there_are_interpreted_tests() -> None:
-    assert len(MODULES) >= 2
-
-
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("module", MODULES)

@@ -1,4 +1,4 @@
-"""Blocks stay within the workspace, whatever the shape; larger workspaces move fewer bytes."""
+"""Blocks and memory stay within the workspace, whatever the shape."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from benchmarks.kernels_cpu import Case, run_case
 
 pytest.importorskip("triton")
 
@@ -58,3 +60,20 @@ def test_products_of_the_large_heads_stay_large(vocab: int, hidden: int) -> None
         head = problem(tokens, vocab, hidden, torch.bfloat16, masked=True, workspace=2**28)
         plan = plan_backward(head)
         assert plan.rows >= 2048 and plan.columns >= 4096, plan
+
+
+WORKSPACE = 16
+# Beyond the workspace: the [T] statistics, and the packing buffers of the BLAS library.
+SLACK = 32
+
+
+@pytest.mark.slow
+def test_peak_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
+    """64 MiB, 256 MiB and 256 MiB of logits; full logits show that the measurement can see them."""
+    extra = {
+        (tokens, vocab): run_case(Case("chunked", tokens, vocab, 16, WORKSPACE)).extra_mib
+        for tokens, vocab in ((1024, 16384), (4096, 16384), (1024, 65536))
+    }
+    assert max(extra.values()) < WORKSPACE + SLACK, extra
+    full = run_case(Case("full", 1024, 16384, 16)).extra_mib
+    assert full > 2 * 64

@@ -126,10 +126,6 @@ class SlurmCluster:
         """How often it was queued again."""
         return int(self._field(job, "Restarts"))
 
-    def exit_code(self, job: str) -> int:
-        """Of the job script, once it has ended."""
-        return int(self._field(job, "ExitCode").split(":")[0])
-
     def wait_for(self, job: str, states: Sequence[str], seconds: float) -> str:
         """Until the job is in one of `states`; AssertionError after the limit."""
         deadline = time.monotonic() + seconds

@@ -1,4 +1,7 @@
-"""A run belongs to one launch: others are refused before they change anything, by who has it."""
+"""A run belongs to one launch: others are refused before they change anything, by who has it.
+
+Roles of a session find each other by files, within a time limit, and only the newest one runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -115,18 +119,6 @@ def test_a_second_launch_of_a_live_run_changes_nothing_and_names_the_first(
     assert contents(run) == before
 
 
-def test_a_new_run_of_the_name_is_refused_and_its_directory_left_alone(
-    config: RunConfig, run: RunDirectory, live: subprocess.Popen[str]
-) -> None:
-    before = contents(run)
-    settings = run.path.parent / "c.yaml"
-    settings.write_bytes(run.config_file.read_bytes())
-    result = CliRunner().invoke(app, ["train", "--config", str(settings)])
-    assert isinstance(result.exception, UserError), result.output
-    assert "exists already" in str(result.exception)
-    assert contents(run) == before
-
-
 @pytest.mark.parametrize("command", ["report", "trajectories"])
 def test_commands_that_only_read_leave_a_live_run_alone(
     run: RunDirectory, live: subprocess.Popen[str], command: str
@@ -158,15 +150,6 @@ def test_claimed_removes_temporary_files_of_killed_processes(run: RunDirectory) 
         file.write_text("half")
     with claimed(run, "test"):
         assert other.exists() and not left.exists()
-
-
-def test_who_waits_gets_the_run_when_it_is_free(run: RunDirectory) -> None:
-    process = hold(run)
-    assert process.stdin is not None
-    process.stdin.close()  # it ends, in its own time
-    with claimed(run, "a test", wait_seconds=60):
-        pass
-    process.wait(30)
 
 
 def test_a_holder_on_another_host_that_may_be_down_for_good_has_a_remedy(
@@ -337,17 +320,6 @@ class TestDisk:
         )
         assert {name: data for name, data in contents(run).items() if name != "run.lock"} == before
 
-    def test_a_report_of_a_run_on_a_read_only_disk(
-        self, config: RunConfig, disk: SmallDisk
-    ) -> None:
-        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
-        with MetricsWriter(run.metrics_file, lineage=0) as metrics:
-            metrics.write(0, {"rollout/lag_max": 0, "train/trained_tokens": 1})
-        disk.read_only()
-        result = CliRunner().invoke(app, ["report", str(run.path)])
-        assert "RL steps" in result.output
-        assert "report.html cannot be written: Read-only file system" in str(result.exception)
-
     def test_a_rank_that_cannot_leave_its_sentence_keeps_its_exit_code(
         self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -366,20 +338,45 @@ class TestDisk:
         with pytest.raises(CannotWrite, match=f"^{run.path} cannot be written: No space left on"):
             run.raise_failure(run.logs / "trainer.log")
 
-    def test_what_a_rank_writes_without_us_is_a_sentence_too(self, run: RunDirectory) -> None:
-        def prints() -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        assert exit_code(run, prints) == 1
-        with pytest.raises(ComponentFailure, match=r"^a file cannot be used: No space left on"):
-            run.raise_failure(run.logs / "trainer.log")
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
 
-    def test_a_session_on_a_full_disk_is_a_sentence(
-        self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
-        disk.fill()
-        assert TestSessions.take(run, "70.0") == 2
-        errors = capsys.readouterr().err.splitlines()
-        assert errors[-1].startswith(f"error: {run.path}/")
-        assert "cannot be written: No space left on device; free space" in errors[-1]
+
+def test_waiting_ends_with_what_was_waited_for(directory: RunDirectory) -> None:
+    session = Session.join(directory, "7.0")
+    with pytest.raises(ComponentFailure, match=r"waited 0 s for ray of session 7\.0"):
+        session.wait_for("ray", 0.1)
+    session.close()
+    began = time.monotonic()
+    with pytest.raises(ComponentFailure, match="was closed before ray was up"):
+        session.wait_for("ray", 60)
+    assert time.monotonic() - began < 5
+
+
+def test_the_token_is_the_users_own_and_new_each_time(directory: RunDirectory) -> None:
+    first, second = Session.join(directory, "a"), Session.join(directory, "b")
+    first.begin()
+    second.begin()
+    assert stat.S_IMODE(first.token_file.stat().st_mode) == 0o600
+    assert first.token_file.read_text() != second.token_file.read_text()
+
+
+def test_names_that_are_refused(directory: RunDirectory) -> None:
+    for name in ("", "../x", ".hidden"):
+        with pytest.raises(UserError, match="--session"):
+            Session.join(directory, name)
+    used = Session.join(directory, "a")
+    used.close()
+    with pytest.raises(UserError, match="'a' was used by an earlier launch"):
+        used.begin()
+
+
+def test_a_node_does_not_take_up_a_session_that_is_over(directory: RunDirectory) -> None:
+    session = Session.join(directory, "monday")
+    session.begin()
+    assert Session.begun(directory, "monday", 1.0).path == session.path
+    session.close()
+    with pytest.raises(ComponentFailure, match=r"'monday' is over: an earlier launch"):
+        Session.begun(directory, "monday", 60.0)

@@ -57,14 +57,6 @@ def test_a_smaller_gpu_recomputes_more_layers() -> None:
     assert isinstance(more, int) and more > layers, "a paused engine keeps some memory"
 
 
-def test_a_larger_gpu_holds_more_requests() -> None:
-    h200 = Machine("cuda", "H200", 141e9)
-    config = run_with(engines={"count": 4, "tensor": 1})
-    assert value_of("schedule.concurrency", config, h200) > value_of(
-        "schedule.concurrency", config, H100
-    )
-
-
 @pytest.mark.parametrize(
     ("section", "given"),
     [
@@ -94,56 +86,11 @@ def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Pa
     assert derive(resumed, LAPTOP).config == resumed == first
 
 
-def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
-    for machine in (H100, LAPTOP):
-        assert [line.partition(" = ")[0] for line in derive(run_with(), machine).lines()] == [
-            "engines.max_total_tokens",
-            "schedule.concurrency",
-            "engines.cuda_graph_batch",
-            "engines.start_timeout_seconds",
-            "trainer.recompute",
-            "task.scorer_workers",
-        ]
-
-
-def test_every_setting_has_its_reason() -> None:
-    for line in derive(run_with(), H100).lines():
-        name, reason = line.split(": ", 1)
-        assert " = " in name and len(reason) > 5
-
-
 def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
     config = build_config({"algorithm": {"recipe": "pipeline_rl"}})
     derived = derive(config, H100)
     assert derived.config.schedule.concurrency == config.schedule.concurrency
     assert any("shape is not known" in line for line in derived.lines())
-
-
-def test_the_layout_names_gpus_batch_and_memory() -> None:
-    config = load_config(ROOT / "configs/llama3.3-70b.yaml")
-    text = "\n".join(layout_lines(config, H100))
-    assert f"trainer: {config.parallel.ranks} GPUs on {config.parallel.nodes} node(s)" in text
-    assert "batch: 64 groups of 8" in text
-    assert "memory of a trainer GPU" in text and "memory of an engine GPU" in text
-
-
-@pytest.mark.slow
-@pytest.mark.one_core
-def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
-    pytest.importorskip("sglang")
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    from megatron_async.config.rollout import EngineConfig
-    from megatron_async.engines.sglang.process import server_command
-
-    settings = EngineConfig(cuda_graph_batch=264)
-    command = server_command(settings, Path("model"), 1, "cuda")
-    assert command[command.index("--cuda-graph-max-bs-decode") + 1] == "264"
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    assert parser.parse_args(["--model-path", "m", *command[-2:]]) is not None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.commands.launch import Cluster, job_script, seconds_of
+from megatron_async.commands.launch import Cluster, seconds_of
 from megatron_async.config.load import load_simulation
 from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
@@ -62,15 +62,6 @@ def test_a_stop_waits_for_the_step_and_for_a_save_under_way_and_for_its_own() ->
     assert stop_of(large) == math.ceil(training_seconds(large) + write)
     alone = seventy("checkpoint.asynchronous=false")
     assert stop_of(alone) == math.ceil(training_seconds(alone) + write)
-
-
-def test_the_job_gets_its_signal_early_enough_and_the_script_waits_as_long() -> None:
-    config, directory = seventy(), RunDirectory(Path("/runs/x"))
-    stop = stop_of(config)
-    assert stop > 300
-    script = job_script(config, directory, nodes(), 4, stop)
-    assert f"#SBATCH --signal=B:USR1@{stop + END_SECONDS}\n" in script
-    assert f"--stop-seconds={stop} " in script
 
 
 def test_the_script_needs_no_more_than_its_share_to_end_the_job() -> None:
@@ -132,8 +123,3 @@ def test_checkpoints_that_lie_there_need_no_further_room(
     Checkpoints(1000.0, 1.0, 3).check_room(directory)
     with pytest.raises(UserError, match=r"lower checkpoint\.keep"):
         Checkpoints(1001.0, 1.0, 3).check_room(directory)
-
-
-def test_more_recomputed_layers_than_a_stage_has_are_refused() -> None:
-    with pytest.raises(UserError, match=r"recompute is 99; .* 2 has 40 layers\. Set at most 40"):
-        training_seconds(seventy("trainer.recompute=99"))

@@ -140,19 +140,12 @@ def test_commands_by_hand_quote_paths(
             GPUS,
             "the run directory is '/tmp/two.nlines/job'; Slurm cannot",
         ),
-        (['root="/tmp/a\\tb"'], GPUS, "not printable. Choose another name or root"),
         (
             [],
             replace(GPUS, sbatch_options=("--a=x\n#SBATCH --b=y",)),
             r"is '--a=x.n#SBATCH --b=y';",
         ),
-        (
-            [],
-            replace(GPUS, sbatch_options=("--partition gpu",)),
-            "is '--partition gpu'; it must be",
-        ),
         ([], replace(GPUS, sbatch_options=("--qos=a --account=b",)), "Repeat --sbatch for each"),
-        ([], replace(GPUS, sbatch_options=("-p gpu",)), "an option for sbatch is '-p gpu'"),
         ([], replace(GPUS, sbatch_options=("partition=gpu",)), "must be one printable --NAME=VAL"),
         ([], replace(GPUS, time_limit="1:00:00\n#"), "is '--time=1:00:00.n#'; it must be one"),
     ],
@@ -213,7 +206,6 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
     [
         ([], Cluster(4, None, "1:00:00"), "needs 8 GPUs a node, .* --gpus-per-node is 4"),
         (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, more than the 8 GPUs"),
-        (["engines.tensor=3"], GPUS, r"engines\.tensor is 3, which does not divide"),
         (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
         (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* of their own"),
         (
@@ -225,7 +217,6 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
             GPUS,
             r"engines\.placement is colocated, and launch gives engines nodes of their own",
         ),
-        (["model.path=/nowhere"], GPUS, r"model\.path '/nowhere' is no directory"),
         (["model.checkpoint=/nowhere"], GPUS, r"model\.checkpoint '/nowhere' has no manifest"),
     ],
 )
@@ -235,17 +226,6 @@ def test_what_is_refused_makes_nothing(
     for slurm in (False, True):
         with pytest.raises(UserError, match=message):
             launch_run(settings, None, overrides, cluster, slurm=slurm, dry_run=False)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
-    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = type("Usage", (), {"free": 1e6})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    for slurm in (False, True):
-        with pytest.raises(UserError, match=r"3 checkpoints of 0\.000713 GB .* room for 0\.001 GB"):
-            launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
     assert not (tmp_path / "runs").exists()
 
 

@@ -94,12 +94,6 @@ def test_commands_that_only_show_a_run_show_what_its_start_would_find(
         assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
 
 
-def test_a_number_of_held_out_rows_that_was_set_is_not_shrunk(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"prompts is 300, and the task has \d+ held-out .*lower"):
-        check_run(settings(folder, eval={"prompts": 300}))
-    assert check_run(settings(folder, eval={"prompts": 20})).notices == ()
-
-
 def test_none_held_out_at_all_is_refused(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"has 0 held-out problems.*equal prompts.*task.heldout_share 0"
@@ -178,14 +172,6 @@ def test_weights_that_did_not_arrive_name_the_file_and_the_remedy(
     assert str(file) in str(refused.value) and sentence in str(refused.value)
 
 
-def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", "llama")
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(UserError, match=r"holds no tokenizer: copy tokenizer.json and"):
-        check_run(settings(model))
-
-
 def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
     with pytest.raises(UserError, match=r"task.name is 'exactly', which cannot score rows .* or"):
         check_run(settings(folder, task={"name": "exactly"}))
@@ -234,3 +220,11 @@ def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
     check_probe_tolerance(strict, "cpu")
     with pytest.raises(UserError, match=r"weights.probe_tolerance is 1e-05, which takes float32"):
         check_probe_tolerance(strict, "cuda")
+
+
+def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"holds no tokenizer: copy tokenizer.json and"):
+        check_run(settings(model))

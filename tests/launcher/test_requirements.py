@@ -1,4 +1,7 @@
-"""The pinned packages: what a run needs installs without a compiler on every supported Python."""
+"""The pinned packages: what a run needs installs without a compiler on every supported Python.
+
+The lock file of the GPU environment holds every pin of its requirements, and far more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from megatron_async.files.package_files import ROOT
 
@@ -73,21 +75,6 @@ def test_every_package_of_a_run_has_a_wheel_for_python(python: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_no_pin_requires_another_python(name: str) -> None:
-    """Read from the installed packages, so that it needs no index."""
-    for package, version in pins(name).items():
-        try:
-            metadata = importlib.metadata.metadata(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a group that is not installed here
-        if Version(metadata["Version"]).public != version:
-            assert "CI" not in os.environ, f"{package} is not the pinned version"
-            continue  # the environment is another one, for GPUs
-        required = SpecifierSet(metadata["Requires-Python"] or "")
-        assert all(python in required for python in PYTHONS), f"{package} needs {required}"
-
-
 def test_the_supported_pythons_are_those_that_are_checked() -> None:
     supported = SpecifierSet(str(project()["requires-python"]))
     assert all(python in supported for python in PYTHONS)
@@ -116,3 +103,41 @@ def test_a_run_has_every_dependency_of_the_project_and_no_optional_one() -> None
         if name != "megatron-async-kernels":
             assert requirement.specifier.contains(run[name]), requirement
     assert not {"reasoning-gym", "pycosat", "ray", "pytest", "mkdocs", "wandb"} & run.keys()
+
+
+LOCKED_PYTHONS = ("3.11", "3.12")  # outlines-core, which SGLang pins, has no wheel for 3.13
+
+
+@pytest.mark.parametrize("python", LOCKED_PYTHONS)
+def test_every_requirement_is_locked_at_its_version(python: str) -> None:
+    lock = pins("requirements-gpu-lock.txt", python)
+    for name, version in pins("requirements-gpu.txt", python).items():
+        assert lock[name] == version, name
+
+
+@pytest.mark.parametrize("python", LOCKED_PYTHONS)
+def test_lock_satisfies_every_dependency_of_the_project(python: str) -> None:
+    lock = pins("requirements-gpu-lock.txt", python)
+    dependencies = project()["dependencies"]
+    assert isinstance(dependencies, list)
+    for requirement in map(Requirement, dependencies):
+        if requirement.name != "megatron-async-kernels":
+            assert requirement.specifier.contains(lock[canonicalize_name(requirement.name)])
+
+
+def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
+    """Apex refuses another minor version than torch was built with."""
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    image = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-", text, re.MULTILINE)
+    lock = pins("requirements-gpu-lock.txt")
+    assert image is not None and lock["nvidia-cuda-runtime"].startswith(f"{image[1]}.")
+    assert f"core_cu{image[1].split('.')[0]}]" in text
+
+
+def test_the_image_has_a_transformer_engine_that_megatron_takes() -> None:
+    """Its extra `dev` has the range, which an installation without that extra does not check."""
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    version = re.search(r"^ARG TRANSFORMER_ENGINE=(.+)$", text, re.MULTILINE)
+    wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
+    [engine] = [r for r in wanted if r.name == "transformer-engine"]
+    assert version is not None and engine.specifier.contains(version[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -43,6 +43,12 @@ os.execvpe(command[0], command, passed)
 """
 
 
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @dataclass(frozen=True)
 class Call:
     """How a stand-in was called."""
@@ -57,9 +63,6 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._records = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
-        (root / "venv" / "bin").mkdir(parents=True)
-        (root / "venv" / ".megatron_async-venv").touch()
-        (root / "bin").mkdir()
         self._write(root / "bin" / "srun", "srun", SRUN)
         self._write(
             root / "venv" / "bin" / "python",
@@ -67,11 +70,19 @@ class Machine:
             "codes = (os.environ.get('CODE_' + argument) for argument in sys.argv)\n"
             "sys.exit(int(next(filter(None, codes), '7')))",
         )
+        (root / "venv" / ".megatron_async-venv").touch()
+
+    def with_nodes(self, names: str, then: str = "") -> Path:
+        """A run directory, and a `scontrol` that runs `then` and prints these names."""
+        script(self.root / "bin" / "scontrol", f"#!/bin/sh\n{then}\nprintf '%s\\n' {names}\n")
+        run = self.root / "runs" / "a"
+        run.mkdir(parents=True)
+        (run / "config.yaml").touch()
+        return run
 
     def _write(self, path: Path, name: str, then: str) -> None:
         text = NOTE.format(python=sys.executable, file=str(self._records[name]), then=then)
-        path.write_text(text)
-        path.chmod(0o755)
+        script(path, text)
 
     def run(
         self, script: str, *arguments: str, **variables: str
@@ -122,23 +133,6 @@ def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, fla
     assert len(machine.calls("python")) == before, "what is set up is left alone"
 
 
-def test_setup_installs_the_groups_that_it_is_asked_for(machine: Machine) -> None:
-    pip_succeeds = {"CODE_--disable-pip-version-check": "0"}
-    done = machine.run("setup_env.sh", "docs", MEGATRON_ASYNC_FLAVOUR="cpu", **pip_succeeds)
-    assert done.returncode == 0, done.stderr
-    first, *lines, last = done.stdout.splitlines()
-    assert first.startswith(f"setup: cpu environment in {machine.root / 'venv'};")
-    assert last.startswith("setup: complete.")
-    assert all(re.fullmatch(r"setup: .* \d+ s", line) for line in lines), lines
-    assert [line.split("(")[-1].split(")")[0] for line in lines if "(" in line] == [
-        "run",
-        "run",
-        "docs",
-    ]
-    files = {Path(word).name for call in machine.calls("python") for word in call.arguments}
-    assert "requirements-docs.txt" in files and "requirements-test.txt" not in files
-
-
 def test_setup_refuses_a_group_that_does_not_exist(machine: Machine) -> None:
     done = machine.run("setup_env.sh", "doc", MEGATRON_ASYNC_FLAVOUR="cpu")
     assert done.returncode == 2
@@ -164,8 +158,7 @@ def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None
 
 def interpreter(path: Path, then: str) -> None:
     """Write an interpreter that answers each `-c` program by `then`, a line of shell."""
-    path.write_text(f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
-    path.chmod(0o755)
+    script(path, f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
 
 
 VERSION_IS_RIGHT = "*version_info*) exit 0;;"
@@ -174,9 +167,8 @@ COMPLETE = f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;"
 
 def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the quickstart with the interpreters in `folder` and a disk that has `free_gib` free."""
-    df = folder / "df"
-    df.write_text(f"#!/bin/sh\necho Filesystem; echo x 9 9 {free_gib << 20} 0% /\n")
-    df.chmod(0o755)
+    space = f"echo Filesystem; echo x 9 9 {free_gib << 20} 0% /"
+    script(folder / "df", f"#!/bin/sh\n{space}\n")
     return subprocess.run(
         ["/bin/bash", str(ROOT / "launch" / "quickstart.sh")],
         env={
@@ -272,21 +264,6 @@ def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     assert python.arguments == wanted
 
 
-def test_fine_tuning_on_several_nodes_gives_each_its_number_and_the_session(
-    machine: Machine,
-) -> None:
-    variables = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "71", "SLURM_PROCID": "2"}
-    done = machine.run("slurm/sft.sbatch", "--out", "a b", "parallel.nodes=4", **variables)
-    assert done.returncode == 7, done.stderr
-    (srun,) = machine.calls("srun")
-    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(srun.arguments)
-    (python,) = machine.calls("python")
-    assert python.arguments[3:] == [
-        *("sft", "--out", "a b", "parallel.nodes=4"),
-        *("--session", "71.0", "--index", "2"),
-    ]
-
-
 @pytest.mark.parametrize("export", ["NONE", "NIL", "HOME", "HOME,MEGATRON_ASYNC_VENV"])
 @pytest.mark.parametrize("command", ["sft", "eval", "convert", "train"])
 def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
@@ -294,12 +271,7 @@ def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
 ) -> None:
     setup = machine.root / "site.sh"
     setup.write_text("export FROM_SETUP=yes\n")
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text('#!/bin/sh\nprintf "n1\\nn2\\n"\n')
-    scontrol.chmod(0o755)
+    machine.with_nodes("n1 n2")
     arguments = ["--trainer-nodes=1", "runs/a"] if command == "train" else ["--config", "x"]
     machine.run(
         f"slurm/{command}.sbatch",
@@ -319,12 +291,6 @@ def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
         assert call.environment[CODE_VARIABLE] == code_digest()
         assert call.environment["PATH"].startswith(f"{machine.root}/venv/bin:")
     assert command != "sft" or calls[0].arguments[-4:] == ["--session", "71.0", "--index", "0"]
-
-
-def test_an_export_of_the_users_own_wins(machine: Machine) -> None:
-    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_SRUN_ARGS="--export=HOME")
-    (python,) = machine.calls("python")
-    assert "HF_HUB_OFFLINE" not in python.environment
 
 
 def test_hooks_for_modules_and_containers(machine: Machine) -> None:
@@ -369,28 +335,6 @@ def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
         assert sentence in capsys.readouterr().err
 
 
-def test_what_processes_need_is_not_set_by_scripts(machine: Machine) -> None:
-    """NCCL, Gloo and the allocator are `launcher/environment.py`'s, however a run is started."""
-    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_INTERFACE="ib0", GLOO_SOCKET_IFNAME="eth1")
-    (python,) = machine.calls("python")
-    added = set(python.environment) - set(os.environ)
-    assert not {name for name in added if name.startswith(("NCCL", "TORCH", "PYTORCH", "CUDA"))}
-    assert python.environment["GLOO_SOCKET_IFNAME"] == "eth1", "the user's own reaches the command"
-
-
-def test_by_hand_each_role_is_started_with_what_the_script_was_given(machine: Machine) -> None:
-    arguments = ("runs/a", "--index", "1", "--count", "2", "--session", "s")
-    for role in ("rollout", "trainer"):
-        assert machine.run(f"torchrun/{role}.sh", *arguments).returncode == 7
-    rollout, trainer = machine.calls("python")
-    assert rollout.arguments == ["-P", "-m", "megatron_async.launcher.node", "rollout", *arguments]
-    assert trainer.arguments == ["-P", "-m", "megatron_async.launcher.node", "trainer", *arguments]
-    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert variable not in rollout.environment, (
-            "meant for trainer ranks (launcher/environment.py)"
-        )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -405,12 +349,7 @@ def test_by_hand_each_role_is_started_with_what_the_script_was_given(machine: Ma
 def test_a_wrong_split_of_nodes_is_refused_with_code_2(
     machine: Machine, arguments: list[str], message: str
 ) -> None:
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
-    scontrol.chmod(0o755)
+    run = machine.with_nodes("n1 n2 n3")
     done = machine.run("slurm/train.sbatch", *arguments, SLURM_JOB_NODELIST="n[1-3]")
     assert done.returncode == 2
     assert message in done.stderr
@@ -433,18 +372,11 @@ def test_a_wrong_split_of_nodes_is_refused_with_code_2(
 def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
     machine: Machine, codes: tuple[int, int], restarts: int, code: int, requeued: bool
 ) -> None:
-    run = machine.root / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
+    asked = machine.root / "requeued"
+    run = machine.with_nodes("n1 n2", f'[ "$1" = requeue ] && echo "$2" >{asked} && exit')
     (run / "outcome").write_text("complete")
     if codes == (0, 0) and requeued:
         (run / "config.resume.yaml").touch()
-    asked = machine.root / "requeued"
-    scontrol = machine.root / "bin" / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\n[ "$1" = requeue ] && echo "$2" >{asked} || printf "n1\\nn2\\n"\n'
-    )
-    scontrol.chmod(0o755)
     trainer, rollout = codes
     done = machine.run(
         "slurm/train.sbatch",
@@ -466,3 +398,57 @@ def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
         ]
     lists = [a for call in machine.calls("srun") for a in call.arguments if "nodelist" in a]
     assert sorted(lists) == ["--nodelist=n1", "--nodelist=n2"]
+
+
+SHOW = """#!/bin/sh
+echo "environment $VIRTUAL_ENV"
+echo "GPUs ${CUDA_VISIBLE_DEVICES-all}"
+echo "arguments $*"
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "variables", "environment", "gpus", "flavour"),
+    [
+        (False, {}, ".venv", "all", "cpu"),
+        (True, {}, ".venv-cpu", "", "cpu"),
+        (True, {"MEGATRON_ASYNC_VENV": "{here}/mine"}, "mine-cpu", "", "cpu"),
+        (True, {"MEGATRON_ASYNC_FLAVOUR": "gpu"}, ".venv", "all", "gpu"),
+    ],
+    ids=["no GPU", "a GPU", "a GPU and an environment for it", "a GPU that is asked for"],
+)
+def test_it_runs_on_the_cpu_wherever_it_is(
+    tmp_path: Path,
+    gpu: bool,
+    variables: dict[str, str],
+    environment: str,
+    gpus: str,
+    flavour: str,
+) -> None:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    shutil.copy(ROOT / "kernels" / "pyproject.toml", tmp_path / "kernels")
+    script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
+    for name in (".venv", ".venv-cpu", "mine", "mine-cpu"):
+        script(tmp_path / name / "bin" / "python", "#!/bin/sh\n")
+        (tmp_path / name / ".megatron_async-venv").touch()
+        script(tmp_path / name / "bin" / "megatron-async", SHOW)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch" / "quickstart.sh")],
+        env={
+            "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+            "MEGATRON_ASYNC_PYTHON": sys.executable,
+            "HOME": os.environ["HOME"],
+            **{name: value.format(here=tmp_path) for name, value in variables.items()},
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout.splitlines()
+    assert f"environment {tmp_path / environment}" in output
+    assert f"GPUs {gpus}" in output
+    assert output[-1] == "arguments quickstart --config configs/quickstart.yaml name=quickstart"
+    assert (tmp_path / environment / ".megatron_async-run").read_text().split()[0] == flavour

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Rope, served_context
-from megatron_async.models.families import families, read_architecture, rules_of
+from megatron_async.models.families import read_architecture, rules_of
 from megatron_async.models.model_files import SafetensorsDirectory
 from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
 
@@ -53,17 +53,6 @@ def test_the_table_names_every_tensor_with_its_shape(case: str, tmp_path: Path) 
                     expected.update(zip(names, rule.shapes, strict=True))
     with SafetensorsDirectory(tmp_path) as directory:
         assert expected == {name: directory.shape(name) for name in directory.file_of}
-
-
-def test_every_family_is_known_by_its_model_type() -> None:
-    assert set(families()) == {
-        "llama",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "mixtral",
-        "gemma3_text",
-    }
 
 
 def test_rope_of_transformers_4_and_5_configs(tmp_path: Path) -> None:
@@ -116,12 +105,6 @@ def test_rope_is_that_of_transformers_when_rope_scaling_is_beside_rope_parameter
     assert scaling is LINEAR or ours.original_max_positions == original
     config = json.loads((folder / "config.json").read_text())
     assert served_context(config) == (2048 if scaling is LLAMA3 else int(ours.factor * 2048))
-
-
-def test_rope_is_read_when_both_settings_are_equal(tmp_path: Path) -> None:
-    both = {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 5e5}}
-    found = read_architecture(_write(tmp_path, **both, rope_theta=5e5)).rope
-    assert found == Rope(5e5, "linear", 8.0)
 
 
 @pytest.mark.parametrize(

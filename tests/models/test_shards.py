@@ -74,27 +74,3 @@ def test_a_vocabulary_that_no_size_divides_is_padded_with_zero_rows(
     assert padded.shape[0] % size == 0
     assert padded.shape[0] - vocab < size
     assert not padded[vocab:].any()
-
-
-def test_a_rank_holds_whole_groups_of_query_key_and_value_heads() -> None:
-    # Two key/value heads of two query heads each, head dimension 1: rows are numbered.
-    rule = _rule(ShardLayout.QKV, [(4, 1), (2, 1), (2, 1)], groups=2)
-    tensors = {
-        "tensor0": torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
-        "tensor1": torch.tensor([[10.0], [11.0]]),
-        "tensor2": torch.tensor([[20.0], [21.0]]),
-    }
-    first, second = _shards(rule, tensors, 2)
-    assert first.flatten().tolist() == [0, 1, 10, 20]
-    assert second.flatten().tolist() == [2, 3, 11, 21]
-
-
-def test_a_rank_holds_its_gate_rows_and_then_its_up_rows() -> None:
-    rule = _rule(ShardLayout.GATE_UP, [(4, 1)] * 2)
-    tensors = {
-        "tensor0": torch.arange(4.0)[:, None],
-        "tensor1": torch.arange(10.0, 14.0)[:, None],
-    }
-    first, second = _shards(rule, tensors, 2)
-    assert first.flatten().tolist() == [0, 1, 10, 11]
-    assert second.flatten().tolist() == [2, 3, 12, 13]

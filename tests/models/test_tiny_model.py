@@ -1,4 +1,4 @@
-"""The quickstart's model: small, deterministic, splittable over two ranks, readable by others."""
+"""The quickstart's model and its character tokenizer: small, stable, readable by others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_async.errors import UserError
-from megatron_async.models.tiny_model import VOCAB_SIZE, TinyModel, build_tiny_model, random_model
+from megatron_async.models.tiny_model import (
+    CHARACTERS,
+    EOS_ID,
+    EOS_TOKEN,
+    PAD_ID,
+    UNK_ID,
+    VOCAB_SIZE,
+    TinyModel,
+    build_tiny_model,
+    character_tokenizer,
+    write_character_tokenizer,
+)
 
 
 def test_it_is_a_qwen3_of_one_to_three_million_parameters(tmp_path: Path) -> None:
@@ -35,26 +48,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path)
     assert weights["a"] != weights["c"]
 
 
-def test_building_leaves_the_global_random_state_alone() -> None:
-    torch.manual_seed(11)
-    expected = torch.rand(3)
-    torch.manual_seed(11)
-    random_model(TinyModel(hidden_size=32, layers=1, heads=2, ffn_size=64), seed=5)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_every_dimension_divides_over_two_ranks() -> None:
-    config = TinyModel().config()
-    for size in (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.hidden_size,
-        config.intermediate_size,
-        config.vocab_size,
-    ):
-        assert size % 2 == 0
-
-
 def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         build_tiny_model(tmp_path, seed=1)
@@ -65,3 +58,45 @@ def test_model_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) ->
     files = list((tmp_path / "m").iterdir())
     assert "model.safetensors" in {path.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {new_file_mode}
+
+
+TOKENIZER = character_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer(directory)
+    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+
+
+SPECIALS = ("<pad>", "<eos>", "<unk>")
+
+
+@given(
+    st.text(alphabet=CHARACTERS, max_size=200).filter(
+        lambda text: not any(special in text for special in SPECIALS)
+    )
+)
+def test_one_token_a_character_and_back(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=True)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_loaded_by_autotokenizer_it_is_the_same(loaded: PreTrainedTokenizerBase) -> None:
+    text = "State the answer to: 12 - 7 + 3 =\n\t#8"
+    assert loaded.encode(text) == TOKENIZER.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (PAD_ID, EOS_ID)
+    assert len(loaded) == VOCAB_SIZE
+
+
+def test_specials_and_unknown_characters(loaded: PreTrainedTokenizerBase) -> None:
+    assert loaded.encode("é") == [UNK_ID]
+    assert loaded.encode("1" + EOS_TOKEN)[-1] == EOS_ID
+    assert loaded.decode([4, EOS_ID, PAD_ID], skip_special_tokens=True) == "1"
+
+
+def test_ids_never_change() -> None:
+    assert TOKENIZER.encode("09azAZ!~ \n\t") == [3, 12, 13, 38, 39, 64, 65, 96, 97, 98, 99]

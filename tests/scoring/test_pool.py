@@ -1,4 +1,4 @@
-"""A pool whose workers follow the queue: stand-in workers, a clock that the test moves."""
+"""How many scorers run, and a pool of stand-in workers that follows: the test moves the clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
-from megatron_async.scoring.count import REST_SECONDS
+from megatron_async.scoring.count import DRAIN_SECONDS, REST_SECONDS, ScorerCount, queued, scored
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.work import Work
@@ -147,3 +149,46 @@ def test_a_reward_gets_special_tokens_but_not_the_end_of_a_response(tmp_path: Pa
     tokenizer.save_pretrained(tmp_path)
     assert asyncio.run(texts()) == ["<think>1</think>2"]
     assert asyncio.run(texts(skip_special_tokens=True)) == ["12"]
+
+
+def at(most: int, seconds: float, count: int = 1) -> ScorerCount:
+    return ScorerCount(most, count=count, seconds=seconds)
+
+
+def test_a_queue_that_one_scorer_works_off_in_time_asks_for_no_more() -> None:
+    assert queued(at(8, 0.001), 100, 0.0).count == 1
+
+
+def test_a_longer_queue_asks_for_as_many_as_work_it_off_in_time() -> None:
+    assert queued(at(64, DRAIN_SECONDS / 10), 200, 0.0).count == 20
+
+
+def test_what_a_burst_asked_for_is_kept_for_a_while_and_then_given_up() -> None:
+    state = queued(at(8, 1.0), 8, 1.0)
+    for second in range(2, int(REST_SECONDS)):
+        state = queued(state, 0, float(second))
+        assert state.count == 8
+    state = queued(state, 0, REST_SECONDS)  # the burst was within the span that ends here
+    assert state.count == 8
+    assert queued(state, 2, 2 * REST_SECONDS).count == 2
+
+
+def test_the_time_of_a_score_is_a_mean_that_forgets() -> None:
+    state = ScorerCount(8)
+    for seconds in [1.0] + [0.1] * 60:
+        state = scored(state, seconds)
+    assert 0.1 < state.seconds < 0.11
+
+
+@given(
+    st.integers(1, 16),
+    st.lists(st.tuples(st.integers(0, 2000), st.floats(0, 5), st.floats(0, 30)), max_size=50),
+)
+def test_the_number_stays_within_one_and_the_limit(
+    most: int, moments: list[tuple[int, float, float]]
+) -> None:
+    state, now = ScorerCount(most), 0.0
+    for waiting, seconds, later in moments:
+        now += later
+        state = queued(scored(state, seconds), waiting, now)
+        assert 1 <= state.count <= most

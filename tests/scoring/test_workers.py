@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,10 +19,10 @@ import pytest
 from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
+from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
-from megatron_async.scoring.pool import LocalScorerPool, PlacedScorerPool
+from megatron_async.scoring.pool import PlacedScorerPool
 from megatron_async.scoring.work import Work
 from megatron_async.tasks.procedural import ProceduralProblems
 from megatron_async.trajectory.types import Prompt
@@ -109,12 +110,6 @@ def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) 
     worker.close()
 
 
-def test_a_score_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
-    worker = _with_limit(math_file, "drop")
-    assert _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
-    worker.close()
-
-
 def test_a_killed_scorer_is_replaced_and_counted(worker: DrivenWorker) -> None:
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
@@ -162,42 +157,9 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
 
 
-def test_an_error_of_the_scorer_is_a_wrong_answer(worker: DrivenWorker) -> None:
-    score = _score(worker, {"no": "answer"}, "1")
-    assert score.reward == 0.0
-    assert score.detail["scorer_error"] == 1.0
-    assert worker.restarts == 0
-
-
 def test_bad_settings_are_the_users_error() -> None:
     with pytest.raises(UserError, match="mixture"):
         DrivenWorker(ScorerSettings(task=TaskConfig(params={"mixture": []}))).start()
-
-
-def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
-    write_character_tokenizer(tmp_path)
-    config = TaskConfig(answer_marker="#", params={"direct_share": 1.0}, scorer_workers=2)
-    tokenizer = character_tokenizer()
-    pairs = ProceduralProblems(config).worked(40)
-    pool = LocalScorerPool(ScorerSettings(task=config), str(tmp_path))
-
-    async def score_all() -> list[tuple[float | None, dict[str, float]]]:
-        jobs = []
-        for number, (problem, text) in enumerate(pairs):
-            prompt = Prompt(np.zeros(1, np.int32), "chain_sum", problem.payload)
-            given = text if number % 2 else text + "7"
-            jobs.append(pool.score(prompt, [*tokenizer.encode(given), EOS_ID]))
-        try:
-            scores = await asyncio.gather(*jobs)
-            pids.extend(worker.pid() for worker in pool.workers)  # type: ignore[attr-defined]
-        finally:
-            pool.close()
-        return scores
-
-    pids: list[int | None] = []
-    scores = asyncio.run(score_all())
-    assert [reward for reward, _ in scores] == [0.0, 1.0] * 20
-    assert all(pid is not None and _gone(pid) for pid in pids)
 
 
 def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
@@ -210,8 +172,12 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
         pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
 
         def pids() -> list[int]:
-            below = psutil.Process().children(recursive=True)
-            return [one.pid for one in below if any("process_main" in w for w in one.cmdline())]
+            found = []
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # one that was killed may be a zombie
+                    if any("process_main" in word for word in process.cmdline()):
+                        found.append(process.pid)
+            return found
 
         async def score_all() -> tuple[list[tuple[float | None, dict[str, float]]], list[int]]:
             prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]

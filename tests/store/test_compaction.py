@@ -18,16 +18,12 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import buffers, compaction, export
-from megatron_async.store.compaction import apply_removal, remove_parts
+from megatron_async.store.compaction import remove_parts
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.schema import Kind
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import (
-    DropReason,
-    FinishReason,
-    PolicyVersion,
-)
+from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion
 from tests.trajectory.builders import (
     STORE,
     V0,
@@ -57,129 +53,116 @@ async def checkpoint(store: TrajectoryStore, step: int, kept: Sequence[PolicyVer
     await store._compactor.finish()
 
 
-def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
+async def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
     tmp_path: Path,
 ) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
-        for step in range(4):
-            await train(store, step)
-            await checkpoint(store, step + 1, [PolicyVersion(0, step)])
-        # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
-        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
-        assert store.counts()["batched"] == 8
-        with pytest.raises(LookupError, match="group 0"):
-            store.load_group(0)
-        line = exported(tmp_path)[3]
-        assert line["batch"] == {"lineage": 0, "step": 1}
-        assert line["segments"][0]["token_ids"] == expected(3, 100)
-        assert line["segments"][0]["version"] == "0.1"
-        assert (line["reward"], line["complete"], line["drop_reason"]) == (3.0, True, None)
-        assert line["prompt"] == {
-            "token_ids": prompt().token_ids.tolist(),
-            "payload": {"answer": 0},
-            "priority": 0,
-        }
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
-        assert again.counts()["batched"] == 8
-        assert again.add_group(prompt(), 1).trajectories[0].trajectory_id == 8
-        await again.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
+    for step in range(4):
+        await train(store, step)
+        await checkpoint(store, step + 1, [PolicyVersion(0, step)])
+    # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
+    assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert store.counts()["batched"] == 8
+    with pytest.raises(LookupError, match="group 0"):
+        store.load_group(0)
+    line = exported(tmp_path)[3]
+    assert line["batch"] == {"lineage": 0, "step": 1}
+    assert line["segments"][0]["token_ids"] == expected(3, 100)
+    assert line["segments"][0]["version"] == "0.1"
+    assert (line["reward"], line["complete"], line["drop_reason"]) == (3.0, True, None)
+    assert line["prompt"] == {
+        "token_ids": prompt().token_ids.tolist(),
+        "payload": {"answer": 0},
+        "priority": 0,
+    }
+    await store.close()
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
+    assert again.counts()["batched"] == 8
+    assert again.add_group(prompt(), 1).trajectories[0].trajectory_id == 8
+    await again.close()
 
 
-def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1)
-        store = TrajectoryStore.open(tmp_path / STORE, settings)
-        for step in range(4):
-            await train(store, step)
-        await store.close()
-        second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
-        # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
-        second.mark_batched([3], 2)
-        second.mark_batched([2], 3)
-        await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
-        # at 0.3 group 3 is not consumed yet
-        assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
-        await second.close()
-        third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
-        assert [g.group_id for g in third.unconsumed_groups()] == [3]
-        await third.close()
-        with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
-            TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
-
-    asyncio.run(scenario())
-
-
-def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        store.drop_batch(0, DropReason.NONFINITE)
-        await train(store, 0)
-        waiting = await scored_group(store)
-        store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
-        await checkpoint(store, 1)
-        lines = exported(tmp_path)
-        assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
-        with closing(StoreReader(tmp_path / STORE)) as reader:
-            assert reader.exported().dropped == {"nonfinite": 2}
-        assert store.counts()["dropped"] == 3
-        assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
+    tmp_path: Path,
+) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1)
+    store = TrajectoryStore.open(tmp_path / STORE, settings)
+    for step in range(4):
+        await train(store, step)
+    await store.close()
+    second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
+    # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
+    second.mark_batched([3], 2)
+    second.mark_batched([2], 3)
+    await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
+    # at 0.3 group 3 is not consumed yet
+    assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
+    await second.close()
+    third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
+    assert [g.group_id for g in third.unconsumed_groups()] == [3]
+    await third.close()
+    with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
+        TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
 
 
-def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
+async def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    store.drop_batch(0, DropReason.NONFINITE)
+    await train(store, 0)
+    waiting = await scored_group(store)
+    store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
+    await checkpoint(store, 1)
+    lines = exported(tmp_path)
+    assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        assert reader.exported().dropped == {"nonfinite": 2}
+    assert store.counts()["dropped"] == 3
+    assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
+    await store.close()
+
+
+async def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
     tmp_path: Path,
 ) -> None:
     """Lines are read from the file, and what may leave is known from memory."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        group = await scored_group(store, 2)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(0, [])
-        await store._compactor.finish()
-        begun = threading.Event()
-        busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
-        await asyncio.to_thread(begun.wait, 10)
-        for trajectory in group.trajectories:
-            store.drop(trajectory.trajectory_id, DropReason.STALE)
-        store._compactor.start([PolicyVersion(0, 0)])
-        await store._compactor.finish()
-        assert busy.done()
-        assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    group = await scored_group(store, 2)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(0, [])
+    await store._compactor.finish()
+    begun = threading.Event()
+    busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
+    await asyncio.to_thread(begun.wait, 10)
+    for trajectory in group.trajectories:
+        store.drop(trajectory.trajectory_id, DropReason.STALE)
+    store._compactor.start([PolicyVersion(0, 0)])
+    await store._compactor.finish()
+    assert busy.done()
+    assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
+    await store.close()
 
 
-def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1)
-        store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
-        await train(store, 0)
-        await checkpoint(store, 1)
-        await train(store, 1)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        with (tmp_path / "crashed" / "export" / "trajectories.jsonl").open("a") as file:
-            file.write('{"trajectory_id": 2}\n{"half')
-        again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
-        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
-        await checkpoint(again, 2)
-        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
-        await again.close()
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1)
+    store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
+    await train(store, 0)
+    await checkpoint(store, 1)
+    await train(store, 1)
+    await store.sync()
+    copy = snapshot(tmp_path / "run", tmp_path / "crashed")
+    with (tmp_path / "crashed" / "export" / "trajectories.jsonl").open("a") as file:
+        file.write('{"trajectory_id": 2}\n{"half')
+    again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
+    assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
+    await checkpoint(again, 2)
+    assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
+    await again.close()
+    await store.close()
 
 
-def test_commits_and_the_event_loop_go_on_while_lines_are_written(
+async def test_commits_and_the_event_loop_go_on_while_lines_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -190,49 +173,16 @@ def test_commits_and_the_event_loop_go_on_while_lines_are_written(
 
     monkeypatch.setattr(export, "write_lines", on_a_slow_disk)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(1, [])
-        await train(store, 1)  # each of its trajectories waits for commits
-        assert exported(tmp_path) == []
-        go_on.set()
-        await store._compactor.finish()
-        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_commits_come_between_the_pieces_of_a_removal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is submitted during one piece does not wait for the next."""
-    monkeypatch.setattr(compaction, "_PARTS_PER_REMOVAL", 2)
-    commits: list[int] = []
-
-    def noted(connection: sqlite3.Connection, change: compaction.Removal) -> None:
-        apply_removal(connection, change)
-        commits.append(store.position())
-        store._writer.put(store._state.counters.to_row())
-
-    monkeypatch.setattr(compaction, "apply_removal", noted)
-
-    store: TrajectoryStore
-
-    async def scenario() -> None:
-        nonlocal store
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        for step in range(3):
-            await train(store, step)  # two trajectories, a chunk each
-        await checkpoint(store, 3)
-        assert len(exported(tmp_path)) == 6
-        await store.close()
-
-    asyncio.run(scenario())
-    assert len(commits) == 3
-    assert commits == sorted(set(commits)), "two pieces without a commit between them"
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(1, [])
+    await train(store, 1)  # each of its trajectories waits for commits
+    assert exported(tmp_path) == []
+    go_on.set()
+    await store._compactor.finish()
+    assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
+    await store.close()
 
 
 async def batched_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
@@ -330,56 +280,35 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
     ]
 
 
-def test_space_is_given_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        for step in range(8):
-            await train(store, step, size=8, count=4000)
-        before = await store._writer.wait(store._writer.run(_pages))
-        await checkpoint(store, 8)
-        after = await store._writer.wait(store._writer.run(_pages))
-        await store.close()
-        assert before > 200
-        assert after < 30
-
-    asyncio.run(scenario())
-
-
-def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
+async def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
     values = np.array([-0.1, -np.inf, -3e-8], dtype=np.float32)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        store.append(current(store, i), [1, 2, 3], values, V0, "e0")
-        store.end(i, FinishReason.STOP)
-        await store.sync()
-        await store.set_reward(i, 1.0)
-        store.mark_batched([0], 0)
-        await checkpoint(store, 1)
-        await store.close()
-        with closing(StoreReader(tmp_path / STORE)) as reader:
-            np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store.begin_request(i)
+    store.append(current(store, i), [1, 2, 3], values, V0, "e0")
+    store.end(i, FinishReason.STOP)
+    await store.sync()
+    await store.set_reward(i, 1.0)
+    store.mark_batched([0], 0)
+    await checkpoint(store, 1)
+    await store.close()
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
 
 
-def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        settings = StoreConfig(compact_after_checkpoints=1, export="none")
-        store = TrajectoryStore.open(tmp_path / STORE, settings)
-        sizes = []
-        for step in range(24):
-            await train(store, step, size=4, count=4000)
-            if step % 3 == 2:
-                await checkpoint(store, step + 1)
-                sizes.append(store._writer.run(_pages).result(30))
-        assert max(sizes) <= sizes[0] * 2
-        assert exported(tmp_path) == []
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
+    settings = StoreConfig(compact_after_checkpoints=1, export="none")
+    store = TrajectoryStore.open(tmp_path / STORE, settings)
+    sizes = []
+    for step in range(24):
+        await train(store, step, size=4, count=4000)
+        if step % 3 == 2:
+            await checkpoint(store, step + 1)
+            sizes.append(store._writer.run(_pages).result(30))
+    assert max(sizes) <= sizes[0] * 2
+    assert exported(tmp_path) == []
+    await store.close()
 
 
 def _chunks(connection: Any) -> int:

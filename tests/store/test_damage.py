@@ -214,16 +214,6 @@ def test_without_a_replica_a_damaged_store_begins_anew(
     assert ("and its replica is damaged" in seen.recovery.sentence) == (replica == "damaged")
 
 
-def test_a_trainer_that_does_not_report_what_it_has_seen_is_offered_nothing(
-    healthy: Healthy, tmp_path: Path
-) -> None:
-    path = healthy.copy(tmp_path)
-    path.write_bytes(path.read_bytes()[:100_000])
-    seen = check_truth(path, None, step=7)
-    assert seen.recovery is not None
-    assert (seen.groups, seen.recovery.behind) == (0, True)
-
-
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_every_single_page_may_be_lost(healthy: Healthy, tmp_path: Path) -> None:
@@ -274,32 +264,29 @@ def test_tokens_that_are_missing_are_noticed(healthy: Healthy, tmp_path: Path) -
     assert seen.intact == (REPLICATED - BATCHED) * SIZE
 
 
-def test_a_lost_log_is_noticed_by_the_position_of_the_checkpoint(tmp_path: Path) -> None:
+async def test_a_lost_log_is_noticed_by_the_position_of_the_checkpoint(tmp_path: Path) -> None:
     """Without its log the file is a valid older one; trained groups must not come back from it."""
 
-    async def scenario() -> None:
-        run = tmp_path / "run"
-        store = TrajectoryStore.open(run / STORE)
-        groups = [await scored_group(store) for _ in range(2)]
-        store.mark_batched([groups[0].group_id], 0)
-        position = await store.sync(durable=True)
-        crashed = tmp_path / "crashed"
-        crashed.mkdir()
-        shutil.copy(run / STORE, crashed / STORE)
-        shutil.copy(run / (STORE + "-wal"), crashed / (STORE + "-wal"))
-        await store.close()
+    run = tmp_path / "run"
+    store = TrajectoryStore.open(run / STORE)
+    groups = [await scored_group(store) for _ in range(2)]
+    store.mark_batched([groups[0].group_id], 0)
+    position = await store.sync(durable=True)
+    crashed = tmp_path / "crashed"
+    crashed.mkdir()
+    shutil.copy(run / STORE, crashed / STORE)
+    shutil.copy(run / (STORE + "-wal"), crashed / (STORE + "-wal"))
+    await store.close()
 
-        log = crashed / (STORE + "-wal")
-        with log.open("r+b") as file:
-            file.truncate(log.stat().st_size // 3)
-        again = TrajectoryStore.open(crashed / STORE, lineage=1, step=1, position=position)
-        assert again.recovery is not None
-        assert f"(the run has seen transaction {position})" in again.recovery.sentence
-        assert again.unconsumed_groups() == []  # group 0 was trained and may be among them
-        assert (await again.sync()) > position
-        await again.close()
-
-    asyncio.run(scenario())
+    log = crashed / (STORE + "-wal")
+    with log.open("r+b") as file:
+        file.truncate(log.stat().st_size // 3)
+    again = TrajectoryStore.open(crashed / STORE, lineage=1, step=1, position=position)
+    assert again.recovery is not None
+    assert f"(the run has seen transaction {position})" in again.recovery.sentence
+    assert again.unconsumed_groups() == []  # group 0 was trained and may be among them
+    assert (await again.sync()) > position
+    await again.close()
 
 
 def test_a_replacement_that_was_killed_half_way_is_made_again(

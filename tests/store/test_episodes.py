@@ -29,7 +29,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
 )
-from tests.store.test_formats import content
+from tests.store.test_store import content
 from tests.trajectory.builders import STORE
 
 NO_PROMPT = Prompt(np.zeros(0, np.int32), "game", {"seed": 1})
@@ -98,35 +98,32 @@ FORK = [
 LINE = [([1, 2, 11, 12, 13], [0, 0, 1, 0, 1])]
 
 
-def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        group_id = await forked(store)
-        group = store.load_group(group_id)
-        store.mark_batched([group_id], 1)
-        await store.sync(durable=True)
-        batch = pack_groups([group], step=1, lineage=0, branch_points={})
-        assert batch.token_ids_T.tolist() == [t for ids, _ in [*FORK, *LINE] for t in ids]
-        assert batch.loss_mask_T.tolist() == [m for _, mask in [*FORK, *LINE] for m in mask]
-        assert batch.cu_seqlens_S1.tolist() == [0, 7, 14, 19]
-        assert batch.trajectory_ids_S.tolist() == [0, 0, 1]
-        assert batch.rewards_S.tolist() == [1.5, 1.5, 0.0]
-        assert batch.prompt_lengths_S.tolist() == [2, 2, 2]
-        by_policy = [1 if t in (3, 4, 6, 7, 10, 11, 13) else -1 for t in batch.token_ids_T]
-        assert batch.version_T.tolist() == by_policy, "context of the policy keeps its version"
-        assert batch.first_E.tolist() == [0, 2]
+async def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    group_id = await forked(store)
+    group = store.load_group(group_id)
+    store.mark_batched([group_id], 1)
+    await store.sync(durable=True)
+    batch = pack_groups([group], step=1, lineage=0, branch_points={})
+    assert batch.token_ids_T.tolist() == [t for ids, _ in [*FORK, *LINE] for t in ids]
+    assert batch.loss_mask_T.tolist() == [m for _, mask in [*FORK, *LINE] for m in mask]
+    assert batch.cu_seqlens_S1.tolist() == [0, 7, 14, 19]
+    assert batch.trajectory_ids_S.tolist() == [0, 0, 1]
+    assert batch.rewards_S.tolist() == [1.5, 1.5, 0.0]
+    assert batch.prompt_lengths_S.tolist() == [2, 2, 2]
+    by_policy = [1 if t in (3, 4, 6, 7, 10, 11, 13) else -1 for t in batch.token_ids_T]
+    assert batch.version_T.tolist() == by_policy, "context of the policy keeps its version"
+    assert batch.first_E.tolist() == [0, 2]
 
-        algorithm = build_algorithm(build_config({"algorithm": {"recipe": "copris"}}))
-        prepared, _ = algorithm.prepare(DeviceBatch.of(batch))
-        assert prepared.advantages_T is not None
-        std = np.std([1.5, 0.0], ddof=1) + 1e-6
-        expected = np.repeat([0.75 / std, -0.75 / std], [14, 5])
-        np.testing.assert_allclose(prepared.advantages_T.numpy(), expected)
+    algorithm = build_algorithm(build_config({"algorithm": {"recipe": "copris"}}))
+    prepared, _ = algorithm.prepare(DeviceBatch.of(batch))
+    assert prepared.advantages_T is not None
+    std = np.std([1.5, 0.0], ddof=1) + 1e-6
+    expected = np.repeat([0.75 / std, -0.75 / std], [14, 5])
+    np.testing.assert_allclose(prepared.advantages_T.numpy(), expected)
 
-        await store.checkpoint_finalised(2, [])
-        await store.close()
-
-    asyncio.run(scenario())
+    await store.checkpoint_finalised(2, [])
+    await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
         assert not reader.holds(0)
         exported = find(reader, 0)
@@ -147,20 +144,19 @@ def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [10**30, "\ud800", [[[[1e300, None]]]], float("inf")])
-def test_whatever_a_policy_gives_to_a_tool_is_exported(tmp_path: Path, written: object) -> None:
+async def test_whatever_a_policy_gives_to_a_tool_is_exported(
+    tmp_path: Path, written: object
+) -> None:
     answer = {"text": "", "tool_calls": [{"name": "add", "arguments": {"a": written}}]}
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        group = store.add_group(NO_PROMPT, 1)
-        await play(store, 0, [1, 2], [3, 4], parent=None)
-        await end(store, 0, TurnOutcome(answer, 1.0), 1.0)
-        store.mark_batched([group.group_id], 1)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(2, [])
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    group = store.add_group(NO_PROMPT, 1)
+    await play(store, 0, [1, 2], [3, 4], parent=None)
+    await end(store, 0, TurnOutcome(answer, 1.0), 1.0)
+    store.mark_batched([group.group_id], 1)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(2, [])
+    await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
         assert not reader.holds(0)
         assert find(reader, 0).turns[0].answer == answer
@@ -224,88 +220,76 @@ def test_every_moment_of_an_episode_survives_a_kill(tmp_path: Path) -> None:
     assert (back.turns[0].reward, back.turns[0].answer) == (0.25, {"text": "x", "tool_calls": []})
 
 
-def test_a_late_reply_of_an_environment_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.add_group(NO_PROMPT, 2)
-        late = store.episodes.begin_step(0)
-        newer = store.episodes.begin_step(0)
-        with pytest.raises(SupersededRequest, match="trajectory 0 is run by t0-2;"):
-            store.episodes.begin_turn(late, [1], [], parent=None)
-        store.episodes.begin_turn(newer, [1], [], parent=None)
-        with pytest.raises(ValueError, match="trajectory 0: its turn has no end"):
-            store.episodes.begin_step(0)
-        request = store.begin_request(0)
-        store.append(request, [2], [-1.0], V1, "e0", end=FinishReason.STOP)
-        restarted = store.episodes.begin_step(0)
-        store.restart(0)
-        with pytest.raises(SupersededRequest, match="trajectory 0 is pending"):
-            store.episodes.end_episode(restarted, FinishReason.STOP)
-        dropped = store.episodes.begin_step(1)
-        store.drop(1, DropReason.ENVIRONMENT)
-        with pytest.raises(SupersededRequest, match="trajectory 1 is dropped"):
-            store.episodes.begin_turn(dropped, [1], [], parent=None)
-        with pytest.raises(ValueError, match="trajectory 1: it is dropped"):
-            store.episodes.begin_step(1)
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_late_reply_of_an_environment_is_refused(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.add_group(NO_PROMPT, 2)
+    late = store.episodes.begin_step(0)
+    newer = store.episodes.begin_step(0)
+    with pytest.raises(SupersededRequest, match="trajectory 0 is run by t0-2;"):
+        store.episodes.begin_turn(late, [1], [], parent=None)
+    store.episodes.begin_turn(newer, [1], [], parent=None)
+    with pytest.raises(ValueError, match="trajectory 0: its turn has no end"):
+        store.episodes.begin_step(0)
+    request = store.begin_request(0)
+    store.append(request, [2], [-1.0], V1, "e0", end=FinishReason.STOP)
+    restarted = store.episodes.begin_step(0)
+    store.restart(0)
+    with pytest.raises(SupersededRequest, match="trajectory 0 is pending"):
+        store.episodes.end_episode(restarted, FinishReason.STOP)
+    dropped = store.episodes.begin_step(1)
+    store.drop(1, DropReason.ENVIRONMENT)
+    with pytest.raises(SupersededRequest, match="trajectory 1 is dropped"):
+        store.episodes.begin_turn(dropped, [1], [], parent=None)
+    with pytest.raises(ValueError, match="trajectory 1: it is dropped"):
+        store.episodes.begin_step(1)
+    await store.close()
 
 
-def test_a_restart_forgets_the_turns_and_a_new_attempt_has_its_own(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.add_group(NO_PROMPT, 1)
-        await play(store, 0, [1, 2], [3], parent=None)
-        store.restart(0)
-        await play(store, 0, [7], [8], parent=None)
-        await store.close()
-        store = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
-        back = store.load_trajectory(0)
-        assert back.state is TrajectoryState.WAITING
-        assert shape(back) == [([7, 8], [0, 1])]
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_restart_forgets_the_turns_and_a_new_attempt_has_its_own(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.add_group(NO_PROMPT, 1)
+    await play(store, 0, [1, 2], [3], parent=None)
+    store.restart(0)
+    await play(store, 0, [7], [8], parent=None)
+    await store.close()
+    store = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
+    back = store.load_trajectory(0)
+    assert back.state is TrajectoryState.WAITING
+    assert shape(back) == [([7, 8], [0, 1])]
+    await store.close()
     with closing(sqlite3.connect(tmp_path / STORE)) as connection:
         assert connection.execute("SELECT number, attempt FROM turns").fetchall() == [(0, 1)]
 
 
-def test_the_input_of_a_request_is_the_path_to_its_turn(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        await forked(store)
-        store.add_group(Prompt(np.array([70, 71], np.int32), "game"), 1)
-        await play(store, 2, [1], [2], parent=None)
-        await play(store, 2, [3], [4], parent=0)
-        call = store.episodes.begin_step(2)
-        store.episodes.begin_turn(call, [5], [], parent=0)
-        store.append(store.begin_request(2), [6], [-1.0], V1, "e0")
-        prompt, answer = store.load_trajectory(2).input_parts()
-        assert np.concatenate(prompt).tolist() == [70, 71, 1, 2, 5]
-        assert np.concatenate(answer).tolist() == [6]
-        assert store.response_end(2) == (1, 6)
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_the_input_of_a_request_is_the_path_to_its_turn(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    await forked(store)
+    store.add_group(Prompt(np.array([70, 71], np.int32), "game"), 1)
+    await play(store, 2, [1], [2], parent=None)
+    await play(store, 2, [3], [4], parent=0)
+    call = store.episodes.begin_step(2)
+    store.episodes.begin_turn(call, [5], [], parent=0)
+    store.append(store.begin_request(2), [6], [-1.0], V1, "e0")
+    prompt, answer = store.load_trajectory(2).input_parts()
+    assert np.concatenate(prompt).tolist() == [70, 71, 1, 2, 5]
+    assert np.concatenate(answer).tolist() == [6]
+    assert store.response_end(2) == (1, 6)
+    await store.close()
 
 
-def test_a_damaged_turn_is_noticed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.add_group(NO_PROMPT, 1)
-        await play(store, 0, [1, 2], [3], parent=None)
-        await store.close()
-        for replica in tmp_path.glob("*replica*"):
-            replica.unlink()
-        with closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as connection:
-            connection.execute("UPDATE turns SET reward = 7")
-        before = content(tmp_path / STORE)
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
-        assert again.recovery is not None
-        assert "a row of table turns does not have its checksum" in again.recovery.sentence
-        assert again.recovery.damaged_file is not None
-        assert content(again.recovery.damaged_file) == before
-        await again.close()
-
-    asyncio.run(scenario())
+async def test_a_damaged_turn_is_noticed(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.add_group(NO_PROMPT, 1)
+    await play(store, 0, [1, 2], [3], parent=None)
+    await store.close()
+    for replica in tmp_path.glob("*replica*"):
+        replica.unlink()
+    with closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as connection:
+        connection.execute("UPDATE turns SET reward = 7")
+    before = content(tmp_path / STORE)
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
+    assert again.recovery is not None
+    assert "a row of table turns does not have its checksum" in again.recovery.sentence
+    assert again.recovery.damaged_file is not None
+    assert content(again.recovery.damaged_file) == before
+    await again.close()

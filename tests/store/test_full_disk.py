@@ -95,7 +95,7 @@ def test_whenever_the_disk_is_full_what_was_acknowledged_is_kept(
     assert_kept(path, finished)
 
 
-def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_later(
+async def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_later(
     disk: SmallDisk,
 ) -> None:
     """In the same process too: what the first attempt left is no part of the file."""
@@ -103,23 +103,20 @@ def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_later(
     export = disk.path / "export" / "trajectories.jsonl"
     settings = StoreConfig(compact_after_checkpoints=1)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(path, settings)
-        group = await scored_group(store, size=8, count=4000)
-        store.mark_batched([group.group_id], 0)
-        await store.sync(durable=True)
-        disk.fill(leave=120_000)
-        await store.checkpoint_finalised(1, [PolicyVersion(0, 1)])
-        with pytest.raises(CannotWrite, match=f"^{export} cannot be written: No space left"):
-            await store._compactor.finish()
-        disk.make_room()
-        group = await scored_group(store)
-        store.mark_batched([group.group_id], 1)
-        await store.sync(durable=True)
-        await store.checkpoint_finalised(2, [PolicyVersion(0, 2)])
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(path, settings)
+    group = await scored_group(store, size=8, count=4000)
+    store.mark_batched([group.group_id], 0)
+    await store.sync(durable=True)
+    disk.fill(leave=120_000)
+    await store.checkpoint_finalised(1, [PolicyVersion(0, 1)])
+    with pytest.raises(CannotWrite, match=f"^{export} cannot be written: No space left"):
+        await store._compactor.finish()
+    disk.make_room()
+    group = await scored_group(store)
+    store.mark_batched([group.group_id], 1)
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(2, [PolicyVersion(0, 2)])
+    await store.close()
     lines = [json.loads(line) for line in export.read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == list(range(10))
     with closing(StoreReader(path)) as reader:

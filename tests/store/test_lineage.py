@@ -17,30 +17,6 @@ def two_rollbacks() -> LineageTree:
     )
 
 
-def test_a_batch_is_consumed_where_its_line_leads_through_it() -> None:
-    tree = two_rollbacks()
-    here = Consumption.at(tree, 2)
-    assert here.holds(0, 9)
-    assert not here.holds(0, 10)  # trained after the checkpoint that lineage 1 went on from
-    assert here.holds(1, 19)
-    assert not here.holds(1, 20)
-    assert here.holds(2, 1000)
-    assert not here.holds(3, 10)
-
-
-def test_a_checkpoint_commits_the_batches_before_its_step() -> None:
-    here = Consumption.at_checkpoint(two_rollbacks(), PolicyVersion(1, 12))
-    assert here.holds(1, 11)
-    assert not here.holds(1, 12)
-
-
-def test_going_back_to_a_line_that_was_abandoned_brings_its_batches_back() -> None:
-    tree = two_rollbacks()
-    assert not Consumption.at(tree, 3).holds(1, 15)
-    tree.add(Lineage(4, 1, 20))
-    assert Consumption.at(tree, 4).holds(1, 15)
-
-
 def test_branch_points_are_where_the_lineages_part() -> None:
     tree = two_rollbacks()
     assert tree.branch_points(2) == {0: 10, 1: 20, 3: 10}

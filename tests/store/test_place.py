@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -26,7 +25,6 @@ from megatron_async.files import mounts
 from megatron_async.store.drop import drop_group_of
 from megatron_async.store.place import check_place, make_folder, place_of_writer
 from megatron_async.store.reader import StoreReader
-from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import Group, PolicyVersion
 from tests.store.disk import needs_compiler, without
@@ -111,41 +109,32 @@ async def two_steps(store: TrajectoryStore) -> int:
     return position
 
 
-def test_on_a_local_disk_the_database_is_in_the_run_directory(tmp_path: Path) -> None:
-    place = place_of_writer(tmp_path / STORE, "")
-    assert (place.file, place.away) == (tmp_path / STORE, False)
+async def test_a_shared_run_directory_has_its_database_on_the_managers_node(
+    cluster: Cluster,
+) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    await scored_group(store)
+    await replicated(store)
+    assert cluster.database().is_relative_to(cluster.folder / "disk")
+    assert cluster.database().exists()
+    assert sorted(path.name for path in cluster.run.iterdir()) == [
+        "store.json",
+        REPLICA,
+    ]
+    await store.close(leave=True)
 
 
-def test_a_shared_run_directory_has_its_database_on_the_managers_node(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await scored_group(store)
-        await replicated(store)
-        assert cluster.database().is_relative_to(cluster.folder / "disk")
-        assert cluster.database().exists()
-        assert sorted(path.name for path in cluster.run.iterdir()) == [
-            "store.json",
-            REPLICA,
-        ]
-        await store.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_store_directory_sets_where_the_database_lies(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        scratch = cluster.folder / "scratch"
-        settings = StoreConfig(directory=str(scratch))
-        store = TrajectoryStore.open(cluster.store, settings)
-        await scored_group(store)
-        (database,) = scratch.glob(f"*/{STORE}")
-        assert database.parent.name.startswith("run-"), "runs may share the directory"
-        with closing(StoreReader(cluster.store)) as reader:
-            assert len(reader.summaries()) == 2
-            assert reader.note == ""
-        await store.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_store_directory_sets_where_the_database_lies(cluster: Cluster) -> None:
+    scratch = cluster.folder / "scratch"
+    settings = StoreConfig(directory=str(scratch))
+    store = TrajectoryStore.open(cluster.store, settings)
+    await scored_group(store)
+    (database,) = scratch.glob(f"*/{STORE}")
+    assert database.parent.name.startswith("run-"), "runs may share the directory"
+    with closing(StoreReader(cluster.store)) as reader:
+        assert len(reader.summaries()) == 2
+        assert reader.note == ""
+    await store.close(leave=True)
 
 
 def test_without_any_local_disk_both_file_systems_are_named(cluster: Cluster) -> None:
@@ -181,22 +170,19 @@ def test_a_file_system_of_an_unknown_kind_is_used_with_a_warning_when_no_local_o
     assert ("if other nodes share that file system" in caplog.text) == warned
 
 
-def test_a_database_on_a_file_system_of_an_unknown_kind_is_found_under_another_host_name(
+async def test_a_database_on_a_file_system_of_an_unknown_kind_is_found_under_another_host_name(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container has another name at each start."""
     cluster.kinds = {str(cluster.folder): "9p"}
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await scored_group(store)
-        await store.close(leave=True)
-        monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        again = TrajectoryStore.open(cluster.store)
-        assert len(offered(again)) == 1
-        await again.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(cluster.store)
+    await scored_group(store)
+    await store.close(leave=True)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    again = TrajectoryStore.open(cluster.store)
+    assert len(offered(again)) == 1
+    await again.close()
 
 
 def test_a_directory_that_cannot_be_made_is_named(cluster: Cluster) -> None:
@@ -206,11 +192,6 @@ def test_a_directory_that_cannot_be_made_is_named(cluster: Cluster) -> None:
         check_place(place)
     with pytest.raises(UserError, match=r"/file/below/.*, for the trajectory store, cannot be m"):
         make_folder(place)
-
-
-def test_a_check_leaves_nothing_behind(cluster: Cluster) -> None:
-    check_place(place_of_writer(cluster.store, ""))
-    assert [path for path in cluster.folder.rglob("*") if path.is_file()] == []
 
 
 OPEN = """
@@ -269,276 +250,196 @@ def test_a_log_that_sqlite_silently_goes_without_is_noticed(
         check_place(place_of_writer(tmp_path / STORE, ""))
 
 
-def test_a_killed_manager_that_comes_back_on_its_node_has_lost_nothing(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        await killed(store)
-        again = TrajectoryStore.open(cluster.store, step=2)
-        assert again.recovery is None
-        assert offered(again) == [2, 3]
-        assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_stopped_run_goes_on_on_another_node_with_everything(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        position = await two_steps(store)
-        await store.close(leave=True)
-        assert not cluster.database().exists(), "nothing is left on the node"
-        cluster.enter("b")
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
-        assert again.recovery is None
-        assert offered(again) == [1, 2, 3]
-        assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_lost_node_costs_what_came_after_the_checkpoint_and_nothing_is_trained_twice(
+async def test_a_killed_manager_that_comes_back_on_its_node_has_lost_nothing(
     cluster: Cluster,
 ) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        position = await two_steps(store)
-        await killed(store)
-        cluster.enter("b")
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
-        assert again.recovery is not None
-        assert not again.recovery.behind
-        assert "on a, which this node does not reach; its replica" in again.recovery.sentence
-        assert "trajectories from 6 on are lost" in again.recovery.sentence
-        assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
-        assert again.prompts_read == 3, "the prompt of the lost group is read again"
-        assert again.add_group(prompt(), 1).trajectories[0].trajectory_id > 6
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(cluster.store)
+    await two_steps(store)
+    await killed(store)
+    again = TrajectoryStore.open(cluster.store, step=2)
+    assert again.recovery is None
+    assert offered(again) == [2, 3]
+    assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
+    await again.close(leave=True)
 
 
-def test_a_damaged_database_on_the_node_is_replaced_by_the_replica(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        position = await two_steps(store)
-        await killed(store)
-        cluster.database().write_bytes(bytes(2 * PAGE_BYTES))
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
-        assert again.recovery is not None and not again.recovery.behind
-        assert again.recovery.damaged_file is not None
-        assert again.recovery.damaged_file.parent == cluster.database().parent
-        assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_a_stopped_run_goes_on_on_another_node_with_everything(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    position = await two_steps(store)
+    await store.close(leave=True)
+    assert not cluster.database().exists(), "nothing is left on the node"
+    cluster.enter("b")
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
+    assert again.recovery is None
+    assert offered(again) == [1, 2, 3]
+    assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
+    await again.close(leave=True)
 
 
-def test_a_trainer_that_outlives_the_managers_node_is_offered_nothing_twice(
+async def test_a_lost_node_costs_what_came_after_the_checkpoint_and_nothing_is_trained_twice(
     cluster: Cluster,
 ) -> None:
-    """It is two steps further than the replica: any group may be in the batch that is missing."""
-
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        seen = store.position()
-        await killed(store)
-        cluster.enter("b")
-        again = TrajectoryStore.open(cluster.store, step=2, position=seen)
-        assert again.recovery is not None
-        assert again.recovery.behind
-        assert "(2 to 5) are set aside, since they may have been trained" in (
-            again.recovery.sentence
-        )
-        assert offered(again) == []
-        assert await again.sync() > seen
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(cluster.store)
+    position = await two_steps(store)
+    await killed(store)
+    cluster.enter("b")
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
+    assert again.recovery is not None
+    assert not again.recovery.behind
+    assert "on a, which this node does not reach; its replica" in again.recovery.sentence
+    assert "trajectories from 6 on are lost" in again.recovery.sentence
+    assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
+    assert again.prompts_read == 3, "the prompt of the lost group is read again"
+    assert again.add_group(prompt(), 1).trajectories[0].trajectory_id > 6
+    await again.close(leave=True)
 
 
-def test_a_database_from_before_the_run_went_on_elsewhere_is_not_used(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        position = await two_steps(store)
-        await killed(store)
-        cluster.enter("b")
-        other = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
-        other.mark_batched([2], 1)
-        later = await replicated(other)
-        await killed(other)
-        cluster.enter("a")
-        assert cluster.database().exists()
-        again = TrajectoryStore.open(cluster.store, lineage=2, step=2, parent=1, position=later)
-        assert offered(again) == [1]
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_node_that_has_another_name_now_has_the_same_database(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        await killed(store)
-        cluster._patch.setattr(socket, "gethostname", lambda: "a-new-name")
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
-        assert again.recovery is None
-        assert offered(again) == [2, 3]
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_a_database_from_before_the_run_went_on_elsewhere_is_not_used(
+    cluster: Cluster,
+) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    position = await two_steps(store)
+    await killed(store)
+    cluster.enter("b")
+    other = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
+    other.mark_batched([2], 1)
+    later = await replicated(other)
+    await killed(other)
+    cluster.enter("a")
+    assert cluster.database().exists()
+    again = TrajectoryStore.open(cluster.store, lineage=2, step=2, parent=1, position=later)
+    assert offered(again) == [1]
+    await again.close(leave=True)
 
 
-def test_the_database_moves_with_the_setting(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        directories = ("", str(tmp_path / "scratch"), str(tmp_path / "other"), "")
-        for lineage, directory in enumerate(directories):
-            settings = StoreConfig(directory=directory)
-            path = tmp_path / "run" / STORE
-            store = TrajectoryStore.open(path, settings, lineage=lineage)
-            assert store.recovery is None
-            assert offered(store) == list(range(lineage))
-            await scored_group(store, version=PolicyVersion(lineage, 0))
-            await (killed(store) if lineage % 2 else store.close(leave=True))
-
-    asyncio.run(scenario())
+async def test_a_node_that_has_another_name_now_has_the_same_database(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    await two_steps(store)
+    await killed(store)
+    cluster._patch.setattr(socket, "gethostname", lambda: "a-new-name")
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
+    assert again.recovery is None
+    assert offered(again) == [2, 3]
+    await again.close(leave=True)
 
 
-def test_store_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        await two_steps(store)
-        files = list((tmp_path / "run").glob("*sqlite*"))
-        assert {file.name for file in files} >= {
-            STORE,
-            f"{STORE}-wal",
-            "trajectories.replica.sqlite",
-        }
-        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {new_file_mode}
-        await store.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_the_database_moves_with_the_setting(tmp_path: Path) -> None:
+    directories = ("", str(tmp_path / "scratch"), str(tmp_path / "other"), "")
+    for lineage, directory in enumerate(directories):
+        settings = StoreConfig(directory=directory)
+        path = tmp_path / "run" / STORE
+        store = TrajectoryStore.open(path, settings, lineage=lineage)
+        assert store.recovery is None
+        assert offered(store) == list(range(lineage))
+        await scored_group(store, version=PolicyVersion(lineage, 0))
+        await (killed(store) if lineage % 2 else store.close(leave=True))
 
 
-def test_a_run_directory_that_is_moved_takes_its_store_along(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        await scored_group(store)
-        await store.close(leave=True)
-        shutil.move(tmp_path / "run", tmp_path / "moved")
-        again = TrajectoryStore.open(tmp_path / "moved" / STORE, lineage=1)
-        assert offered(again) == [0]
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
-
-
-def test_a_reader_on_another_node_has_the_replica_and_reports_it(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        with closing(StoreReader(cluster.store)) as here:
-            assert here.summaries() == []
-        await store.sync()  # its thread has opened the file: the disk goes away with the node
-        cluster.enter("b")
-        with pytest.raises(UserError, match=r"is /.*sqlite on a, and it has no replica yet"):
-            StoreReader(cluster.store)
-        cluster.enter("a")
-        await two_steps(store)
-        with closing(StoreReader(cluster.store)) as here:
-            assert len(here.summaries()) == 7
-        cluster.enter("b")
-        with closing(StoreReader(cluster.store)) as elsewhere:
-            assert len(elsewhere.summaries()) == 6
-            assert "sqlite on a; this is its replica of the last checkpoint" in elsewhere.note
-        cluster.enter("a")
-        await store.close(leave=True)
-        cluster.enter("b")
-        with closing(StoreReader(cluster.store)) as elsewhere:
-            assert (len(elsewhere.summaries()), elsewhere.note) == (7, "")
-
-    asyncio.run(scenario())
+async def test_store_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
+    store = TrajectoryStore.open(tmp_path / "run" / STORE)
+    await two_steps(store)
+    files = list((tmp_path / "run").glob("*sqlite*"))
+    assert {file.name for file in files} >= {
+        STORE,
+        f"{STORE}-wal",
+        "trajectories.replica.sqlite",
+    }
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {new_file_mode}
+    await store.close(leave=True)
 
 
-def test_a_group_of_a_stopped_run_is_dropped_from_any_node(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        await store.close(leave=True)
-        cluster.enter("b")
-        assert drop_group_of(cluster.store, 4, PolicyVersion(0, 1)) == [4, 5]
-        assert not cluster.database().exists()
-        cluster.enter("c")
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
-        assert again.recovery is None
-        assert offered(again) == [3]
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_a_run_directory_that_is_moved_takes_its_store_along(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / "run" / STORE)
+    await scored_group(store)
+    await store.close(leave=True)
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    again = TrajectoryStore.open(tmp_path / "moved" / STORE, lineage=1)
+    assert offered(again) == [0]
+    await again.close(leave=True)
 
 
-def test_a_group_of_a_store_on_another_node_is_not_dropped(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        await killed(store)
-        cluster.enter("b")
-        with pytest.raises(UserError, match=r"cannot be changed: it is /.* on a, which this node"):
-            drop_group_of(cluster.store, 4, PolicyVersion(0, 1))
-
-    asyncio.run(scenario())
-
-
-def test_a_group_that_was_dropped_does_not_come_back_with_the_replica(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        position = await two_steps(store)
-        await store.close()
-        drop_group_of(tmp_path / STORE, 4, PolicyVersion(0, 1))
-        (tmp_path / STORE).write_bytes(b"damage")
-        again = TrajectoryStore.open(
-            tmp_path / STORE, lineage=1, step=1, parent=0, position=position
-        )
-        assert again.recovery is not None
-        assert offered(again) == [1, 3]
-        await again.close()
-
-    asyncio.run(scenario())
+async def test_a_reader_on_another_node_has_the_replica_and_reports_it(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    with closing(StoreReader(cluster.store)) as here:
+        assert here.summaries() == []
+    await store.sync()  # its thread has opened the file: the disk goes away with the node
+    cluster.enter("b")
+    with pytest.raises(UserError, match=r"is /.*sqlite on a, and it has no replica yet"):
+        StoreReader(cluster.store)
+    cluster.enter("a")
+    await two_steps(store)
+    with closing(StoreReader(cluster.store)) as here:
+        assert len(here.summaries()) == 7
+    cluster.enter("b")
+    with closing(StoreReader(cluster.store)) as elsewhere:
+        assert len(elsewhere.summaries()) == 6
+        assert "sqlite on a; this is its replica of the last checkpoint" in elsewhere.note
+    cluster.enter("a")
+    await store.close(leave=True)
+    cluster.enter("b")
+    with closing(StoreReader(cluster.store)) as elsewhere:
+        assert (len(elsewhere.summaries()), elsewhere.note) == (7, "")
 
 
-def test_a_replica_that_cannot_be_written_costs_no_run(
+async def test_a_group_of_a_stopped_run_is_dropped_from_any_node(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    await two_steps(store)
+    await store.close(leave=True)
+    cluster.enter("b")
+    assert drop_group_of(cluster.store, 4, PolicyVersion(0, 1)) == [4, 5]
+    assert not cluster.database().exists()
+    cluster.enter("c")
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
+    assert again.recovery is None
+    assert offered(again) == [3]
+    await again.close(leave=True)
+
+
+async def test_a_group_of_a_store_on_another_node_is_not_dropped(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    await two_steps(store)
+    await killed(store)
+    cluster.enter("b")
+    with pytest.raises(UserError, match=r"cannot be changed: it is /.* on a, which this node"):
+        drop_group_of(cluster.store, 4, PolicyVersion(0, 1))
+
+
+async def test_a_group_that_was_dropped_does_not_come_back_with_the_replica(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    position = await two_steps(store)
+    await store.close()
+    drop_group_of(tmp_path / STORE, 4, PolicyVersion(0, 1))
+    (tmp_path / STORE).write_bytes(b"damage")
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1, parent=0, position=position)
+    assert again.recovery is not None
+    assert offered(again) == [1, 3]
+    await again.close()
+
+
+async def test_a_replica_that_cannot_be_written_costs_no_run(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        (cluster.run / REPLICA).mkdir()
-        await two_steps(store)
-        assert "replica" in caplog.text
-        assert "the one before it stays" in caplog.text
-        assert cluster.database().exists()
-        await store.close(leave=True)
-        assert cluster.database().exists(), "it is the only one there is"
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
-        assert offered(again) == [2, 3]
-        (cluster.run / REPLICA).rmdir()
-        await again.close(leave=True)
-        assert not cluster.database().exists()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(cluster.store)
+    (cluster.run / REPLICA).mkdir()
+    await two_steps(store)
+    assert "replica" in caplog.text
+    assert "the one before it stays" in caplog.text
+    assert cluster.database().exists()
+    await store.close(leave=True)
+    assert cluster.database().exists(), "it is the only one there is"
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
+    assert offered(again) == [2, 3]
+    (cluster.run / REPLICA).rmdir()
+    await again.close(leave=True)
+    assert not cluster.database().exists()
 
 
-def test_a_record_that_is_no_record_leaves_the_replica(cluster: Cluster) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(cluster.store)
-        await two_steps(store)
-        await store.close(leave=True)
-        (cluster.run / "store.json").write_text(json.dumps(["nothing"]))
-        again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
-        assert again.recovery is not None
-        assert offered(again) == []  # it may not be all
-        await again.close(leave=True)
-
-    asyncio.run(scenario())
+async def test_a_record_that_is_no_record_leaves_the_replica(cluster: Cluster) -> None:
+    store = TrajectoryStore.open(cluster.store)
+    await two_steps(store)
+    await store.close(leave=True)
+    (cluster.run / "store.json").write_text(json.dumps(["nothing"]))
+    again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
+    assert again.recovery is not None
+    assert offered(again) == []  # it may not be all
+    await again.close(leave=True)

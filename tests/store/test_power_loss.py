@@ -37,42 +37,6 @@ def powerless(folder: Path, directory: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in life.stdout.splitlines()]
 
 
-ENDS_WHILE_IT_FORCES_A_FILE_TO_DISK = """
-import os, sys, threading, time
-
-file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-os.write(file, bytes(1 << 24))
-os.fsync(file)
-begun = threading.Event()
-
-def force():
-    begun.set()
-    os.fsync(file)
-
-threading.Thread(target=force, daemon=True).start()
-begun.wait()
-time.sleep(float(sys.argv[2]))
-os._exit(0)
-"""
-
-
-@needs_compiler
-def test_what_was_on_disk_stays_there_when_a_process_ends_while_it_forces_it_there_again(
-    tmp_path: Path,
-) -> None:
-    """Of this test's own disk: else a store seems damaged, when the machine is slow enough."""
-    (tmp_path / "world").mkdir()
-    file = str(tmp_path / "world" / "f")
-    for after in range(8):
-        subprocess.run(
-            [sys.executable, "-c", ENDS_WHILE_IT_FORCES_A_FILE_TO_DISK, file, str(0.003 * after)],
-            env=keeping(tmp_path / "world", tmp_path / "durable"),
-            timeout=60,
-            check=True,
-        )
-        assert (tmp_path / "durable" / "f").stat().st_size == 1 << 24
-
-
 @needs_compiler
 @pytest.mark.parametrize("where", ["in the run directory", "on a disk of the node"])
 def test_a_batch_is_on_disk_before_the_trainer_gets_it(tmp_path: Path, where: str) -> None:

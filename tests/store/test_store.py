@@ -1,4 +1,4 @@
-"""The store as its user sees it: lives, chunks, durability, resumes, bad input."""
+"""The store as its user sees it: lives, chunks, durability, resumes, bad input, formats."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.store import buffers
+from megatron_async.errors import UserError
+from megatron_async.store import buffers, schema
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.packing import pack_groups
-from megatron_async.trajectory.types import (
-    DropReason,
-    FinishReason,
-    PolicyVersion,
-    TrajectoryState,
-)
+from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion, TrajectoryState
 from tests.trajectory.builders import (
+    REPLICA,
     STORE,
     V0,
     append,
@@ -40,7 +38,7 @@ from tests.trajectory.builders import (
 S = TrajectoryState
 
 
-def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
+async def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
     tmp_path: Path,
 ) -> None:
     routes, teacher = np.dtype([("routes", "<i2", (2, 4))]), np.dtype([("teacher", "<f4")])
@@ -49,129 +47,88 @@ def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
         tokens = tokens_of(0, start, count)[0]
         return tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.add_group(prompt(), 1)
-        request, start, lengths = store.begin_request(0), 0, []
-        for kinds, count in (((), 5), ((routes,), 20), ((routes, teacher), 9), ((teacher,), 1)):
-            for part in (count - 1, 1):
-                values = (*tokens_of(0, start, part), V0, "e0")
-                store.append(request, *values, columns=columns(start, part, *kinds))
-                start += part
-            lengths.append((count, kinds))
-        before = store.load_trajectory(0)
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        for found in (before, again.load_trajectory(0)):
-            start = 0
-            for part, (count, kinds) in zip(found.segments, lengths, strict=True):
-                assert len(part) == count
-                assert tuple(column.dtype for column in part.columns) == kinds
-                for mine, kind in zip(part.columns, kinds, strict=True):
-                    np.testing.assert_array_equal(mine, columns(start, count, kind)[0])
-                start += count
-        await again.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.add_group(prompt(), 1)
+    request, start, lengths = store.begin_request(0), 0, []
+    for kinds, count in (((), 5), ((routes,), 20), ((routes, teacher), 9), ((teacher,), 1)):
+        for part in (count - 1, 1):
+            values = (*tokens_of(0, start, part), V0, "e0")
+            store.append(request, *values, columns=columns(start, part, *kinds))
+            start += part
+        lengths.append((count, kinds))
+    before = store.load_trajectory(0)
+    await store.close()
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+    for found in (before, again.load_trajectory(0)):
+        start = 0
+        for part, (count, kinds) in zip(found.segments, lengths, strict=True):
+            assert len(part) == count
+            assert tuple(column.dtype for column in part.columns) == kinds
+            for mine, kind in zip(part.columns, kinds, strict=True):
+                np.testing.assert_array_equal(mine, columns(start, count, kind)[0])
+            start += count
+    await again.close()
     reader = StoreReader(tmp_path / STORE)
     [summary] = reader.summaries()
     assert (summary.tokens, summary.versions) == (35, (V0,))
     reader.close()
 
 
-def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        (trajectory,) = store.add_group(prompt(3), 1).trajectories
-        i = trajectory.trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 70)
-        append(store, i, 70, 5, PolicyVersion(0, 1))  # weights changed in flight
-        turn = [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env"
-        store.append(current(store, i), *turn, from_environment=True)
-        append(store, i, 75, 3, PolicyVersion(0, 1))
-        store.end(i, FinishReason.LENGTH)
-        await store.sync()
-        await store.set_reward(i, 0.5, {"format": 1.0})
-        before = store.load_trajectory(i)
-        await store.close()
+async def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    (trajectory,) = store.add_group(prompt(3), 1).trajectories
+    i = trajectory.trajectory_id
+    store.begin_request(i)
+    append(store, i, 0, 70)
+    append(store, i, 70, 5, PolicyVersion(0, 1))  # weights changed in flight
+    turn = [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env"
+    store.append(current(store, i), *turn, from_environment=True)
+    append(store, i, 75, 3, PolicyVersion(0, 1))
+    store.end(i, FinishReason.LENGTH)
+    await store.sync()
+    await store.set_reward(i, 0.5, {"format": 1.0})
+    before = store.load_trajectory(i)
+    await store.close()
 
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        after = again.load_trajectory(i)
-        await again.close()
-        for found in (before, after):
-            assert [len(s) for s in found.segments] == [70, 5, 2, 3]
-            assert [str(s.version) for s in found.segments] == ["0.0", "0.1", "0.1", "0.1"]
-            assert [s.from_environment for s in found.segments] == [False, False, True, False]
-            assert [s.engine_id for s in found.segments] == ["e0", "e0", "env", "e0"]
-            tokens, logprobs = tokens_of(i, 0, 70)
-            np.testing.assert_array_equal(found.segments[0].token_ids, tokens)
-            np.testing.assert_array_equal(found.segments[0].logprobs, logprobs)
-            assert found.state is S.SCORED
-            assert found.finish_reason is FinishReason.LENGTH
-            assert (found.reward, found.reward_detail) == (0.5, {"format": 1.0})
-            assert found.prompt.payload == {"answer": 3}
-            np.testing.assert_array_equal(found.prompt.token_ids, prompt(3).token_ids)
-
-    asyncio.run(scenario())
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+    after = again.load_trajectory(i)
+    await again.close()
+    for found in (before, after):
+        assert [len(s) for s in found.segments] == [70, 5, 2, 3]
+        assert [str(s.version) for s in found.segments] == ["0.0", "0.1", "0.1", "0.1"]
+        assert [s.from_environment for s in found.segments] == [False, False, True, False]
+        assert [s.engine_id for s in found.segments] == ["e0", "e0", "env", "e0"]
+        tokens, logprobs = tokens_of(i, 0, 70)
+        np.testing.assert_array_equal(found.segments[0].token_ids, tokens)
+        np.testing.assert_array_equal(found.segments[0].logprobs, logprobs)
+        assert found.state is S.SCORED
+        assert found.finish_reason is FinishReason.LENGTH
+        assert (found.reward, found.reward_detail) == (0.5, {"format": 1.0})
+        assert found.prompt.payload == {"answer": 3}
+        np.testing.assert_array_equal(found.prompt.token_ids, prompt(3).token_ids)
 
 
-def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path: Path) -> None:
+async def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path: Path) -> None:
     """More rows than one statement has."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        groups = [store.add_group(prompt(i), 8) for i in range(90)]
-        ids = [t.trajectory_id for group in groups for t in group.trajectories]
-        for i in ids:
-            store.begin_request(i)
-            append(store, i, 0, 1 + i % 3)
-        for i in ids:
-            assert store.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
-            store.end_request(current(store, i))
-        await store.close()
-
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        for trajectory in [t for group in again.unconsumed_groups() for t in group.trajectories]:
-            i = trajectory.trajectory_id
-            assert (trajectory.state, response(trajectory)) == (S.PARTIAL, expected(i, 1 + i % 3))
-            assert again.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
-        assert again.counts()[S.PARTIAL] == len(ids)
-        await again.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_goes_on_later_is_a_new_segment(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store = TrajectoryStore.open(tmp_path / STORE)
+    groups = [store.add_group(prompt(i), 8) for i in range(90)]
+    ids = [t.trajectory_id for group in groups for t in group.trajectories]
+    for i in ids:
         store.begin_request(i)
-        append(store, i, 0, 10)
-        append(store, i, 10, 10)
+        append(store, i, 0, 1 + i % 3)
+    for i in ids:
+        assert store.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
         store.end_request(current(store, i))
-        store.begin_request(i)
-        append(store, i, 20, 5)
-        found = store.load_trajectory(i)
-        assert [len(s) for s in found.segments] == [20, 5]
-        assert found.resumed
-        await store.close()
+    await store.close()
 
-    asyncio.run(scenario())
-
-
-def test_ids_grow_and_are_never_used_twice(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        seen: list[int] = []
-        for lineage in range(3):
-            store = TrajectoryStore.open(tmp_path / STORE, lineage=lineage)
-            for _ in range(2):
-                seen += [t.trajectory_id for t in store.add_group(prompt(), 3).trajectories]
-            assert store.prompts_read == 2 * (lineage + 1)
-            await store.close()
-        assert seen == sorted(set(seen))
-
-    asyncio.run(scenario())
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+    for trajectory in [t for group in again.unconsumed_groups() for t in group.trajectories]:
+        i = trajectory.trajectory_id
+        assert (trajectory.state, response(trajectory)) == (S.PARTIAL, expected(i, 1 + i % 3))
+        assert again.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
+    assert again.counts()[S.PARTIAL] == len(ids)
+    await again.close()
 
 
 def on_disk(path: Path) -> dict[int, int]:
@@ -183,326 +140,174 @@ def on_disk(path: Path) -> dict[int, int]:
         reader.close()
 
 
-def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
+async def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
     tmp_path: Path,
 ) -> None:
     """A request that went on in spite of it would add its tokens to those of its successor."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        waiting = asyncio.create_task(store.sync())
-        await asyncio.sleep(0)
-        store._writer.barrier().result(
-            10
-        )  # the one before it is done, which was not acknowledged yet
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await store.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE)
+    waiting = asyncio.create_task(store.sync())
+    await asyncio.sleep(0)
+    store._writer.barrier().result(10)  # the one before it is done, which was not acknowledged yet
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await store.close()
 
 
-def test_a_chunk_is_written_when_full_when_old_or_when_asked(
+async def test_a_chunk_is_written_when_full_when_old_or_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers, "CHUNK_SECONDS", 0.2)
-
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 40)
-        await store.sync()
-        assert on_disk(tmp_path / STORE)[i] == 0
-        append(store, i, 40, 24)
-        await store.written(i)
-        assert on_disk(tmp_path / STORE)[i] == 64
-        append(store, i, 64, 1)
-        await asyncio.sleep(0.5)
-        await store.sync()
-        assert on_disk(tmp_path / STORE)[i] == 65
-        append(store, i, 65, 2)
-        store.flush()
-        await store.sync()
-        assert on_disk(tmp_path / STORE)[i] == 67
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_finish_is_acknowledged_when_all_tokens_are_in_the_file(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 10)
-        store.end(i, FinishReason.STOP)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        await store.close()
-        again = TrajectoryStore.open(copy, lineage=1)
-        found = again.load_trajectory(i)
-        assert found.state is S.FINISHED
-        assert response(found) == expected(i, 10)
-        await again.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE)
+    i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store.begin_request(i)
+    append(store, i, 0, 40)
+    await store.sync()
+    assert on_disk(tmp_path / STORE)[i] == 0
+    append(store, i, 40, 24)
+    await store.written(i)
+    assert on_disk(tmp_path / STORE)[i] == 64
+    append(store, i, 64, 1)
+    await asyncio.sleep(0.5)
+    await store.sync()
+    assert on_disk(tmp_path / STORE)[i] == 65
+    append(store, i, 65, 2)
+    store.flush()
+    await store.sync()
+    assert on_disk(tmp_path / STORE)[i] == 67
+    await store.close()
 
 
 @pytest.mark.parametrize("count", [3, 64, 200])
-def test_the_end_is_in_the_transaction_of_the_last_tokens(
+async def test_the_end_is_in_the_transaction_of_the_last_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """A process that is killed at any moment leaves both, or neither."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(i)
-        append(store, i, 0, 10)
-        store.flush()
-        add_chunk, copies = store._writer.add_chunk, []
+    store = TrajectoryStore.open(tmp_path / "run" / STORE)
+    i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store.begin_request(i)
+    append(store, i, 0, 10)
+    store.flush()
+    add_chunk, copies = store._writer.add_chunk, []
 
-        def committed_at_once(*arguments: Any) -> int:
-            number = add_chunk(*arguments)
-            store._writer.barrier().result(10)
-            copies.append(snapshot(tmp_path / "run", tmp_path / f"killed{len(copies)}"))
-            return number
+    def committed_at_once(*arguments: Any) -> int:
+        number = add_chunk(*arguments)
+        store._writer.barrier().result(10)
+        copies.append(snapshot(tmp_path / "run", tmp_path / f"killed{len(copies)}"))
+        return number
 
-        monkeypatch.setattr(store._writer, "add_chunk", committed_at_once)
-        store.append(current(store, i), *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
-        await store.close()
-        assert len(copies) == 1
-        again = TrajectoryStore.open(copies[0], lineage=1)
-        found = again.load_trajectory(i)
-        await again.close()
-        assert (found.state, found.finish_reason) == (S.FINISHED, FinishReason.STOP)
-        assert response(found) == expected(i, 10 + count)
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(store._writer, "add_chunk", committed_at_once)
+    store.append(current(store, i), *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
+    await store.close()
+    assert len(copies) == 1
+    again = TrajectoryStore.open(copies[0], lineage=1)
+    found = again.load_trajectory(i)
+    await again.close()
+    assert (found.state, found.finish_reason) == (S.FINISHED, FinishReason.STOP)
+    assert response(found) == expected(i, 10 + count)
 
 
-def test_after_a_crash_what_ran_is_partial_and_the_rest_as_it_was(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / "run" / STORE)
-        a, b, c, d = (t.trajectory_id for t in store.add_group(prompt(), 4).trajectories)
-        store.begin_request(a)
-        append(store, a, 0, 130)  # one chunk of 130; nothing is left in the buffer
-        append(store, a, 130, 9)  # lost: the current chunk
-        await generate(store, b, 20)
-        store.drop(c, DropReason.STALE)
-        await store.sync()
-        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
-        await store.close()
+async def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(
+    tmp_path: Path,
+) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    groups = [await scored_group(store) for _ in range(3)]
+    for step, group in enumerate(groups):
+        store.mark_batched([group.group_id], step)
+    assert store.counts()["batched"] == 6
+    assert store.unconsumed_groups() == []
+    await store.close()
 
-        again = TrajectoryStore.open(copy, lineage=1)
-        states = [t.state for t in again.load_group(0).trajectories]
-        assert states == [S.PARTIAL, S.SCORED, S.DROPPED, S.PENDING]
-        assert response(again.load_trajectory(a)) == expected(a, 130)
-        assert again.load_trajectory(c).drop_reason is DropReason.STALE
-        assert again.load_trajectory(d).segments == ()
-        again.begin_request(a)
-        append(again, a, 130, 3, PolicyVersion(1, 0))
-        await again.close()
-        third = TrajectoryStore.open(copy, lineage=2)
-        assert response(third.load_trajectory(a)) == expected(a, 133)
-        await third.close()
+    again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+    assert [g.group_id for g in again.unconsumed_groups()] == [1, 2]
+    first = again.load_trajectory(0)
+    assert (first.state, first.batched_step) == (S.BATCHED, 0)
+    assert response(first) == expected(0, 100)
+    again.mark_batched([2], 1)
+    await again.close()
 
-    asyncio.run(scenario())
-
-
-def test_restart_forgets_tokens_for_good(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        await generate(store, i, 200)
-        store.restart(i)
-        assert store.load_trajectory(i).state is S.PENDING
-        store.begin_request(i)
-        append(store, i, 0, 65)
-        store.end_request(current(store, i))
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        found = again.load_trajectory(i)
-        assert (response(found), found.reward) == (expected(i, 65), None)
-        await again.close()
-        rows = sqlite3.connect(tmp_path / STORE).execute("SELECT count(*) FROM chunks").fetchone()
-        assert rows == (1,)
-
-    asyncio.run(scenario())
+    older = TrajectoryStore.open(tmp_path / STORE, lineage=2, step=0)
+    assert [g.group_id for g in older.unconsumed_groups()] == [0, 1, 2]
+    await older.close()
+    back = TrajectoryStore.open(tmp_path / STORE, lineage=3, step=2, parent=1)
+    assert [g.group_id for g in back.unconsumed_groups()] == [1]
+    await back.close()
+    back = TrajectoryStore.open(tmp_path / STORE, lineage=4, step=2, parent=0)
+    assert [g.group_id for g in back.unconsumed_groups()] == [2]
+    assert back.branch_points() == {0: 2, 1: 1, 2: 0, 3: 1}
+    assert back.lag_number(PolicyVersion(1, 2)) == 1
+    await back.close()
 
 
-def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        groups = [await scored_group(store) for _ in range(3)]
-        for step, group in enumerate(groups):
-            store.mark_batched([group.group_id], step)
-        assert store.counts()["batched"] == 6
-        assert store.unconsumed_groups() == []
-        await store.close()
-
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
-        assert [g.group_id for g in again.unconsumed_groups()] == [1, 2]
-        first = again.load_trajectory(0)
-        assert (first.state, first.batched_step) == (S.BATCHED, 0)
-        assert response(first) == expected(0, 100)
-        again.mark_batched([2], 1)
-        await again.close()
-
-        older = TrajectoryStore.open(tmp_path / STORE, lineage=2, step=0)
-        assert [g.group_id for g in older.unconsumed_groups()] == [0, 1, 2]
-        await older.close()
-        back = TrajectoryStore.open(tmp_path / STORE, lineage=3, step=2, parent=1)
-        assert [g.group_id for g in back.unconsumed_groups()] == [1]
-        await back.close()
-        back = TrajectoryStore.open(tmp_path / STORE, lineage=4, step=2, parent=0)
-        assert [g.group_id for g in back.unconsumed_groups()] == [2]
-        assert back.branch_points() == {0: 2, 1: 1, 2: 0, 3: 1}
-        assert back.lag_number(PolicyVersion(1, 2)) == 1
-        await back.close()
-
-    asyncio.run(scenario())
-
-
-def test_the_same_line_can_be_gone_on_with_after_the_manager_died(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        for step in range(2):
-            store.mark_batched([(await scored_group(store)).group_id], step)
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
-        assert [g.group_id for g in again.unconsumed_groups()] == [1]
-        again.mark_batched([1], 1)
-        await again.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(tmp_path: Path) -> None:
+async def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(
+    tmp_path: Path,
+) -> None:
     """The record that is taken back and the new one are written in one transaction."""
 
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.mark_batched([(await scored_group(store)).group_id], 0)
-        await store.close()  # the trainer never saw it
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.mark_batched([(await scored_group(store)).group_id], 0)
+    await store.close()  # the trainer never saw it
 
-        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=0)
+    store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=0)
+    store.mark_batched([0], 0)
+    await store.sync()
+    await store.close()
+
+    store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
+    assert store.unconsumed_groups() == []
+    await store.close()
+
+
+async def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    group = store.add_group(prompt(), 2)
+    a, b = (t.trajectory_id for t in group.trajectories)
+    await generate(store, a, 10)
+    with pytest.raises(ValueError, match=f"trajectory {b} is pending"):
         store.mark_batched([0], 0)
-        await store.sync()
-        await store.close()
-
-        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
-        assert store.unconsumed_groups() == []
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_batch_that_could_not_be_used_is_dropped_and_its_step_free(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        bad, good = await scored_group(store), await scored_group(store)
-        store.mark_batched([bad.group_id], 0)
-        store.drop_batch(0, DropReason.NONFINITE)
-        dropped = [t.drop_reason for t in store.load_group(bad.group_id).trajectories]
-        assert dropped == [DropReason.NONFINITE] * 2
-        store.mark_batched([good.group_id], 0)
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
-        assert [g.group_id for g in again.unconsumed_groups()] == [good.group_id]
-        assert again.counts()["dropped"] == 2
-        await again.close()
-
-    asyncio.run(scenario())
-
-
-def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        group = store.add_group(prompt(), 2)
-        a, b = (t.trajectory_id for t in group.trajectories)
-        await generate(store, a, 10)
-        with pytest.raises(ValueError, match=f"trajectory {b} is pending"):
-            store.mark_batched([0], 0)
-        store.drop(b, DropReason.SCORER)
+    store.drop(b, DropReason.SCORER)
+    store.mark_batched([0], 0)
+    with pytest.raises(ValueError, match="has a batch already"):
         store.mark_batched([0], 0)
-        with pytest.raises(ValueError, match="has a batch already"):
-            store.mark_batched([0], 0)
-        with pytest.raises(ValueError, match=f"trajectory {a} is batched"):
-            store.mark_batched([0], 1)
-        packed = pack_groups([store.load_group(0)], step=0, lineage=0, branch_points={})
-        assert packed.trajectory_ids_S.tolist() == [a]
-        await store.close()
-
-    asyncio.run(scenario())
+    with pytest.raises(ValueError, match=f"trajectory {a} is batched"):
+        store.mark_batched([0], 1)
+    packed = pack_groups([store.load_group(0)], step=0, lineage=0, branch_points={})
+    assert packed.trajectory_ids_S.tolist() == [a]
+    await store.close()
 
 
-def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
-            append(store, i, 0, 1)
-        with pytest.raises(ValueError, match="cannot become finished"):
-            store.end(i, FinishReason.STOP)
-            await store.sync()
-        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
-            store.end_request(current(store, i))
-        store.begin_request(i)
-        store.drop(i, DropReason.USER)
-        with pytest.raises(ValueError, match="is dropped"):
-            store.begin_request(i)
-        with pytest.raises(LookupError, match="trajectory 99"):
-            store.load_trajectory(99)
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_error_of_the_writer_is_raised_at_the_next_call(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+async def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
+        append(store, i, 0, 1)
+    with pytest.raises(ValueError, match="cannot become finished"):
+        store.end(i, FinishReason.STOP)
         await store.sync()
-        connection = sqlite3.connect(tmp_path / STORE)
-        connection.execute("DROP TABLE trajectories")
-        connection.commit()
-        connection.close()
+    with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
+        store.end_request(current(store, i))
+    store.begin_request(i)
+    store.drop(i, DropReason.USER)
+    with pytest.raises(ValueError, match="is dropped"):
         store.begin_request(i)
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            await store.sync()
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            store.add_group(prompt(), 1)
-        with pytest.raises(ComponentFailure, match="cannot be written"):
-            await store.close()
-
-    asyncio.run(scenario())
+    with pytest.raises(LookupError, match="trajectory 99"):
+        store.load_trajectory(99)
+    await store.close()
 
 
-def test_a_closed_store_takes_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        await store.close()
-        with pytest.raises(ComponentFailure, match="is closed"):
-            store.add_group(prompt(), 1)
-
-    asyncio.run(scenario())
-
-
-def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        store.add_group(prompt(), 2)
-        await store.sync()
-        code = f"""
+async def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    store.add_group(prompt(), 2)
+    await store.sync()
+    code = f"""
 from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.reader import StoreReader
-from megatron_async.store import buffers
+from megatron_async.store import buffers, schema
 path = Path({str(tmp_path / STORE)!r})
 print(len(StoreReader(path).summaries()))
 try:
@@ -510,23 +315,18 @@ try:
 except UserError as error:
     print(error)
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-        )
-        count, refusal = done.stdout.splitlines()
-        assert count == "2"
-        assert "is in use by process" in refusal and "(trajectory store, started" in refusal
-        await store.close()
-
-    asyncio.run(scenario())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    count, refusal = done.stdout.splitlines()
+    assert count == "2"
+    assert "is in use by process" in refusal and "(trajectory store, started" in refusal
+    await store.close()
 
 
-def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, lineage=3)
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, lineage=3)
+    await store.close()
     with pytest.raises(UserError, match="lineage 2 cannot be begun"):
         TrajectoryStore.open(tmp_path / STORE, lineage=2)
     with pytest.raises(UserError, match="holds no lineage 7"):
@@ -541,17 +341,30 @@ def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None
         TrajectoryStore.open(tmp_path / "other.sqlite")
 
 
-def test_positions_grow_and_a_durable_barrier_returns_them(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        first = await store.sync()
-        store.add_group(prompt(), 1)
-        second = await store.sync(durable=True)
-        assert 0 < first < second == store.position()
-        await store.close()
-        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, position=second)
-        assert again.recovery is None
-        assert await again.sync() > second
-        await again.close()
+def content(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return [*connection.iterdump(), *map(str, connection.execute("PRAGMA user_version"))]
 
-    asyncio.run(scenario())
+
+@pytest.mark.parametrize("version", [1, schema.FORMAT - 1, schema.FORMAT + 1])
+@pytest.mark.parametrize(
+    "open_",
+    [lambda path: TrajectoryStore.open(path, lineage=1), StoreReader],
+    ids=["run", "reader"],
+)
+async def test_another_format_is_refused_by_a_sentence_that_names_both(
+    tmp_path: Path, version: int, open_: Callable[[Path], object]
+) -> None:
+    path = tmp_path / STORE
+
+    store = TrajectoryStore.open(path)
+    await scored_group(store)
+    await store.close()
+    (tmp_path / REPLICA).unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
+    before = content(path)
+    sentence = rf"has format {version}, and this version of megatron_async reads 7; go on"
+    with pytest.raises(UserError, match=sentence):
+        open_(path)
+    assert content(path) == before

@@ -47,87 +47,79 @@ def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_other
         writer.close()
 
 
-def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        go_on = threading.Event()
-        await store.checkpoint_finalised(1, [])
-        store._writer.stall_seconds = 0.2
-        store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
-        with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
-            await asyncio.wait_for(store._compactor.finish(), 5)
-        store._writer.stall_seconds = 20.0
-        go_on.set()
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    go_on = threading.Event()
+    await store.checkpoint_finalised(1, [])
+    store._writer.stall_seconds = 0.2
+    store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
+    with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
+        await asyncio.wait_for(store._compactor.finish(), 5)
+    store._writer.stall_seconds = 20.0
+    go_on.set()
+    await store.close()
 
 
-def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread(
+async def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread(
     tmp_path: Path,
 ) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        assert not store.export_file.parent.exists()
-        store.export_file.parent.write_text("a file where the directory should be")
-        await store.checkpoint_finalised(1, [])
-        late = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        with pytest.raises(CannotWrite, match="export"):
-            await store.close()
-        assert not store._writer._thread.is_alive()
-        reader = StoreReader(tmp_path / STORE)
-        assert late in {entry.trajectory_id for entry in reader.summaries()}
-        reader.close()
-
-    asyncio.run(scenario())
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    assert not store.export_file.parent.exists()
+    store.export_file.parent.write_text("a file where the directory should be")
+    await store.checkpoint_finalised(1, [])
+    late = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    with pytest.raises(CannotWrite, match="export"):
+        await store.close()
+    assert not store._writer._thread.is_alive()
+    reader = StoreReader(tmp_path / STORE)
+    assert late in {entry.trajectory_id for entry in reader.summaries()}
+    reader.close()
 
 
-def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(tmp_path: Path) -> None:
+async def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(
+    tmp_path: Path,
+) -> None:
     """A write to a network disk may hang for longer than anybody waits for it."""
 
-    async def scenario() -> None:
-        old = TrajectoryStore.open(tmp_path / STORE)
-        end_of_write = threading.Event()
-        old._writer.stall_seconds = 0.2
-        old._writer.run(lambda _: end_of_write.wait(20))
-        with pytest.raises(ComponentFailure, match=r"did not end within 0 s"):
-            await old.close()
-        with pytest.raises(UserError, match="in use by this process, in which an earlier write"):
-            TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        end_of_write.set()
-        old._writer._thread.join(20)
-        new = TrajectoryStore.open(tmp_path / STORE, lineage=1)
-        await new.close()
-
-    asyncio.run(scenario())
+    old = TrajectoryStore.open(tmp_path / STORE)
+    end_of_write = threading.Event()
+    old._writer.stall_seconds = 0.2
+    old._writer.run(lambda _: end_of_write.wait(20))
+    with pytest.raises(ComponentFailure, match=r"did not end within 0 s"):
+        await old.close()
+    with pytest.raises(UserError, match="in use by this process, in which an earlier write"):
+        TrajectoryStore.open(tmp_path / STORE, lineage=1)
+    end_of_write.set()
+    old._writer._thread.join(20)
+    new = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+    await new.close()
 
 
-def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
-        await train(store, 0)
-        running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.begin_request(running)
-        append(store, running, 0, 10)
-        go_on = asyncio.Event()
+async def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(
+    tmp_path: Path,
+) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+    await train(store, 0)
+    running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+    store.begin_request(running)
+    append(store, running, 0, 10)
+    go_on = asyncio.Event()
 
-        async def long_compaction(kept: object) -> None:
-            await asyncio.wait_for(go_on.wait(), 20)
+    async def long_compaction(kept: object) -> None:
+        await asyncio.wait_for(go_on.wait(), 20)
 
-        store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
-        await store.checkpoint_finalised(1, [])
-        closing = asyncio.create_task(store.close())
-        await asyncio.sleep(0)
-        await store.sync()  # it is open: the stop waits for the compaction
-        reader = StoreReader(tmp_path / STORE)
-        assert response(reader.trajectory(running)) == expected(running, 10)
-        reader.close()
-        go_on.set()
-        await closing
-
-    asyncio.run(scenario())
+    store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
+    await store.checkpoint_finalised(1, [])
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    await store.sync()  # it is open: the stop waits for the compaction
+    reader = StoreReader(tmp_path / STORE)
+    assert response(reader.trajectory(running)) == expected(running, 10)
+    reader.close()
+    go_on.set()
+    await closing
 
 
 def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
@@ -186,26 +178,25 @@ def test_all_who_wait_at_once_share_one_acknowledgement(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_all_who_wait_hear_of_a_failure_and_one_that_gave_up_harms_nobody(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = TrajectoryStore.open(tmp_path / STORE)
-        begun, release = threading.Event(), threading.Event()
-        store._writer.run(lambda _: begun.set() or release.wait(20))
-        await asyncio.to_thread(begun.wait, 20)
-        waiting = [asyncio.create_task(store.sync()) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
+async def test_all_who_wait_hear_of_a_failure_and_one_that_gave_up_harms_nobody(
+    tmp_path: Path,
+) -> None:
+    store = TrajectoryStore.open(tmp_path / STORE)
+    begun, release = threading.Event(), threading.Event()
+    store._writer.run(lambda _: begun.set() or release.wait(20))
+    await asyncio.to_thread(begun.wait, 20)
+    waiting = [asyncio.create_task(store.sync()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
 
-        def fails(_: object) -> None:
-            raise ValueError("the disk is full")
+    def fails(_: object) -> None:
+        raise ValueError("the disk is full")
 
-        failing = store._writer.run(fails)
-        release.set()
-        results = await asyncio.gather(*waiting, store.sync(), return_exceptions=True)
-        assert isinstance(results[0], asyncio.CancelledError)
-        assert isinstance(failing.exception(5), ValueError)
-        assert isinstance(results[3], ComponentFailure) and "disk is full" in str(results[3])
-        with pytest.raises(ComponentFailure, match="disk is full"):
-            await store.close()
-
-    asyncio.run(scenario())
+    failing = store._writer.run(fails)
+    release.set()
+    results = await asyncio.gather(*waiting, store.sync(), return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert isinstance(failing.exception(5), ValueError)
+    assert isinstance(results[3], ComponentFailure) and "disk is full" in str(results[3])
+    with pytest.raises(ComponentFailure, match="disk is full"):
+        await store.close()

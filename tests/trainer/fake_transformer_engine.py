@@ -1,7 +1,6 @@
 """Megatron's layers for Transformer Engine, over stand-ins of its modules that compute on a CPU.
 
-    python -m tests.trainer.fake_transformer_engine names FOLDER
-    python -m tests.trainer.fake_transformer_engine compute FOLDER
+    python -m tests.trainer.fake_transformer_engine FOLDER
 
 Transformer Engine has no build without CUDA. Its modules are stand-ins here, with the signatures
 of constructors and calls of its release 2.11 (tests/data/transformer_engine.json), its names of
@@ -9,9 +8,8 @@ parameters and the marks that it leaves on them; what they compute is its docume
 wrappers are Megatron's own. The stand-ins are in place before Megatron is imported, so this needs a
 process of its own.
 
-`names` prints, for each family and kind of layers, as rank 0 of TP 2 x DP 2 with experts over 2
-ranks: the tensors in the published checkpoint -> the parameter and its shape. `compute` runs models
-at their layouts in ranks and leaves what they found in `FOLDER/found.pickle`.
+The command runs the models in FOLDER at their layouts in ranks and leaves what they found in
+`FOLDER/found.pickle`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from inspect import Parameter
 from itertools import pairwise
@@ -279,50 +276,9 @@ class _Finder:
             module.apply_rotary_pos_emb = apply_rotary_pos_emb  # type: ignore[attr-defined]
 
 
-def parameters(folder: Path, engine: bool, experts: str) -> dict[str, tuple[str, list[int]]]:
-    """Return the parameters of one model by the names of its tensors in a published checkpoint."""
-    from megatron_async.config import build_config
-    from megatron_async.models.parameters import placed_parameters
-    from megatron_async.trainer import capabilities
-    from megatron_async.trainer.experts import GroupedLinear as TorchGroupedLinear
-    from megatron_async.trainer.parallel import init_parallel
-    from megatron_async.trainer.policy_model import build_policy
-    from tests.trainer.fake_gpu import fake_world
-    from tests.trainer.test_fake_gpu import NO_ENGINE
-
-    found = replace(NO_ENGINE, transformer_engine="2.11.0" if engine else None)
-    config = build_config(
-        {
-            "model": {
-                "path": str(folder),
-                "dtype": "bfloat16",
-                "experts": experts,
-            },
-            "parallel": {
-                "ranks": 4,
-                "tensor": 2,
-                "sequence": True,
-                "expert": 2 if "expert" in (folder / "config.json").read_text() else 1,
-            },
-        }
-    )
-    with fake_world(config.parallel), mock.patch.object(capabilities, "detect", lambda: found):
-        init_parallel(config.parallel, config.trainer, seed=1)
-        [model] = build_policy(config.model, config.parallel, trainer=config.trainer, seed=0)
-        assert model.backends.layers == ("transformer_engine" if engine else "local")
-        grouped = any(isinstance(module, TorchGroupedLinear) for module in model.modules())
-        assert grouped == (model.backends.experts == "grouped")
-        return {
-            " ".join(placed.tensor_names): (placed.name, list(placed.parameter.shape))
-            for placed in placed_parameters([model], model.architecture)
-        }
-
-
 CASES = ("llama3", "qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "mixtral")
 DENSE_LAYOUTS = ("tp1", "tp2_sp", "tp2_pp2_sp")
 EXPERT_LAYOUTS = ("ep1", "ep4", "tp2_sp_ep2")
-# Whether layers are Transformer Engine's, and the setting of experts.
-KINDS = ((False, "auto"), (True, "transformer_engine"), (True, "grouped"))
 # With Transformer Engine's grouped linear layers, and with one linear layer for each expert.
 EXPERTS = ("transformer_engine", "sequential")
 # A dense model and one of experts are also trained with each choice of `trainer.recompute`.
@@ -359,44 +315,19 @@ def log_probs(
         return parity.check_layouts(models, points(experts), mask_T, folder, experts=experts)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Log-probs and reduced gradients of one model, and calls of modules in the gradients' pass.
-
-    Gradients are of the sum of log-probs, by the tensors of the published checkpoint. Calls are of
-    the first linear layer of attention (`linear_qkv`) and of the feed-forward part (`linear_fc1`)
-    of each transformer layer, per microbatch.
-    """
-
-    logprobs_T: Tensor
-    gradients: dict[str, Tensor]
-    calls: dict[str, list[float]]
-
-    def difference(self, other: Trained) -> float:
-        """Return the largest relative difference of a gradient, or of all log-probs."""
-        mine, others = (
-            {"log-probs": trained.logprobs_T, **trained.gradients} for trained in (self, other)
-        )
-        assert mine.keys() == others.keys() and len(mine) > 9
-        return max(
-            float((mine[key] - others[key]).norm() / others[key].norm().clamp(1e-3))
-            for key in others
-        )
-
-
-def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, Any]:
+def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, float]:
     """Compare Transformer Engine's layers with local layers, in each rank.
 
     Returns:
-        By model, layout and `trainer.recompute`: the largest difference from local layers without
-        recomputation, and the calls of modules.
+        By model, layout and `trainer.recompute`: the largest relative difference of a gradient, or
+        of all log-probs, from local layers without recomputation.
     """
     from megatron_async.config import build_config
     from megatron_async.trainer.device import device_adapter
     from megatron_async.trainer.parallel import destroy_parallel, init_parallel
     from tests.trainer import test_model_parity as parity
 
-    found: dict[Any, Any] = {}
+    found: dict[Any, float] = {}
     with device_adapter(), engine_found():
         for layout in layouts:
             for name in models if "ep" not in layout else ("qwen3_moe",):
@@ -405,22 +336,24 @@ def gradients(models: dict[str, str], layouts: Sequence[str]) -> dict[Any, Any]:
                 config = build_config(changes)
                 init_parallel(config.parallel, config.trainer, seed=1)
                 local = _train(config, "sdpa", "none")
-                assert all(
-                    float(gradient.norm()) > 0
-                    for key, gradient in local.gradients.items()
-                    if "expert" not in key
-                )
+                assert len(local) > 9
+                assert all(float(local[key].norm()) > 0 for key in local if "expert" not in key)
                 for recompute in RECOMPUTE if (name, layout) in RECOMPUTED else ("none",):
                     engine = _train(config, "auto", recompute)
-                    found[name, layout, recompute] = (engine.difference(local), engine.calls)
+                    assert engine.keys() == local.keys()
+                    found[name, layout, recompute] = max(
+                        float((engine[key] - local[key]).norm() / local[key].norm().clamp(1e-3))
+                        for key in local
+                    )
         destroy_parallel()
     return found
 
 
-def _train(config: Any, attention_backend: str, recompute: Any) -> Trained:
-    """Compute the log-probs of a batch and the gradients of an SFT step with one kind of layers."""
-    from megatron.core import parallel_state
+def _train(config: Any, attention_backend: str, recompute: Any) -> dict[str, Tensor]:
+    """Return a batch's log-probs and the gradients of an SFT step with one kind of layers.
 
+    Gradients are reduced over the ranks and named as the tensors of the published checkpoint.
+    """
     from megatron_async.algorithms.algorithm import build_sft_algorithm
     from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.models.parameters import placed_parameters
@@ -430,7 +363,6 @@ def _train(config: Any, attention_backend: str, recompute: Any) -> Trained:
     from megatron_async.trainer.step import load_policy
     from tests.trainer.cases import ragged_batch
 
-    assert parallel_state.model_parallel_is_initialized()
     config = config.with_section("model", attention_backend=attention_backend)
     [model] = load_policy(config.with_section("trainer", recompute=recompute))
     assert model.backends.transformer_engine == (attention_backend == "auto")
@@ -440,36 +372,12 @@ def _train(config: Any, attention_backend: str, recompute: Any) -> Trained:
     runner = PolicyRunner(wrapped, layout, token_budget=128, hidden_size=32)
     sft = build_sft_algorithm()
     batch, denominators = sft.prepare_minibatch(sft.prepare(DeviceBatch.of(ragged_batch()))[0])
-    logprobs_T = runner.logprobs(batch)
-    calls = _count_calls(model)
     result = runner.gradients(batch, sft, denominators, entropy=False)
-    assert torch.equal(result.logprobs_T, logprobs_T)
     reduced = {
         " ".join(placed.tensor_names): placed.parameter.main_grad.clone()
         for placed in placed_parameters([model], model.architecture)
     }
-    per_microbatch = {
-        name: [count / result.num_microbatches for count in counts]
-        for name, counts in calls.items()
-    }
-    return Trained(logprobs_T, reduced, per_microbatch)
-
-
-def _count_calls(model: Any) -> dict[str, list[int]]:
-    """Count from now on how often each layer calls two of its modules."""
-    calls = {name: [0] * len(model.decoder.layers) for name in ("linear_qkv", "linear_fc1")}
-
-    def count(name: str, layer: int) -> None:
-        calls[name][layer] += 1
-
-    for layer, modules in enumerate(model.decoder.layers):
-        for path, module in modules.named_modules():
-            name = path.rpartition(".")[2]
-            if name in calls:
-                module.register_forward_pre_hook(
-                    lambda *_, name=name, layer=layer: count(name, layer)
-                )
-    return calls
+    return {"log-probs": result.logprobs_T, **reduced}
 
 
 def compute(folder: Path) -> None:
@@ -493,21 +401,13 @@ def compute(folder: Path) -> None:
     (folder / "found.pickle").write_bytes(pickle.dumps(found))
 
 
-def main(what: str, folder: Path) -> None:
+def main(folder: Path) -> None:
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-    from megatron_async.trainer.device import device_adapter, import_megatron
+    from megatron_async.trainer.device import import_megatron
 
-    if what == "compute":
-        import_megatron()
-        compute(folder)
-    else:
-        with device_adapter():
-            result = {
-                family.name: [parameters(family, *kind) for kind in KINDS]
-                for family in sorted(folder.iterdir())
-            }
-        print(json.dumps(result))
+    import_megatron()
+    compute(folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_async.models.families import families
 from megatron_async.models.layout import check_layout
 from megatron_async.trajectory.batch import TokenBatch
 from tests.hf_models import tensors_of
+from tests.worlds import legal_layouts
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")
 EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
@@ -105,30 +106,18 @@ def _dealt(rng: random.Random, layouts: list[ParallelConfig]) -> Iterator[Parall
 
 
 def _layouts(ranks: int, *, experts: bool) -> list[ParallelConfig]:
-    """Every layout of `ranks` at which some model of this kind passes `check_layout`.
+    """Every layout of `ranks` that some model of this kind allows.
 
     That is, up to the layers and key/value heads that are drawn.
     """
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     willing = _architecture(_EXPERTS_EVERYWHERE if experts else _DENSE_EVERYWHERE)
-    found = []
-    for tensor, pipeline, expert, sequence in product(sizes, sizes, sizes, (False, True)):
-        if pipeline > _MOST_LAYERS or max(_KV_HEADS) % tensor:
-            continue
-        settings = {
-            "ranks": ranks,
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "expert": expert,
-            "sequence": sequence,
-        }
-        try:
-            parallel = ParallelConfig(**settings)
-            check_layout(willing, parallel)
-        except (UserError, ValueError):  # pydantic's ValidationError is a ValueError
-            continue
-        found.append(parallel)
-    return found
+    return [
+        parallel
+        for parallel in legal_layouts(willing, ranks)
+        if parallel.ranks == ranks
+        and parallel.pipeline <= _MOST_LAYERS
+        and max(_KV_HEADS) % parallel.tensor == 0
+    ]
 
 
 # Every count is 2 x 3 x 4 x 5 x 7 x 8 or so: what these fail at, no model passes.

@@ -15,7 +15,6 @@ from megatron_async.checkpoint.manifest import ADAM, MOMENTUM
 from megatron_async.trainer.muon import Muon, newton_schulz
 from tests.distributed import run_ranks
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
-from tests.trainer.cases import write_model as write_small_model
 
 MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 
@@ -29,10 +28,6 @@ def test_singular_values_become_about_one(rows: int, columns: int, seed: int) ->
     found = torch.linalg.svdvals(newton_schulz(u @ torch.diag(spread) @ v))
     assert found.min() > 0.5
     assert found.max() < 1.3
-
-
-def test_no_gradient_is_no_direction() -> None:
-    assert not newton_schulz(torch.zeros(3, 5)).any()
 
 
 def test_a_matrix_moves_as_by_torch_and_another_parameter_as_by_adam() -> None:
@@ -79,8 +74,7 @@ def after_two_steps(model_dir: Path, layouts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(tmp_path: Path) -> None:
-    model_dir = write_small_model(tmp_path / "model")
+def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(model_dir: Path) -> None:
     reference = run_ranks(after_two_steps, 1, model_dir, {"one": {}}, timeout_seconds=60)[0]["one"]
     found = run_ranks(after_two_steps, 2, model_dir, LAYOUTS, timeout_seconds=120)[0]
     assert all(update.any() for update in reference.values())
@@ -93,9 +87,8 @@ def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(tmp_path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_of_layers_have_a_momentum_and_the_rest_adams_moments(
-    tmp_path: Path, dtype: str
+    model_dir: Path, dtype: str
 ) -> None:
-    model_dir = write_small_model(tmp_path / "model")
     config = settings(model_dir, {"optimizer": MUON, "model": {"dtype": dtype}})
     with single_process(), trainer_session(config) as trainer:
         loss = trainer.train_batch(ragged_batch()).loss

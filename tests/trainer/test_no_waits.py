@@ -12,23 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron_async_kernels import token_logprob as head_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.algorithms.algorithm import build_sft_algorithm
-from megatron_async.algorithms.device_batch import DeviceBatch, to_device
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.trainer.forward import PolicyRunner
 from megatron_async.trainer.step import PolicyTrainer
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    write_model,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 aten: Any = torch.ops.aten
 _WAITS = {
@@ -57,11 +50,6 @@ class Waits(TorchDispatchMode):
         if func in _WAITS or unknown_size or by_mask:
             self.found[str(func)] += 1
         return func(*args, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def waits(
@@ -139,15 +127,3 @@ def test_neither_do_those_of_fine_tuning_or_of_log_probs(
             runner.gradients(batch, sft, denominators, entropy=False)
 
         assert not +waits(monkeypatch, trainer, both)
-
-
-def test_arrays_reach_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In calls: without CUDA there is nothing to pin."""
-    calls: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pin") or x)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: calls.append((a, k)) or x)
-    to_device(np.zeros(7), "cuda")
-    assert calls == ["pin", ((torch.device("cuda"),), {"non_blocking": True})]
-    calls.clear()
-    to_device(np.zeros(7), "cpu")
-    assert "pin" not in calls

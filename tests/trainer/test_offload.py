@@ -9,37 +9,21 @@ import pytest
 import torch
 
 from megatron_async.config.load import merge
-from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.offload import (
-    AlwaysThere,
     DeviceMemory,
     HostCopies,
     Residence,
     gradient_tensors,
     optimizer_tensors,
-    trainer_memory,
     weight_tensors,
 )
-from megatron_async.trainer.step import PolicyTrainer, ReferencePolicy
-from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
+from megatron_async.trainer.step import PolicyTrainer
+from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 
 def everything(_tensor: torch.Tensor) -> bool:
     """On a CPU nothing has to move; for the tests all of it does."""
     return True
-
-
-def test_views_of_a_storage_survive_its_absence() -> None:
-    buffer = torch.randn(1000)
-    part, original = buffer[100:200].view(10, 10), buffer.clone()
-    copies = HostCopies(everything)
-    assert copies.offload([part, buffer]) == 4000
-    assert copies.away and buffer.untyped_storage().nbytes() == 0
-    copies.onload()
-    assert not copies.away
-    assert torch.equal(buffer, original)
-    assert torch.equal(part, original[100:200].view(10, 10))
-    assert part.data_ptr() == buffer[100:].data_ptr()
 
 
 def test_host_memory_is_asked_for_once() -> None:
@@ -55,31 +39,6 @@ def test_host_memory_is_asked_for_once() -> None:
     assert [buffer.data_ptr() for buffer in copies._host._kept] == held
     copies.onload()
     assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
-
-
-def test_the_reference_policy_asks_for_host_memory_once() -> None:
-    model = torch.nn.Linear(3, 2)
-    policy = ReferencePolicy(model)
-    reference = model.weight.detach().clone()
-    places = set()
-    for _ in range(3):
-        with torch.no_grad():
-            model.weight.add_(1.0)
-        own = model.weight.detach().clone()
-        with policy.in_place():
-            assert torch.equal(model.weight, reference)
-        assert torch.equal(model.weight, own)
-        places.add(tuple(buffer.data_ptr() for buffer in policy._own._kept))
-    [kept] = places
-    assert len(kept) == len(list(model.parameters()))
-
-
-def test_a_buffer_for_another_shape_is_another_one() -> None:
-    buffers = HostBuffers()
-    first = buffers.copy(0, torch.ones(3))
-    assert buffers.copy(0, torch.zeros(3)) is first
-    other = buffers.copy(0, torch.ones(2, dtype=torch.bfloat16))
-    assert other is not first and other.dtype is torch.bfloat16
 
 
 @pytest.mark.slow
@@ -99,24 +58,6 @@ def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, proc
         assert sum(copy.nbytes for copy in copied) == expected
         memory.hold(Residence.ALL)
         assert all(x.untyped_storage().nbytes() for x in gradients)
-
-
-def test_what_is_in_host_memory_anyway_stays() -> None:
-    tensor = torch.ones(4)
-    copies = HostCopies(lambda tensor: tensor.is_cuda)
-    assert copies.offload([tensor]) == 0
-    assert torch.equal(tensor, torch.ones(4))
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def process() -> Iterator[None]:
-    with single_process():
-        yield
 
 
 def held(trainer: PolicyTrainer) -> tuple[int, int]:
@@ -163,7 +104,3 @@ def test_a_trainer_that_was_away_trains_on_as_if_it_had_not_been(
             memory.hold(Residence.ALL)
             assert held(trainer) == full
     assert losses[True] == losses[False]
-
-
-def test_engines_with_devices_of_their_own_leave_the_trainer_alone(model_dir: Path) -> None:
-    assert isinstance(trainer_memory(settings(model_dir), object()), AlwaysThere)

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.trainer import optimizer
 from megatron_async.trainer.optimizer import gradient_norm, learning_rate
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    weights,
-    write_model,
-)
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:
@@ -55,8 +48,7 @@ def test_the_rate_stays_within_its_bounds_and_only_falls_after_warm_up(
 @pytest.mark.parametrize(
     "optimizer", [{"distributed": True}, {"distributed": False}, {"name": "muon"}]
 )
-def test_matrices_decay_and_norms_do_not(tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    model_dir = write_model(tmp_path / "model")
+def test_matrices_decay_and_norms_do_not(model_dir: Path, optimizer: dict[str, Any]) -> None:
     after = []
     for decay in (0.0, 0.5):
         wanted = {"lr": 0.01, "weight_decay": decay, **optimizer}
@@ -75,11 +67,11 @@ def test_matrices_decay_and_norms_do_not(tmp_path: Path, optimizer: dict[str, An
 
 
 def test_gradient_norm_is_exact_when_a_tensor_is_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch.norm` in float32 is 1.7e-3 too small at as many elements."""
     large = torch.full((28_000_000,), 1e-3)
-    with single_process(), trainer_session(settings(write_model(tmp_path / "model"))) as trainer:
+    with single_process(), trainer_session(settings(model_dir)) as trainer:
         assert len(trainer.optimizer.chained_optimizers) == 1
         for pieces in (1, 7):
             cut = large.chunk(pieces)

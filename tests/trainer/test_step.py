@@ -1,4 +1,4 @@
-"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps."""
+"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps, SFT."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_async_kernels import LossInputs
+from transformers import AutoModelForCausalLM
 
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -18,19 +20,7 @@ from megatron_async.trainer.optimizer import learning_rate
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from tests.trainer.cases import (
-    ragged_batch,
-    settings,
-    single_process,
-    trainer_session,
-    weights,
-    write_model,
-)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
 
 
 @contextmanager
@@ -169,28 +159,33 @@ def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
         assert changed(trainer, between)
 
 
-def test_the_heads_gradient_goes_into_the_main_gradient_without_apex(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 also where weights are bfloat16, and only where there is a gradient."""
-    from megatron_async.trainer import policy_model
+seen: list[LossInputs] = []
 
-    given: list[torch.Tensor | None] = []
-    whole = policy_model.token_logprob
 
-    def recording(*arguments: Any, **keyword: Any) -> Any:
-        given.append(keyword["weight_grad_out"])
-        return whole(*arguments, **keyword)
+def reading_routes(tokens: LossInputs) -> torch.Tensor:
+    seen.append(tokens)
+    return -tokens.logprobs_T * tokens.columns["routes"][:, 1, 3].float()
 
-    monkeypatch.setattr(policy_model, "token_logprob", recording)
-    with trainer_with(model_dir, model={"dtype": "bfloat16"}) as trainer:
-        head = trainer.model[0].head_weight()
-        trainer.compute_logprobs(ragged_batch())
-        assert given and all(out is None for out in given)
-        given.clear()
-        trainer.train_sft(ragged_batch())
-        assert given and all(out is head.main_grad for out in given)
-        assert head.main_grad.dtype is torch.float32
+
+def test_a_column_reaches_a_loss_of_the_users_beside_its_token(model_dir: Path) -> None:
+    """Both hold the token's place in the batch."""
+    batch = ragged_batch()
+    place_T = np.arange(batch.num_tokens)
+    routes_T = np.broadcast_to(place_T[:, None, None], (batch.num_tokens, 2, 4)).astype(np.int16)
+    logprobs_T = (-place_T * batch.loss_mask_T / 1024).astype(np.float32)
+    batch = replace(batch, rollout_logprobs_T=logprobs_T, columns={"routes": routes_T})
+    changes: dict[str, Any] = {
+        "algorithm": {"recipe": "copris", "loss": f"{__name__}:reading_routes"},
+        "schedule": {"updates_per_batch": 2},
+    }
+    seen.clear()
+    with trainer_with(model_dir, **changes) as trainer:
+        assert not trainer.train_batch(batch).skipped
+    assert len(seen) > 3
+    places = torch.cat([tokens.columns["routes"][:, 0, 0] for tokens in seen])
+    logprobs = torch.cat([tokens.rollout_logprobs_T for tokens in seen])
+    assert places.dtype is torch.int16 and torch.equal(-logprobs * 1024, places.float())
+    assert sorted(places.tolist()) == np.flatnonzero(batch.loss_mask_T).tolist()
 
 
 # ------------------------------------------------------------ steps that are not finite
@@ -247,3 +242,44 @@ def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
 def test_a_missing_model_directory_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"), trainer_with(tmp_path / "nowhere"):
         pass
+
+
+@pytest.fixture
+def tuned_trainer(model_dir: Path) -> Iterator[PolicyTrainer]:
+    config = settings(model_dir, {"sft": {"optimizer": {"lr": 3e-3, "schedule": "cosine"}}})
+    with single_process(), trainer_session(config, purpose="sft") as trainer:
+        yield trainer
+
+
+def test_the_loss_is_transformers_cross_entropy_over_the_trained_tokens(
+    tuned_trainer: PolicyTrainer, model_dir: Path
+) -> None:
+    batch = ragged_batch()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    total = 0.0
+    for start, stop in zip(batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:], strict=True):
+        ids = torch.from_numpy(batch.token_ids_T[start:stop]).long()
+        mask = torch.from_numpy(batch.loss_mask_T[start:stop])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids[None]).logits[0].float(), dim=-1)
+        chosen = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+        total -= float((chosen * mask[1:]).sum())
+    report = tuned_trainer.train_sft(batch)
+    assert report.loss == pytest.approx(total / batch.num_trained_tokens, rel=1e-5)
+
+
+def test_fine_tuning_lowers_the_loss(tuned_trainer: PolicyTrainer) -> None:
+    batch = ragged_batch()
+    losses = [tuned_trainer.train_sft(batch).loss for _ in range(12)]
+    assert losses[-1] < 0.75 * losses[0]
+    assert tuned_trainer.step == 12
+
+
+def test_the_report_counts_the_batch(tuned_trainer: PolicyTrainer) -> None:
+    batch = ragged_batch()
+    report = tuned_trainer.train_sft(batch)
+    assert (report.step, report.updates, report.skipped) == (0, 1, False)
+    assert report.num_tokens == batch.num_tokens
+    assert report.num_trained_tokens == int(np.count_nonzero(batch.loss_mask_T))
+    assert report.num_microbatches > 1
+    assert report.learning_rate == pytest.approx(3e-3)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_async.models.export import buckets
 from megatron_async.models.shape import ModelShape
 from megatron_async.simulate.memory import COMMUNICATOR_BYTES, update_bytes
-from megatron_async.weight_sync.receive_ahead import ReceiveAhead, load_format, next_bytes_of
+from megatron_async.weight_sync.receive_ahead import ReceiveAhead
 
 
 @dataclass
@@ -55,13 +55,6 @@ def buckets_of(sizes: list[int]) -> list[Tensor]:
     return [torch.full((size,), i % 251 + 1, dtype=torch.uint8) for i, size in enumerate(sizes)]
 
 
-def test_an_announcement_carries_the_size_of_the_next_bucket() -> None:
-    assert next_bytes_of(load_format(512)) == 512
-    assert next_bytes_of(load_format(0)) == 0
-    assert next_bytes_of("flattened_bucket") is None
-    assert next_bytes_of(None) is None
-
-
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_buffers_take_what_is_counted_on_an_engines_gpu(stages: int) -> None:
     """Embedding and head are buckets of their own, larger than the others, as in a model of 70B."""
@@ -92,46 +85,11 @@ def test_buckets_come_whole_and_in_order_whatever_arrives_early(sizes: list[int]
         assert torch.equal(got, bucket)
 
 
-def test_two_buffers_are_enough_for_buckets_of_one_size() -> None:
-    ahead, link = ReceiveAhead(), Link(buckets_of([8] * 6))
-    for number in range(6):
-        take(ahead, link, number)
-    assert len({into_N.data_ptr() for _, into_N in link.posted}) == 2
-
-
-def test_the_next_update_finds_the_buffers_of_the_last_and_grows_them_if_need_be() -> None:
-    ahead = ReceiveAhead()
-    links = [Link(buckets_of(sizes)) for sizes in ([8, 8, 3], [5, 8], [8, 20, 6])]
-    for link in links:
-        for number, bucket in enumerate(link.buckets):
-            assert torch.equal(take(ahead, link, number), bucket)
-    first, second, third = ({into_N.data_ptr() for _, into_N in link.posted} for link in links)
-    assert second == first and len(third - first) == 1
-
-
-def test_groups_do_not_see_each_other() -> None:
-    ahead, one, two = ReceiveAhead(), Link(buckets_of([4, 4])), Link(buckets_of([6, 6]))
-    first = take(ahead, one, 0, "one").clone()
-    assert take(ahead, two, 0, "two").nbytes == 6
-    assert torch.equal(take(ahead, one, 1, "one"), one.buckets[1])
-    assert torch.equal(first, one.buckets[0])
-
-
 def test_a_bucket_that_is_not_as_large_as_announced_is_an_error() -> None:
     ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
     take(ahead, link, 0)
     with pytest.raises(ValueError, match="a bucket of 4 bytes was announced for g, and 5 came"):
         ahead.take("g", 5, 0, link.start, "cpu")
-
-
-def test_after_a_failure_nothing_of_the_group_is_left() -> None:
-    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
-    take(ahead, link, 0)
-    link.broken = True
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        take(ahead, link, 1)
-    fresh = Link(buckets_of([3]))
-    assert torch.equal(take(ahead, fresh, 0), fresh.buckets[0])
 
 
 def test_what_a_dead_sender_left_is_forgotten_when_an_update_begins() -> None:

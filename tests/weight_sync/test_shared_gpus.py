@@ -37,10 +37,6 @@ from tests.trainer.cases import settings, trainer_session
 from tests.weight_sync.fake_engine import FakeEngine, serving
 
 
-def test_the_engine_ranks_of_two_engines_of_two_on_six_ranks() -> None:
-    assert [engine_on(rank, 2, 2) for rank in range(6)] == [0, 0, 1, 1, None, None]
-
-
 @pytest.mark.parametrize(("count", "tensor"), [(8, 1), (4, 2), (2, 4), (1, 8), (3, 2), (1, 1)])
 def test_every_gpu_of_an_engine_has_one_giver_which_trains_on_it(count: int, tensor: int) -> None:
     visible = [f"GPU-{letter}" for letter in "hgfedcba"]

@@ -1,7 +1,8 @@
-"""Weights over a group that starts as NCCL's do, to engines that are late or slow but well.
+"""Weights to engines that are late or slow but well, and to engines that never answer.
 
 NCCL is stood in for by gloo whose first broadcast of a group blocks until all engines enter it.
-Delays are far below the limits: who is late in time is not at fault.
+Delays are far below the limits: an engine that is late but in time is not at fault. An engine that
+never joins the group, or freezes in it, is named in time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineCallError
+from megatron_async.weight_sync.transports import base as transport
+from megatron_async.weight_sync.transports import distributed
+from megatron_async.weight_sync.transports.base import seconds_to_give_up
 from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from tests.weight_sync.fake_engine import FakeEngine, serving
 
-pytestmark = pytest.mark.slow
 VERSION = PolicyVersion(0, 1)
 DELAY_SECONDS = 0.4
 BUCKETS = [
@@ -67,14 +70,17 @@ class SlowReceiver(Engine):
         return super().do_end_weight_update(body)
 
 
-class Hangs(Engine):
-    """Joins, and does not take the first bucket until it is let go."""
+class Holds(Engine):
+    """Does not answer the calls in `held` until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *held: str) -> None:
         super().__init__()
+        self.held = held
         self.let_go = threading.Event()
 
-    def do_update_weights_from_distributed(self, body: dict[str, Any]) -> Answer:
+    def answer(self, path: str, body: dict[str, Any]) -> Answer:
+        if path.strip("/") not in self.held:
+            return super().answer(path, body)
         assert self.let_go.wait(60)
         return 400, {}
 
@@ -114,6 +120,7 @@ def require_loaded(engine: FakeEngine) -> None:
         torch.testing.assert_close(engine.loaded[name], tensor)
 
 
+@pytest.mark.slow
 def test_a_late_joiner_and_a_slow_receiver_get_every_update(hold_until_entered: Hold) -> None:
     engines = [Engine(), LateJoiner(), SlowReceiver()]
     held = hold_until_entered(engines)
@@ -133,8 +140,9 @@ def test_a_late_joiner_and_a_slow_receiver_get_every_update(hold_until_entered: 
     assert held[0] > DELAY_SECONDS / 2, "the slow one was waited for"
 
 
+@pytest.mark.slow
 def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_entered: Hold) -> None:
-    slow, hangs = SlowReceiver(), Hangs()
+    slow, hangs = SlowReceiver(), Holds("update_weights_from_distributed")
     hold_until_entered([slow, hangs])
     weights = sender(4.0)
     with serving(slow, "slow") as first, serving(hangs, "hangs") as second:
@@ -153,3 +161,41 @@ def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_ent
         weights.send(BUCKETS, VERSION)
         require_loaded(slow)
         weights.close()
+
+
+def test_the_other_ranks_wait_longer_than_a_sender_whose_every_wait_runs_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are to hear what it waited for."""
+    for module in (transport, distributed):
+        monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(transport, "HEALTH_SECONDS", 0.5)
+    weights = sender(1.0)
+    update = ("update_weights_from_distributed", "end_weight_update")
+    engine = Holds(*update, "destroy_weights_update_group")
+    with serving(engine, "frozen") as address:
+        began = time.monotonic()
+        try:
+            weights.connect([address])
+            with pytest.raises(EngineCallError, match="frozen"):
+                weights.send([[pair for bucket in BUCKETS for pair in bucket]], VERSION)
+        finally:
+            engine.let_go.set()
+        took = time.monotonic() - began
+    assert 1.0 + 0.5 + 0.5 < took < seconds_to_give_up(weights.settings)
+
+
+def test_an_engine_that_never_joins_is_waited_for_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "JOIN_SECONDS", 1.5)
+    engine = Holds("init_weights_update_group")
+    with serving(engine, "absent") as address:
+        began = time.monotonic()
+        try:
+            with pytest.raises(EngineCallError, match=r"init_weights_update_group .*within 1\.5 s"):
+                sender(60.0).connect([address])
+        finally:
+            engine.let_go.set()
+        assert time.monotonic() - began < 1.5 + 1.0 + 2.0

@@ -13,47 +13,11 @@ from megatron_async.weight_sync.verify import (
     EXACT_TOLERANCE,
     GROSS_LEAST,
     GROSS_MOST,
-    HeldVersion,
     RatioCheck,
     RatioError,
-    agreed_checksum,
-    disagreement,
 )
 
 VERSION, OTHER = PolicyVersion(2, 9), PolicyVersion(2, 8)
-
-
-def held(*checksums: str, version: PolicyVersion = VERSION) -> list[HeldVersion]:
-    return [HeldVersion(f"engine{i}", version, checksum) for i, checksum in enumerate(checksums)]
-
-
-@pytest.mark.parametrize(
-    ("reports", "agreed"),
-    [
-        (held("x"), "x"),
-        (held("x", "x", "y"), "x"),
-        (held("x", "y"), None),
-        (held("x", "x", "y", "y"), None),
-        ([*held("x", "x", version=OTHER), *held("y")], "y"),
-        ([], None),
-    ],
-)
-def test_the_checksum_of_most_engines_that_hold_the_version_is_right(
-    reports: list[HeldVersion], agreed: str | None
-) -> None:
-    assert agreed_checksum(reports, VERSION) == agreed
-
-
-def test_an_engine_that_disagrees_is_found_among_the_others() -> None:
-    reports = held("x" * 40, "x" * 40, "y" * 40)
-    found = [disagreement(one, reports, VERSION, "x" * 40) for one in reports]
-    assert found[:2] == [None, None]
-    assert found[2] is not None
-    assert f"weights of 2.9: engine0: {'x' * 16}, engine1" in found[2]
-    stale = HeldVersion("engine3", OTHER, "x" * 40)
-    assert disagreement(stale, [stale], VERSION, "x" * 40) == (
-        "engine engine3 reports version 2.8 after the update to 2.9"
-    )
 
 
 def error(mean: float) -> RatioError:

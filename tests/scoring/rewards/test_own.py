@@ -1,11 +1,16 @@
-"""Rewards of the user's: found, called, tried before a run, limited and counted in it."""
+"""Rewards of the user's: found, called, tried before a run, limited and counted in it.
+
+Asynchronous rewards have one process, which may end by itself: its scores up to then count, also on
+uvloop, which Ray runs the rollout manager with where it is installed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
-import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,12 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.frames import WAITING
 from megatron_async.scoring.pool import LocalScorerPool
+from megatron_async.scoring.process import ScorerCrash, ScorerProcess
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
+from megatron_async.scoring.work import Work
 from megatron_async.trajectory.types import Prompt
 
 HERE = Path(__file__).parent
@@ -260,25 +267,56 @@ def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
     assert capfd.readouterr().err == ""
 
 
-def test_the_first_failure_of_each_kind_is_kept_with_its_place(tmp_path: Path) -> None:
-    write_character_tokenizer(tmp_path)
-    settings = settings_of(own("calls_raises"), own("not_there"), own("sleeps", timeout_seconds=1))
-    pool = LocalScorerPool(settings, str(tmp_path))
+Run = Callable[[Coroutine[Any, Any, None]], None]
 
-    async def score() -> list[ResponseScore]:
-        try:
-            return [(await pool.score_texts(PAYLOAD, [text]))[0] for text in ("2", "3")]
-        finally:
-            pool.close()
 
-    first, second = asyncio.run(score())
-    assert re.match(
-        r"reward calls_raises: JSONDecodeError: .* at .*own\.py:\d+$", first.failures[0]
-    )
-    assert first.failures[1:] == (
-        "reward not_there: Unavailable: nobody serves at " + first.failures[1].rpartition(" ")[2],
-        "reward sleeps: no score within 1 s (its timeout_seconds)",
-    )
-    kinds = ("scorer_errors", "scorer_unavailable", "scorer_timeouts")
-    assert pool.failures == dict(zip(kinds, first.failures, strict=True))
-    assert len(second.failures) == 3
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    found: Run = pytest.importorskip(request.param).run
+    return found
+
+
+async def started(reward: str, **arguments: float) -> ScorerProcess:
+    process = ScorerProcess(settings_of(own(reward, arguments=arguments)), WAITING)
+    assert await process.ready() == [True]
+    return process
+
+
+async def asked_for(process: ScorerProcess, response: str) -> dict[str, Any]:
+    (reply,) = [reply async for reply in process.ask([Work(0, PAYLOAD, (response,))])]
+    return reply
+
+
+def test_scores_that_were_found_before_the_end_count_though_the_loop_was_busy(run: Run) -> None:
+    async def body() -> None:
+        process = await started("ends_its_process", seconds=0.3)
+        asked = [asked_for(process, text) for text in [*["ok"] * 20, "die"]]
+        answers = asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        *found, ended = await answers
+        for answer in found:
+            assert not isinstance(answer, BaseException) and answer["scores"][0][0] == 1.0
+        assert isinstance(ended, ScorerCrash) and process.closed
+        await process.finish()
+
+    run(body())
+
+
+def test_the_end_closes_no_descriptor_that_is_another_files_by_then(run: Run) -> None:
+    opened: list[tuple[int, int]] = []
+
+    async def body() -> None:
+        process = await started("ends_its_process")
+        with pytest.raises(ScorerCrash):
+            await asked_for(process, "die")
+        number = process.requests.fileno()
+        await process.finish()
+        with Path(os.devnull).open() as file:
+            opened.append((number, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, number)))
+        await asyncio.sleep(0.1)
+
+    run(body())
+    ((number, descriptor),) = opened
+    assert number == descriptor
+    os.close(descriptor)  # fails where somebody has closed it
