@@ -27,7 +27,7 @@ from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.places.local import local_place
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import NoScorers
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
 

@@ -25,7 +25,7 @@ from megatron_async.places.place import Place
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import SharedEngines
 from megatron_async.scoring.interface import NoScorers, Scorers
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion
 

@@ -12,7 +12,7 @@ from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import UserError, shown
 from megatron_async.files.own_directory import own_directory
 from megatron_async.scoring.interface import ResponseScore
-from megatron_async.scoring.workers import scored
+from megatron_async.scoring.pool import scored
 from megatron_async.tasks.build import build_source
 from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.rows import open_rows

@@ -26,9 +26,9 @@ from megatron_async.files.disk import append_json_lines
 from megatron_async.launcher.preflight import check_served
 from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.rewards.sample import Unavailable
 from megatron_async.scoring.rewards.services import JsonPoster, below, proxy_of
-from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask

@@ -10,12 +10,12 @@ Invariants
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import NODE_HOST, node_address
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
@@ -43,31 +43,26 @@ class EngineHost:
     def __init__(
         self,
         engine_id: str,
-        model_path: str,
-        settings_json: str,
-        log_path: str,
+        config: RunConfig,
+        log_path: Path,
         shared_index: int | None = None,
-        vocabulary: int | None = None,
     ) -> None:
-        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks.
-
-        `vocabulary`: tokens of the model; None: not known.
-        """
+        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
-        settings = EngineConfig.model_validate_json(settings_json)
+        settings, model_path = config.engines, config.model.path
         if settings.host == NODE_HOST:
             settings = settings.model_copy(update={"host": node_address()})
         dtype = resolve_dtype(settings, resolve_device(settings))
         self._settings = settings = settings.model_copy(update={"dtype": dtype})
-        self._vocabulary = vocabulary
+        self._vocabulary = vocabulary_of(model_path)
         gpus = None
         if shared_index is not None:
             gpus = gpus_of(shared_index, settings.tensor, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._server = SGLangProcess(
             Path(model_path),
             settings,
-            Path(log_path),
+            log_path,
             gpus=gpus,
             awaits_weights=True,
         )
@@ -115,13 +110,13 @@ class EngineHost:
         return self._relay
 
 
+@dataclass(frozen=True)
 class HostCalls:
     """The relay in an engine's host (`RelayCalls`)."""
 
-    def __init__(self, host: Placed[EngineHost], engine_id: str, limit_seconds: float) -> None:
-        self._host = host
-        self._engine_id = engine_id
-        self._limit = limit_seconds
+    host: Placed[EngineHost]
+    engine_id: str
+    limit_seconds: float
 
     async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         await self._call(lambda host: host.update(started, cancelled))
@@ -134,9 +129,9 @@ class HostCalls:
 
     async def _call(self, what: Callable[[EngineHost], Awaitable[T]]) -> T:
         try:
-            return await self._host.call(what, limit=self._limit)
+            return await self.host.call(what, limit=self.limit_seconds)
         except ComponentFailure as failure:
-            raise EngineError(f"the relay of {self._engine_id}: {failure}") from failure
+            raise EngineError(f"the relay of {self.engine_id}: {failure}") from failure
 
 
 class HostedEngines:
@@ -227,11 +222,9 @@ class HostedEngines:
         return self._place.start(
             self._host_class,
             engine_id,
-            str(self._config.model.path),
-            self._settings.model_dump_json(),
-            str((self._log_directory / f"engine{index}.log").resolve()),
+            self._config,
+            (self._log_directory / f"engine{index}.log").resolve(),
             index if shared else None,
-            vocabulary_of(self._config.model.path),
             name=f"engine{index}-host",
             gpus=self._settings.tensor if on_gpu and not shared else 0,
         )

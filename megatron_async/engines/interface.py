@@ -9,7 +9,7 @@ Invariants
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.trajectory.columns import Arrays
@@ -122,11 +122,18 @@ class EngineClient(Protocol):
 
     async def status(self) -> EngineStatus: ...
 
-    async def healthy(self) -> bool:
-        """Return whether it answers at all; never raises."""
-
     async def close(self) -> None:
         """Release connections (not the server)."""
+
+
+class _OfClient:
+    """An attribute or a method of the client that a forwarding client has."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, forwarding: "ForwardingClient", owner: type) -> Any:
+        return getattr(forwarding._client, self._name)
 
 
 class ForwardingClient:
@@ -135,58 +142,19 @@ class ForwardingClient:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    @property
-    def engine_id(self) -> str:
-        return self._client.engine_id
-
-    @property
-    def url(self) -> str:
-        return self._client.url
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self._client.kv_capacity_tokens
-
-    @property
-    def longest_tokens(self) -> int | None:
-        return self._client.longest_tokens
-
-    @property
-    def dtype(self) -> str | None:
-        return self._client.dtype
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        return self._client.generate(request)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._client.abort(request_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._client.pause(mode)
-
-    async def resume(self) -> None:
-        await self._client.resume()
-
-    async def flush_cache(self) -> None:
-        await self._client.flush_cache()
-
-    async def release_memory(self, *, keep_weights: bool = False) -> None:
-        await self._client.release_memory(keep_weights=keep_weights)
-
-    async def resume_memory(self, *, weights_only: bool) -> None:
-        await self._client.resume_memory(weights_only=weights_only)
-
-    async def version(self) -> PolicyVersion:
-        return await self._client.version()
-
-    async def checksum(self) -> str:
-        return await self._client.checksum()
-
-    async def status(self) -> EngineStatus:
-        return await self._client.status()
-
-    async def healthy(self) -> bool:
-        return await self._client.healthy()
-
-    async def close(self) -> None:
-        await self._client.close()
+    engine_id: Any = _OfClient()
+    url: Any = _OfClient()
+    kv_capacity_tokens: Any = _OfClient()
+    longest_tokens: Any = _OfClient()
+    dtype: Any = _OfClient()
+    generate: Any = _OfClient()
+    abort: Any = _OfClient()
+    pause: Any = _OfClient()
+    resume: Any = _OfClient()
+    flush_cache: Any = _OfClient()
+    release_memory: Any = _OfClient()
+    resume_memory: Any = _OfClient()
+    version: Any = _OfClient()
+    checksum: Any = _OfClient()
+    status: Any = _OfClient()
+    close: Any = _OfClient()

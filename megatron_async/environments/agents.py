@@ -22,9 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_async.config.environment import AgentConfig, EpisodeConfig
+from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
 from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatAnswer, ChatCall
 from megatron_async.environments.gateway import LOOPBACK, Gateway
@@ -35,11 +34,10 @@ from megatron_async.environments.texts import Texts
 from megatron_async.environments.worker import (
     EpisodeUnknown,
     Opened,
+    OwnProcess,
     Rehearsed,
     Stepped,
-    limit_memory,
     row_of,
-    watch_loop,
     with_parts,
 )
 from megatron_async.trajectory.types import IntArray, Turn
@@ -66,20 +64,18 @@ class _Attempt:
 class AgentWorker:
     """Episodes of one agent, by the keys that callers give them."""
 
-    def __init__(
-        self, settings: str, episode: str, task: str, model_path: str, sampling: str, scored: bool
-    ) -> None:
-        """Take settings as JSON; `scored`: rewards come from scorers too. Raises UserError."""
+    def __init__(self, config: RunConfig, model_path: str) -> None:
+        """`model_path`: of the tokenizer. Raises UserError for what does not fit the settings."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         _pass_proxies()
-        self._settings = AgentConfig.model_validate_json(settings)
-        self._episode = EpisodeConfig.model_validate_json(episode)
-        self._scored = scored
+        self._settings = config.agent
+        self._episode = config.episode
+        self._scored = config.scores
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
         self._texts = Texts(
-            TaskConfig.model_validate_json(task),
+            config.task,
             tokenizer,
             stops,
             self._episode.tool_parser,
@@ -88,7 +84,7 @@ class AgentWorker:
         self._stops = frozenset(stops)
         threads = ThreadPoolExecutor(self._episode.threads, "agent")
         self._program = program_of(self._settings, threads, self._episode.memory_mib)
-        self._gateway = Gateway(SamplingConfig.model_validate_json(sampling))
+        self._gateway = Gateway(config.sampling)
         self._attempts: dict[str, _Attempt] = {}
 
     async def begin(self, key: str, payload: Mapping[str, Any], room: int | None = None) -> Opened:
@@ -357,15 +353,10 @@ def _pass_proxies() -> None:
 class AgentProcess(AgentWorker):
     """A worker of agents that has its process for itself."""
 
-    def __init__(
-        self, settings: str, episode: str, task: str, model_path: str, sampling: str, scored: bool
-    ) -> None:
-        super().__init__(settings, episode, task, model_path, sampling, scored)
-        self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
-        self._watch: asyncio.Task[None] | None = None
-        limit_memory(self._episode.memory_mib)
+    def __init__(self, config: RunConfig, model_path: str) -> None:
+        super().__init__(config, model_path)
+        self._process = OwnProcess(self._episode)
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
-        if self._watch is None:
-            self._watch = asyncio.create_task(watch_loop(self._episode.step_seconds, self._log))
+        self._process.watch()
         return await super()._start(key, payload, turns)

@@ -1,10 +1,8 @@
 """An episode played before anything starts, with a made-up answer, in a worker as in a run."""
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +15,7 @@ from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.own_directory import process_directory
 from megatron_async.places.local import local_place
+from megatron_async.runtime.blocking import blocking
 
 _MOST_SHOWN: Final = 2000
 
@@ -39,9 +38,7 @@ def check_environment(
     shown = config.player.shown
     _check_threads(config)
     try:
-        # In a thread of its own: a notebook has a loop that runs.
-        with ThreadPoolExecutor(1) as thread:
-            played = thread.submit(asyncio.run, _rehearsed(config, payload)).result()
+        played = blocking(_rehearsed(config, payload))
     except (EnvironmentFault, ComponentFailure) as error:
         what = str(error) if str(error).startswith(shown) else f"{shown}: {error}"
         raise UserError(f"{what} (in an episode played before the start)") from error

@@ -17,13 +17,13 @@ import resource
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import psutil
 
-from megatron_async.config.environment import EnvironmentConfig, EpisodeConfig
+from megatron_async.config import RunConfig
+from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.config.rollout import TaskConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.interface import Answer, EnvironmentFault, EnvironmentHung, Reply
 from megatron_async.environments.player import Player, Threads, built, environment_builder
@@ -110,13 +110,13 @@ class _Episode:
 class EnvironmentWorker:
     """Episodes of one environment class, by the keys that callers give them."""
 
-    def __init__(self, settings: str, episode: str, task: str, model_path: str) -> None:
-        """Take settings as JSON. Raises UserError for what does not fit them."""
+    def __init__(self, config: RunConfig, model_path: str) -> None:
+        """`model_path`: of the tokenizer. Raises UserError for what does not fit the settings."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._settings = EnvironmentConfig.model_validate_json(settings)
-        self._episode = EpisodeConfig.model_validate_json(episode)
+        self._settings = config.environment
+        self._episode = config.episode
         self._build = environment_builder(self._settings.name, self._settings.arguments)
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
@@ -124,7 +124,7 @@ class EnvironmentWorker:
         schemas = described(tools, self._settings.name)
         parser = self._episode.tool_parser
         self.conversation = Conversation(
-            TaskConfig.model_validate_json(task),
+            config.task,
             tokenizer,
             stops,
             schemas,
@@ -290,31 +290,39 @@ class EnvironmentWorker:
         """End, since nothing here can go on."""
 
 
-class EnvironmentProcess(EnvironmentWorker):
-    """A worker that has its process for itself: its memory is limited, and it may end it."""
+class OwnProcess:
+    """The process that a worker has for itself; its memory is limited from now on."""
 
-    def __init__(self, settings: str, episode: str, task: str, model_path: str) -> None:
-        super().__init__(settings, episode, task, model_path)
+    def __init__(self, settings: EpisodeConfig) -> None:
         self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
+        self._still_seconds = max(_STILL_SECONDS, settings.step_seconds)
         self._watch: asyncio.Task[None] | None = None
-        limit_memory(self._episode.memory_mib)
+        _limit_memory(settings.memory_mib)
+
+    def watch(self) -> None:
+        """End it, with what every thread does in its log, when its event loop stands still."""
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
+
+    async def _watch_loop(self) -> None:
+        while True:
+            faulthandler.dump_traceback_later(self._still_seconds, exit=True, file=self._log)
+            await asyncio.sleep(self._still_seconds / 8)
+
+
+class EnvironmentProcess(EnvironmentWorker):
+    """A worker that has its process for itself, and may end it."""
+
+    def __init__(self, config: RunConfig, model_path: str) -> None:
+        super().__init__(config, model_path)
+        self._process = OwnProcess(self._episode)
 
     def _player(self) -> Player:
-        if self._watch is None:
-            watch = watch_loop(self._episode.step_seconds, self._log)
-            self._watch = asyncio.get_running_loop().create_task(watch)
+        self._process.watch()
         return super()._player()
 
     def _end(self) -> None:
         os._exit(1)
-
-
-async def watch_loop(seconds: float, log: IO[str]) -> None:
-    """End the process, with what every thread does in its log, when the loop stands still."""
-    limit = max(_STILL_SECONDS, seconds)
-    while True:
-        faulthandler.dump_traceback_later(limit, exit=True, file=log)
-        await asyncio.sleep(limit / 8)
 
 
 def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +343,7 @@ def with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, A
     return {**seen, "parts": together} if together else seen
 
 
-def limit_memory(memory_mib: int) -> None:
+def _limit_memory(memory_mib: int) -> None:
     """Let the address space grow by so much: libraries have reserved far more than they use."""
     now, most = psutil.Process().memory_info().vms, resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = now + (memory_mib << 20)

@@ -15,7 +15,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megatron_async.config import RunConfig
@@ -82,71 +82,33 @@ class EnvironmentWorkers:
     def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
         self._settings = config.episode
-        arguments: tuple[Any, ...] = (
-            config.player.model_dump_json(),
-            config.episode.model_dump_json(),
-            config.task.model_dump_json(),
-            model_path or config.model.path,
-        )
         what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
         if config.agent.used:
             from megatron_async.environments import agents
 
             what = agents.AgentProcess
-            arguments += (config.sampling.model_dump_json(), config.scores)
+        path = model_path or config.model.path
         self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
-            place.start(what, *arguments, name=f"environments{index}", restarts=UNLIMITED)
+            place.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
             for index in range(config.episode.workers)
         ]
         self._doors = [_Door() for _ in self._workers]
 
-    @asynccontextmanager
-    async def through(self, number: int, *, alone: bool) -> AsyncIterator[None]:
+    def through(self, number: int, *, alone: bool) -> AbstractAsyncContextManager[None]:
         """Ask inside, for the episode `number`; `alone`: nothing else is asked meanwhile."""
-        async with self._doors[number % len(self._doors)].through(alone=alone):
-            yield
-
-    async def begin(
-        self, number: int, key: str, payload: Mapping[str, Any], room: int | None = None
-    ) -> Opened:
-        """See `EnvironmentWorker.begin`; `number` is the episode's, `room` for agents alone."""
-        return await self._call(number, 1, lambda worker: worker.begin(key, payload, room))
+        return self._doors[number % len(self._doors)].through(alone=alone)
 
     async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
         """See `EnvironmentWorker.rehearse`."""
-        return await self._call(0, 2, lambda worker: worker.rehearse(payload))
+        return await self.call(0, 2, lambda worker: worker.rehearse(payload))
 
-    async def step(
-        self,
-        number: int,
-        key: str,
-        answer_ids: Sequence[int],
-        turn: int,
-        room: int,
-        last: bool,
-        logprobs: Sequence[float] = (),
-    ) -> Stepped:
-        """See `EnvironmentWorker.step`; `logprobs` of the answer are for agents alone."""
-        return await self._call(
-            number, 1, lambda worker: worker.step(key, answer_ids, turn, room, last, logprobs)
-        )
-
-    async def restore(
-        self, number: int, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]
-    ) -> None:
-        """See `EnvironmentWorker.restore`."""
-        await self._call(number, len(turns), lambda worker: worker.restore(key, payload, turns))
-
-    async def forget(self, number: int, key: str) -> str | None:
-        """See `EnvironmentWorker.forget`."""
-        return await self._call(number, 1, lambda worker: worker.forget(key))
-
-    async def _call(
+    async def call(
         self,
         number: int,
         steps: int,
         what: Callable[["EnvironmentProcess | AgentProcess"], Awaitable[T]],
     ) -> T:
+        """Make a call of the worker of the episode `number`, which takes so many steps at most."""
         index, settings = number % len(self._workers), self._settings
         turns = steps + self._doors[index].inside / settings.threads  # of the threads
         limit = _START_SECONDS + turns * _CALLS_OF_A_STEP * settings.step_seconds
@@ -173,7 +135,10 @@ class HeldEpisodes:
         """Begin an episode; `room`: tokens of a first call. Raises EnvironmentFault."""
 
         async def begun() -> Opened:
-            return await self._workers.begin(number, self._new_key(number), payload, room)
+            key = self._new_key(number)
+            return await self._workers.call(
+                number, 1, lambda worker: worker.begin(key, payload, room)
+            )
 
         return await self._tried(number, begun)
 
@@ -202,10 +167,12 @@ class HeldEpisodes:
                 await self._restore(number, payload, turns)
             if asked:
                 self.counts["steps_repeated"] += 1
-            asked = True
+            asked, key = True, self._keys[number]
             try:
-                reply = await self._workers.step(
-                    number, self._keys[number], answer_ids, turn, room, last, logprobs
+                reply = await self._workers.call(
+                    number,
+                    1,
+                    lambda worker: worker.step(key, answer_ids, turn, room, last, logprobs),
                 )
             except EpisodeUnknown:
                 asked = False
@@ -222,7 +189,7 @@ class HeldEpisodes:
         key = self._keys.pop(number, None)
         if key is not None:
             try:
-                return await self._workers.forget(number, key)
+                return await self._workers.call(number, 1, lambda worker: worker.forget(key))
             except PlacedLost:
                 return None  # and with it what it held
             except ComponentFailure as late:
@@ -232,8 +199,11 @@ class HeldEpisodes:
     async def _restore(
         self, number: int, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
+        key = self._new_key(number)
         try:
-            await self._workers.restore(number, self._new_key(number), payload, turns)
+            await self._workers.call(
+                number, len(turns), lambda worker: worker.restore(key, payload, turns)
+            )
         except (ReplayDiffers, EnvironmentFault) as error:
             self.counts["replay_differs"] += 1
             raise ReplayDiffers(f"an environment cannot go on: {error}") from error

@@ -63,20 +63,15 @@ class Session:
         """
         check_name(name)
         session = cls(directory.path / "launch" / name)
-        deadline = time.monotonic() + seconds
-        while not session.closed():
-            if session.token_file.exists():
-                return session
-            if time.monotonic() > deadline:
-                raise ComponentFailure(
-                    f"waited {seconds:.0f} s for session {name} of {directory.path}: the first "
-                    "node has not begun it, or its log has the reason"
-                )
-            time.sleep(_POLL_SECONDS)
-        raise ComponentFailure(
+        over = (
             f"--session {name!r} is over: an earlier launch of the run used that name, or the "
             "first node has ended already"
         )
+        late = f"session {name} of {directory.path}: the first node has not begun it"
+        session._wait_for_file(session.token_file, seconds, late, over)
+        if session.closed():
+            raise ComponentFailure(over)
+        return session
 
     def begin(self) -> None:
         """Make this session the owner of the run; by the first rollout node. Raises UserError."""
@@ -145,19 +140,24 @@ class Session:
 
     def wait_for(self, entry: str, seconds: float) -> dict[str, Any]:
         """The entry of another role. Raises ComponentFailure after the limit, or when closed."""
-        path = self._entry(entry)
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            if self.closed():
-                raise ComponentFailure(f"session {self.path.name} was closed before {entry} was up")
-            if time.monotonic() > deadline:
-                raise ComponentFailure(
-                    f"waited {seconds:.0f} s for {entry} of session {self.path.name} ({path}): the "
-                    "node that writes it has not started, or its log has the reason"
-                )
-            time.sleep(_POLL_SECONDS)
+        path, name = self._entry(entry), self.path.name
+        over = f"session {name} was closed before {entry} was up"
+        late = f"{entry} of session {name} ({path}): the node that writes it has not started"
+        self._wait_for_file(path, seconds, late, over)
         content: dict[str, Any] = json.loads(path.read_text())
         return content
+
+    def _wait_for_file(self, file: Path, seconds: float, late: str, over: str) -> None:
+        """Wait for a file. Raises ComponentFailure: `late` after the limit, `over` when closed."""
+        deadline = time.monotonic() + seconds
+        while not file.exists():
+            if self.closed():
+                raise ComponentFailure(over)
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for {late}, or its log has the reason"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)

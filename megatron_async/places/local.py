@@ -15,10 +15,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Generic
+from typing import Any, Final
 
 import psutil
 
@@ -33,8 +33,8 @@ from megatron_async.places.child_process import (
     module_command,
     wait_until_ended,
 )
-from megatron_async.places.place import CallLate, MethodCall, PlacedDead, PlacedLost, R, T, recorded
-from megatron_async.places.placed import request_of, result_of
+from megatron_async.places.place import MethodCall, PlacedDead, PlacedLost, T
+from megatron_async.places.placed import PlacedCalls, request_of
 from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -130,15 +130,12 @@ class LocalPlace:
                 self._free = sorted([*(self._free or []), *taken])
 
 
-class LocalPlaced(Generic[T]):
+class LocalPlaced(PlacedCalls[T]):
     """An object in a process of this machine (`Placed`); `process`: if it was started here."""
 
     def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
+        super().__init__(path.name, str(logs / f"{path.name}.log"))
         self._path, self._process = path, process
-        self._log = logs / f"{path.name}.log"
-
-    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
-        return self._called(recorded(what), limit)
 
     async def _called(self, call: MethodCall, limit: float) -> Any:
         deaths = self._deaths()
@@ -151,33 +148,9 @@ class LocalPlaced(Generic[T]):
             raise await asyncio.to_thread(self._lost, call.method, deaths) from error
         return self._result(reply, call)
 
-    def ask(
-        self,
-        what: Callable[[T], Awaitable[R]],
-        *,
-        limit: float,
-        while_waiting: Callable[[], None] = lambda: None,
-    ) -> R:
-        call = recorded(what)
-        deaths = self._deaths()
-        try:
-            request = request_of(call)
-            reply = sockets.ask(self._path, request, limit, while_waiting)
-        except TimeoutError as error:
-            raise self._late(call, limit) from error
-        except sockets.Broken as error:
-            raise self._lost(call.method, deaths) from error
-        return self._result(reply, call)
-
     def end(self) -> None:
         if self._process is not None:
             self._process.end()
-
-    def _result(self, reply: bytes, call: MethodCall) -> Any:
-        return result_of(reply, f"{self._path.name} failed in {call.method}", str(self._log))
-
-    def _late(self, call: MethodCall, limit: float) -> CallLate:
-        return CallLate(f"{self._path.name} did not answer {call.method} within {limit:g} s")
 
     def _deaths(self) -> int:
         return 0 if self._process is None else self._process.deaths

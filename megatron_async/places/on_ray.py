@@ -6,40 +6,29 @@ without labels the selector matches every node.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Generic
+from typing import Any, Final
 
 import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
-    GetTimeoutError,
     RayActorError,
     RayError,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.errors import ComponentFailure, one_line
-from megatron_async.places.place import (
-    UNLIMITED,
-    CallLate,
-    MethodCall,
-    PlacedDead,
-    PlacedLost,
-    R,
-    T,
-    recorded,
-)
-from megatron_async.places.placed import PlacedObject, request_of, result_of
+from megatron_async.places.place import UNLIMITED, MethodCall, PlacedDead, PlacedLost, T
+from megatron_async.places.placed import PlacedCalls, PlacedObject, request_of
 from megatron_async.places.ray_cluster import join_ray, ray_directory, start_ray
-from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline, AwakeTimeout
+from megatron_async.runtime.time_limits import AwakeTimeout
 
 ROLE_LABEL: Final = "megatron-async-role"
 TRAINER_ROLE: Final = "trainer"
 _NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
-_FETCH_SECONDS: Final = 60.0
 # To who did not start it, a dead actor whose restart Ray has not begun yet looks dead for good.
 _DEAD_SECONDS: Final = 15.0
 
@@ -118,16 +107,14 @@ def lost_node_of(role: str) -> str | None:
     return None
 
 
-class RayPlaced(Generic[T]):
+class RayPlaced(PlacedCalls[T]):
     """An object in an actor (`Placed`); `actor`: None until it is found by its name."""
 
     def __init__(self, name: str, actor: Any = None) -> None:
-        self._name, self._actor = name, actor
+        super().__init__(name, f"{ray_directory()} on its node")
+        self._actor = actor
         self._patience = 0.0 if actor is not None else _DEAD_SECONDS
         self._dead_since: float | None = None
-
-    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
-        return self._called(recorded(what), limit)
 
     async def _called(self, call: MethodCall, limit: float) -> Any:
         try:
@@ -135,29 +122,6 @@ class RayPlaced(Generic[T]):
             async with AwakeTimeout(limit):
                 return self._result(await reply, call)
         except TimeoutError as error:
-            raise self._late(call, limit) from error
-        except RayError as error:
-            raise self._failed(call.method, error) from error
-
-    def ask(
-        self,
-        what: Callable[[T], Awaitable[R]],
-        *,
-        limit: float,
-        while_waiting: Callable[[], None] = lambda: None,
-    ) -> R:
-        call = recorded(what)
-        try:
-            reply = self._begin(call)
-            deadline, ready = AwakeDeadline(limit), False
-            while not ready and deadline.left:
-                ready = bool(ray.wait([reply], timeout=min(deadline.left, STEP_SECONDS))[0])
-                deadline.tick()
-                if not ready:
-                    while_waiting()
-            found = ray.get(reply, timeout=_FETCH_SECONDS if ready else 0)
-            return self._result(found, call)
-        except GetTimeoutError as error:
             raise self._late(call, limit) from error
         except RayError as error:
             raise self._failed(call.method, error) from error
@@ -173,13 +137,6 @@ class RayPlaced(Generic[T]):
             except ValueError as error:
                 raise PlacedLost(f"{self._name} is not there: not started yet, or dead") from error
         return self._actor.handle.remote(request_of(call))
-
-    def _result(self, reply: bytes, call: MethodCall) -> Any:
-        logs = f"{ray_directory()} on its node"
-        return result_of(reply, f"{self._name} failed in {call.method}", logs)
-
-    def _late(self, call: MethodCall, limit: float) -> CallLate:
-        return CallLate(f"{self._name} did not answer {call.method} within {limit:g} s")
 
     def _failed(self, method: str, error: RayError) -> ComponentFailure:
         if not isinstance(error, RayActorError):

@@ -1,4 +1,4 @@
-"""An object in its process: made there, called there, and what comes of it packed for the caller.
+"""An object in its process: made there, called there, and its replies packed for the caller.
 
 Invariants
 - A reply is one value of bytes, whatever it holds, and so is a request: no transport looks inside.
@@ -7,11 +7,13 @@ Invariants
 
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Generic
 
 from megatron_async.errors import one_line
-from megatron_async.places.place import CallFailed, MethodCall
+from megatron_async.places.place import CallFailed, CallLate, MethodCall, R, T, recorded
+from megatron_async.runtime.blocking import blocking
 
 _OURS = __name__.partition(".")[0]
 
@@ -21,20 +23,44 @@ def request_of(call: MethodCall) -> bytes:
     return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
 
 
-def result_of(reply: bytes, asked: str, log: str) -> Any:
-    """The value that a reply holds; raises the error that it holds instead.
+class PlacedCalls(ABC, Generic[T]):
+    """Calls of an object in another process, which `_called` makes (`Placed`)."""
 
-    `asked`: who, and what, for a defect, whose traceback is in `log`.
-    """
-    try:
-        content: Mapping[str, Any] = pickle.loads(reply)
-    except Exception as error:  # it raises what it meets
-        raise CallFailed(f"{asked}: its reply cannot be read: {one_line(error)}") from error
-    if "defect" in content:
-        raise CallFailed(f"{asked}: {content['defect']}; its traceback is in {log}")
-    if "error" in content:
-        raise content["error"]
-    return content["value"]
+    def __init__(self, name: str, log: str) -> None:
+        """`log`: where the traceback of a defect is."""
+        self._name, self._log = name, log
+
+    def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
+        return self._called(recorded(what), limit)
+
+    def ask(
+        self,
+        what: Callable[[T], Awaitable[R]],
+        *,
+        limit: float,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> R:
+        return blocking(self.call(what, limit=limit), while_waiting)
+
+    @abstractmethod
+    async def _called(self, call: MethodCall, limit: float) -> Any:
+        """Make a call, for `limit` seconds at most."""
+
+    def _late(self, call: MethodCall, limit: float) -> CallLate:
+        return CallLate(f"{self._name} did not answer {call.method} within {limit:g} s")
+
+    def _result(self, reply: bytes, call: MethodCall) -> Any:
+        """Return the value that a reply holds. Raises the error that it holds instead."""
+        asked = f"{self._name} failed in {call.method}"
+        try:
+            content: Mapping[str, Any] = pickle.loads(reply)
+        except Exception as error:  # it raises what it meets
+            raise CallFailed(f"{asked}: its reply cannot be read: {one_line(error)}") from error
+        if "defect" in content:
+            raise CallFailed(f"{asked}: {content['defect']}; its traceback is in {self._log}")
+        if "error" in content:
+            raise content["error"]
+        return content["value"]
 
 
 class PlacedObject:

@@ -17,6 +17,5 @@
 - manager: the whole side behind a handful of calls. manager_host: its process.
 - messages: what a trainer and the manager send each other.
 - evaluate: accuracy on held-out problems. evaluations: when.
-- batches: a batch as the trainer gets it.
 - statistics: counts of the rollout side, and the metrics of each batch.
 """

@@ -47,35 +47,31 @@ class FilteredRounds:
         self._kept = 0
 
     @property
-    def rounds(self) -> float:
-        """Batches' worth of responses dropped since a group was kept."""
-        return self._members / self._batch
-
-    @property
     def hopeless(self) -> bool:
         """Return whether `MAX_FILTERED_ROUNDS` rounds are dropped in a row."""
-        return self.rounds >= MAX_FILTERED_ROUNDS
-
-    def kept(self, complete_groups: int) -> None:
-        """Take the number of complete groups; when it has grown, a group was kept."""
-        if complete_groups > self._kept:
-            self._members = 0
-        self._kept = complete_groups
+        return self._members >= MAX_FILTERED_ROUNDS * self._batch
 
     def emitted(self) -> None:
         """A batch has taken what was kept."""
         self._members = self._kept = 0
 
-    def dropped(self) -> bool:
-        """Count a response of a group without variance; return whether a whole round is full."""
+    def dropped(self, complete_groups: int) -> bool:
+        """Count a response of a group without variance; return whether a whole round is full.
+
+        When the number of complete groups has grown, a group was kept.
+        """
+        if complete_groups > self._kept:
+            self._members = 0
+        self._kept = complete_groups
         self._members += 1
         return self._members == self._batch
 
     def sentence(self) -> str:
         """The warning as a sentence."""
+        rounds = self._members / self._batch
         return (
             f"schedule.dynamic_sampling dropped the last {self._members} responses "
-            f"({self.rounds:.0f} batches' worth) and kept none: the rewards within every group are "
+            f"({rounds:.0f} batches' worth) and kept none: the rewards within every group are "
             f"equal; check the scorer (`megatron-async trajectories RUN_DIR --show ID` prints a "
             "response with its reward), choose problems that are solved sometimes, start "
             "from a fine-tuned model, or set schedule.dynamic_sampling false"
@@ -114,8 +110,7 @@ class Admission:
 
     def filtered(self, complete_groups: int) -> None:
         """Count a response of a group without reward variance; others wait for a batch."""
-        self._filtered.kept(complete_groups)
-        if self._filtered.dropped():
+        if self._filtered.dropped(complete_groups):
             self._statistics.warned("all_filtered", self._filtered.sentence())
         if self._filtered.hopeless:
             self._fail(ComponentFailure(self._filtered.sentence()))

@@ -22,7 +22,6 @@ from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import Background
-from megatron_async.rollout.batches import packed_as
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
@@ -37,6 +36,7 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scoring.interface import Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.types import DropReason, PolicyVersion
 
 _GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other work too
@@ -145,6 +145,12 @@ class RolloutDriver:
         """
         if self._forget(engine_id, "engine_failed", why) is not None:
             self.lost_engines.put_nowait((engine_id, why))
+
+    async def suspect(self, engine: EngineClient, why: str) -> None:
+        """Take an engine on which something has failed out of service if it does not answer."""
+        slot = self._slots.get(engine.engine_id)
+        if slot is not None:
+            await self._monitor.suspect(slot, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
         """Let an engine that holds other weights serve nothing until it was sent them again.
@@ -391,8 +397,15 @@ class RolloutDriver:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
         self._store.mark_batched(action.group_ids, action.step)
         position = await self._store.sync(durable=True)  # else a power loss: it is trained twice
-        branch_points = self._store.branch_points()
-        batch = packed_as(self._config, action, groups, self._version.lineage, branch_points)
+        batch = pack_groups(
+            groups,
+            step=action.step,
+            lineage=self._version.lineage,
+            branch_points=self._store.branch_points(),
+            temperature=self._config.sampling.temperature,
+            mask_before=action.mask_before,
+            discount=self._config.environment.turn_discount,
+        )
         metrics = self.statistics.batch_metrics(batch, self._scheduler.view(), self._scorers.size)
         metrics |= reward_means(groups)
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}

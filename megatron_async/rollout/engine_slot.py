@@ -1,6 +1,6 @@
 """State of an engine as its driver sees it: serving or not, version held, reasons to wait.
 
-Tokens pass a gate by policy version: an engine may generate as soon as it has been sent a version,
+Tokens are accepted by policy version: an engine may generate as soon as it has been sent a version,
 so that it does not idle while the trainer verifies it. What it generates meanwhile waits here, in
 the order in which it came; if the verification fails, the streams are cancelled and nothing of it
 was kept (docs/weights.md).
@@ -31,45 +31,6 @@ _CHECK = "check"
 _VERSIONS: Final = 64
 
 
-class VersionGate:
-    """A gate for one engine, made anew when it is sent weights again after a failed check."""
-
-    def __init__(self) -> None:
-        self._accepted: dict[PolicyVersion, None] = {}  # the oldest first
-        self._expected: PolicyVersion | None = None
-        self._open = asyncio.Event()
-
-    @property
-    def closed(self) -> bool:
-        """Return whether tokens of the newest version wait for its verification."""
-        return self._expected is not None and self._expected not in self._accepted
-
-    def expect(self, version: PolicyVersion) -> None:
-        """The engine was sent this version; its tokens wait from now on."""
-        if version not in self._accepted:
-            self._expected = version
-            self._open.clear()
-
-    def accept(self) -> None:
-        """Open for the version that was sent last: it is verified."""
-        if self._expected is not None:
-            self._accepted[self._expected] = None
-            if len(self._accepted) > _VERSIONS:
-                del self._accepted[next(iter(self._accepted))]
-            self._open.set()
-
-    def give_up(self) -> None:
-        """The engine is given up: nobody waits for its verification any more."""
-        self._expected = None
-        self._open.set()
-
-    async def passes(self, version: PolicyVersion) -> bool:
-        """True once tokens of `version` are accepted; False if they never will be."""
-        if version == self._expected and version not in self._accepted:
-            await self._open.wait()
-        return version in self._accepted
-
-
 class EngineSlot:
     """An engine as the driver sees it; `up` once it holds the current weights.
 
@@ -86,8 +47,10 @@ class EngineSlot:
         self.preemptions_seen: int | None = None
         self.check: asyncio.Task[None] | None = None
         self.given_up = False
-        self.gate = VersionGate()
         self._released = asyncio.Event()
+        self._accepted: dict[PolicyVersion, None] = {}  # the oldest first
+        self._expected: PolicyVersion | None = None
+        self._verified = asyncio.Event()
 
     @property
     def engine_id(self) -> str:
@@ -106,20 +69,32 @@ class EngineSlot:
 
     def expect(self, version: PolicyVersion) -> None:
         """Hold back tokens of this version, which the engine was sent, until it is verified."""
-        self.gate.expect(version)
-        if self.gate.closed:
+        if version not in self._accepted:
+            self._expected = version
+            self._verified.clear()
             self.hold(_CHECK)
 
     def accept(self) -> None:
         """Accept tokens of the version that the engine was sent last: it is verified."""
-        self.gate.accept()
+        if self._expected is not None:
+            self._accepted[self._expected] = None
+            if len(self._accepted) > _VERSIONS:
+                del self._accepted[next(iter(self._accepted))]
+            self._verified.set()
         self.release(_CHECK)
 
     def give_up(self) -> None:
-        """Mark the engine as serving no more; whoever waits for its release goes on."""
+        """Mark the engine as serving no more; whoever waits for it goes on."""
         self.given_up = True
-        self.gate.give_up()
+        self._expected = None
+        self._verified.set()
         self._released.set()
+
+    async def passes(self, version: PolicyVersion) -> bool:
+        """Wait until tokens of `version` are accepted; return False if they never will be."""
+        if version == self._expected and version not in self._accepted:
+            await self._verified.wait()
+        return version in self._accepted
 
     async def until_released(self) -> None:
         """Returns at once unless it is held. A hold is limited by who holds it."""

@@ -112,11 +112,11 @@ class Episodes:
     def begin(self, trajectory_id: int) -> None:
         """Begin an episode's environment."""
         self._began[trajectory_id] = time.monotonic()
-        self._call(trajectory_id, self._begin)
+        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, self._begin))
 
     def step(self, trajectory_id: int) -> None:
         """Hand the answer of its newest turn to its environment."""
-        self._call(trajectory_id, self._step)
+        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, self._step))
 
     def forget(self, trajectory_id: int) -> None:
         """The trajectory leaves or starts again: what is under way is not waited for."""
@@ -133,13 +133,6 @@ class Episodes:
         fault = await self._held.forget(trajectory_id)
         if fault is not None:
             self._warn(trajectory_id, fault)
-
-    def _call(
-        self,
-        trajectory_id: int,
-        ask: Callable[[int, RequestKey], Coroutine[Any, Any, ev.Event]],
-    ) -> None:
-        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, ask))
 
     async def _asked(
         self,

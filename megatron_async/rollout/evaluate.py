@@ -132,17 +132,14 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
         prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
-        numbers = ("answers", "failed_judgements", "refused", "reward_mean", "reward_max")
-        settings = ("temperature", "solved_at")
-        lengths = ("length_mean", "length_median", "length_max", "truncated_share")
-        names = (*numbers, *settings, *lengths, "seconds")
-        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
+        numbers = {name: n for name, n in vars(self).items() if isinstance(n, int | float)}
+        metrics = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
         if self.versions:
-            numbers_ = [version.number for version in self.versions]
+            versions = [version.number for version in self.versions]
             weights = list(self.versions.values())
-            metrics[f"{prefix}version_oldest"] = float(min(numbers_))
-            metrics[f"{prefix}version_newest"] = float(max(numbers_))
-            metrics[f"{prefix}version_mean"] = float(np.average(numbers_, weights=weights))
+            metrics[f"{prefix}version_oldest"] = float(min(versions))
+            metrics[f"{prefix}version_newest"] = float(max(versions))
+            metrics[f"{prefix}version_mean"] = float(np.average(versions, weights=weights))
         for name, estimate in self.estimates.items():
             metrics[f"{prefix}{name}"] = estimate.value
             metrics[f"{prefix}{name}_low"] = estimate.low
@@ -479,9 +476,7 @@ class Evaluations:
             raise ComponentFailure(f"the evaluation of {version} failed: {error}") from error
 
     async def _failed(self, engine: EngineClient, error: EngineError) -> None:
-        """Give up an engine that does not answer at all."""
-        if not await engine.healthy() and engine in self._driver.engines():
-            self._driver.engine_failed(engine.engine_id, str(error))
+        await self._driver.suspect(engine, str(error))
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:

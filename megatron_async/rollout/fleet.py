@@ -11,9 +11,8 @@ Invariants
 """
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineClient
@@ -46,7 +45,6 @@ class Fleet:
         self._settings = settings
         self._launcher = launcher
         self._members = [_Member(index) for index in range(settings.count)]
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start all engines at once; the first that cannot start fails the run."""
@@ -64,31 +62,18 @@ class Fleet:
                 member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
-        """Hand every engine to `driver` as stale, and repair what is broken."""
+        """Hand every engine to `driver` as stale; repair what is broken until the driver closes."""
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)
         for member in self._members:
             if member.client is None:  # the trainer before was lost while this was being mended
-                self._begin(driver, self._restart(driver, member))
-        self._begin(driver, self._take_lost(driver))
-        self._begin(driver, self._look_for_dead_processes(driver))
-
-    def detach(self) -> None:
-        """Stop watching and mending; the engines go on."""
-        for task in self._tasks:
-            task.cancel()
-        self._tasks = set()
-
-    def _begin(self, driver: RolloutDriver, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda done: _report_crash(driver, done))
+                driver.background.spawn(self._restart(driver, member))
+        driver.background.spawn(self._take_lost(driver))
+        driver.background.spawn(self._look_for_dead_processes(driver))
 
     async def stop(self) -> None:
-        """End every engine process."""
-        self.detach()
+        """End every engine process; no driver uses them any more."""
         for member in self._members:
             if member.client is not None:
                 await member.client.close()
@@ -104,7 +89,7 @@ class Fleet:
                 if member.client is not None and member.client.engine_id == engine_id:
                     # Forgotten first: a half-closed one must not be handed to the next driver.
                     client, member.client, member.lost_because = member.client, None, why
-                    self._begin(driver, self._restart(driver, member, client))
+                    driver.background.spawn(self._restart(driver, member, client))
 
     async def _look_for_dead_processes(self, driver: RolloutDriver) -> None:
         while True:
@@ -147,12 +132,3 @@ class Fleet:
 
     def _may_restart(self, member: _Member) -> bool:
         return member.restarts < self._settings.max_restarts
-
-
-def _report_crash(driver: RolloutDriver, watcher: asyncio.Task[None]) -> None:
-    """A fleet that nobody watches any more must end the run, not wait for the next death."""
-    error = None if watcher.cancelled() else watcher.exception()
-    if error is not None:
-        failure = ComponentFailure(f"an engine could not be mended: {error!r}")
-        failure.__cause__ = error
-        driver.background.fail(failure)

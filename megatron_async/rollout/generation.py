@@ -13,7 +13,6 @@ Invariants
   its task's next turn; and what the scheduler submits while an engine is being given up runs
   nowhere. The store also refuses a second writer: mixed into a response, its tokens would have
   log-probs that look right.
-- What an engine sends after the end of a response is ignored, with a warning.
 - A failure counts against what there is evidence about (`evidence.py`): a refused request against
   its prompt alone; a broken stream first asks the engine whether it is alive.
 """
@@ -299,16 +298,9 @@ class Generation:
     async def _take(self, request: RunningRequest, chunk: TokenChunk) -> bool:
         """Keep a chunk, unless it is refused for a reason; return whether to read on."""
         slot, trajectory_id = request.slot, request.trajectory_id
-        if request.complete:
-            self._statistics.warned(
-                "tokens_after_eos",
-                f"engine {slot.engine_id} sent more for trajectory {trajectory_id} after the end "
-                "of the response",
-            )
-            return True
         if chunk.end == "abort" and not len(chunk.token_ids):
             return False  # as thousands do at once, at a boundary
-        if len(chunk.token_ids) and not await slot.gate.passes(chunk.version):
+        if len(chunk.token_ids) and not await slot.passes(chunk.version):
             why = f"generated tokens of version {chunk.version}, which it was not sent"
             self._monitor.give_up(slot, f"engine {slot.engine_id} {why}")
             return False

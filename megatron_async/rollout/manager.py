@@ -188,7 +188,6 @@ class RolloutManager:
 
     async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
-        self._fleet.detach()
         if session is not None:
             session.driver.background.fail(why(session))  # nothing will come for those that wait
             try:

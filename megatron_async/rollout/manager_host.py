@@ -66,7 +66,7 @@ class ManagerHost:
         from megatron_async.environments.workers import EnvironmentWorkers
         from megatron_async.rollout.manager import RolloutManager
         from megatron_async.scoring.interface import NoScorers, Scorers
-        from megatron_async.scoring.workers import scorer_pool
+        from megatron_async.scoring.pool import scorer_pool
 
         scorers: Scorers = NoScorers()
         if config.scores:

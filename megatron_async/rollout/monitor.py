@@ -9,6 +9,7 @@ Invariants
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
@@ -20,43 +21,38 @@ from megatron_async.scheduler import events as ev
 _ASK_AGAIN_SECONDS = 0.5
 
 
+@dataclass(frozen=True, eq=False)
 class EngineMonitor:
-    """Watches the engines of one driver."""
+    """Watches the engines of one driver: its `slots`, by engine id.
 
-    def __init__(
-        self,
-        settings: EngineConfig,
-        slots: Mapping[str, EngineSlot],
-        statistics: RolloutStatistics,
-        feed: Callable[[ev.Event], None],
-        failed: Callable[[str, str], None],
-    ) -> None:
-        """`slots`: those of the driver, by engine id; it gets events, and `failed` engines."""
-        self._settings = settings
-        self._slots = slots
-        self._statistics = statistics
-        self._feed = feed
-        self._failed = failed
+    `feed` gets events for the scheduler, `failed` the id of an engine to give up, and the reason.
+    """
+
+    settings: EngineConfig
+    slots: Mapping[str, EngineSlot]
+    statistics: RolloutStatistics
+    feed: Callable[[ev.Event], None]
+    failed: Callable[[str, str], None]
 
     async def look(self) -> list[EngineSlot]:
         """Ask the engines that serve for their load; returns those that answer and work."""
-        up = [slot for slot in self._slots.values() if slot.up and not slot.evidence.held]
+        up = [slot for slot in self.slots.values() if slot.up and not slot.evidence.held]
         found = await asyncio.gather(*map(self._works, up))
         return [slot for slot, works in zip(up, found, strict=True) if works]
 
     def close(self) -> None:
         """No question that is under way has an effect any more."""
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             if slot.check is not None:
                 slot.check.cancel()
 
     def give_up(self, slot: EngineSlot, why: str) -> None:
         """Take the engine of this slot out of service, unless that has been done."""
         if self._serves(slot):
-            self._failed(slot.engine_id, why)
+            self.failed(slot.engine_id, why)
 
     def _serves(self, slot: EngineSlot) -> bool:
-        return self._slots.get(slot.engine_id) is slot
+        return self.slots.get(slot.engine_id) is slot
 
     async def suspect(self, slot: EngineSlot, why: str) -> None:
         """Something failed on it: give it up if it does not answer. One question for all."""
@@ -75,13 +71,13 @@ class EngineMonitor:
                 answer = str(error)
                 await asyncio.sleep(pause)
             else:
-                self._statistics.warned("engine_suspect", f"{why}; but it answers")
+                self.statistics.warned("engine_suspect", f"{why}; but it answers")
                 return
         if not slot.evidence.held_since(asked):
             self.give_up(slot, why if answer in why else f"{why}; and then: {answer}")
 
     async def _works(self, slot: EngineSlot) -> bool:
-        engine_id, patience = slot.engine_id, self._settings.no_progress_seconds
+        engine_id, patience = slot.engine_id, self.settings.no_progress_seconds
         asked = slot.clock()
         try:
             async with AwakeTimeout(patience):
@@ -98,14 +94,14 @@ class EngineMonitor:
             return False
         seen, slot.preemptions_seen = slot.preemptions_seen, status.preemptions_total
         preemptions = 0 if seen is None else max(0, status.preemptions_total - seen)
-        self._statistics.loaded(engine_id, status.kv_usage, preemptions)
-        self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
+        self.statistics.loaded(engine_id, status.kv_usage, preemptions)
+        self.feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
         slot.evidence.queue(status.queued_requests, slot.clock())
         return self._goes_on(slot)
 
     def _goes_on(self, slot: EngineSlot) -> bool:
         """Give up an engine that has made no token, or reported nothing, for too long."""
-        patience, now = self._settings.no_progress_seconds, slot.clock()
+        patience, now = self.settings.no_progress_seconds, slot.clock()
         silent, unreported = slot.evidence.silence(now), slot.evidence.unreported(now)
         if max(silent, unreported) <= patience:
             return self._serves(slot)

@@ -11,7 +11,7 @@ Invariants
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,36 +33,30 @@ from megatron_async.trajectory.types import (
 _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
 
+@dataclass(eq=False)
 class Scoring:
-    """Scores what the scheduler asks for."""
+    """Scores what the scheduler asks for.
 
-    def __init__(
-        self,
-        store: TrajectoryStore,
-        prompts: TaskPrompts,
-        scorers: Scorers,
-        statistics: RolloutStatistics,
-        of_groups: bool,
-        ready: Callable[[int, float | None], None],
-    ) -> None:
-        """`prompts` counts every score. `of_groups`: some reward takes whole groups.
+    `prompts` counts every score. `of_groups`: some reward takes whole groups. `ready` gets each
+    trajectory's reward; None when the scorer failed and that is not a 0.
+    """
 
-        `ready` gets each trajectory's reward; None when the scorer failed and that is not a 0.
-        """
-        self._store = store
-        self._prompts = prompts
-        self._scorers = scorers
-        self._statistics = statistics
-        self._of_groups = of_groups
-        self._ready = ready
+    store: TrajectoryStore
+    prompts: TaskPrompts
+    scorers: Scorers
+    statistics: RolloutStatistics
+    of_groups: bool
+    ready: Callable[[int, float | None], None]
+
+    def __post_init__(self) -> None:
         self._waiting: defaultdict[int, set[int]] = defaultdict(set)
         self._busy: set[int] = set()
         self._failing = FailingScores()
 
     async def score(self, trajectory_id: int) -> None:
         """Score a finished trajectory, or its group once it is the last member to finish."""
-        trajectory = self._store.load_trajectory(trajectory_id)
-        if not self._of_groups:
+        trajectory = self.store.load_trajectory(trajectory_id)
+        if not self.of_groups:
             await self._score([trajectory], {trajectory_id})
             return
         number = trajectory.group_id
@@ -72,7 +66,7 @@ class Scoring:
         self._busy.add(number)
         try:
             while self._waiting[number]:
-                group = self._store.load_group(number)
+                group = self.store.load_group(number)
                 if any(t.state is TrajectoryState.DROPPED for t in group.trajectories):
                     for member in self._waiting[number].copy():
                         self._done(number, member, None)
@@ -90,7 +84,7 @@ class Scoring:
         """A trajectory has left: the members of its group that waited for it, and must not."""
         if not self._waiting:
             return []
-        number = self._store.load_trajectory(trajectory_id).group_id
+        number = self.store.load_trajectory(trajectory_id).group_id
         return [] if number in self._busy else list(self._waiting.pop(number, ()))
 
     async def _score(self, shown: Sequence[Trajectory], wanted: Set[int]) -> None:
@@ -100,31 +94,31 @@ class Scoring:
         if any(trajectory.turns for trajectory in shown):
             prompt = with_conversations(prompt, [conversation_of(t.turns) for t in shown])
         for _ in wanted:
-            self._statistics.score_wanted()
+            self.statistics.score_wanted()
         asked = time.monotonic()
-        if self._of_groups:
-            scores = await self._scorers.score_group(prompt, responses)
+        if self.of_groups:
+            scores = await self.scorers.score_group(prompt, responses)
         else:
-            scores = [await self._scorers.score(prompt, responses[0])]
+            scores = [await self.scorers.score(prompt, responses[0])]
         scores = [with_turns(*score, t.turns) for score, t in zip(scores, shown, strict=True)]
         seconds = time.monotonic() - asked
         for reward, _ in scores:
-            self._prompts.scored(prompt, reward)
+            self.prompts.scored(prompt, reward)
         for trajectory, (reward, detail) in zip(shown, scores, strict=True):
             number = trajectory.trajectory_id
             if number not in wanted:
                 continue
-            self._statistics.scored(detail, seconds)
-            for warning in self._failing.scored(detail, self._scorers.failures):
-                self._statistics.warned(*warning)
+            self.statistics.scored(detail, seconds)
+            for warning in self._failing.scored(detail, self.scorers.failures):
+                self.statistics.warned(*warning)
             if reward is not None:
-                await self._store.set_reward(number, reward, detail)
+                await self.store.set_reward(number, reward, detail)
             self._done(trajectory.group_id, number, reward)
 
     def _done(self, group_id: int, trajectory_id: int, reward: float | None) -> None:
-        if self._of_groups:
+        if self.of_groups:
             self._waiting[group_id].discard(trajectory_id)
-        self._ready(trajectory_id, reward)
+        self.ready(trajectory_id, reward)
 
 
 def _response(trajectory: Trajectory) -> list[int]:

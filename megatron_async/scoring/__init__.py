@@ -1,10 +1,11 @@
 """Scores responses, in processes of their own and with a hard limit on every score.
 
 - interface: what a run asks of its scorers; the ways in which a score fails.
-- workers: a scorer process and who owns it: threads of this process, or processes of a place.
-- pool, count: as many workers as the queue needs. work: what one of them gets, and its scores.
+- workers: a scorer process, started, asked again and replaced.
+- pool, count: as many workers as the queue needs, in this process or in those of a place; one for
+  asynchronous rewards. work: what a worker gets, and its scores.
 - process, frames: a scorer's process as its worker sees it, and the frames between the two.
-- process_main: what runs in that process. waiting: the one for scores that wait for a service.
+- process_main: what runs in that process.
 - identity: a description of all that gives a run's rewards.
 - rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.
 """

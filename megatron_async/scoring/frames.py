@@ -4,8 +4,8 @@ Invariants
 - A request is a line of JSON, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
   what else is written to the socket is a packet of its own and never shifts or breaks a reply.
-- Every frame has an `id`. That of a reply names its request and which of its scores it is, so that
-  one that comes twice shifts no other.
+- Every frame has an `id`. That of a reply is its request's, so that one that comes twice shifts no
+  other.
 """
 
 import json
@@ -32,11 +32,6 @@ def parse_request(line: bytes) -> dict[str, Any] | None:
     return content
 
 
-def reply_id(request: str, number: int) -> str:
-    """The id of the reply with score `number` of a request."""
-    return f"{request}.{number}"
-
-
 def reply_packet(name: str, content: dict[str, Any]) -> bytes:
     """A reply as it travels. Raises ValueError when it is too large or holds NaN or infinity."""
     body = json.dumps({"id": name, **content}, allow_nan=False).encode()
@@ -54,4 +49,4 @@ def parse_reply(packet: bytes) -> dict[str, Any] | None:
         content = json.loads(packet)
     except (ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and "id" in content else None
+    return content if isinstance(content, dict) and isinstance(content.get("id"), str) else None

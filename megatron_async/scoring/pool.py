@@ -1,4 +1,4 @@
-"""A pool of scorers whose number follows the queue: what the local and the placed pool share.
+"""Pools of scorers whose number follows the queue: of this process, and of a place.
 
 Invariants
 - A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece
@@ -13,18 +13,24 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Final, Protocol
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost, R
 from megatron_async.scoring import count as scorer_count
 from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.frames import BLOCKING, WAITING
 from megatron_async.scoring.interface import SCORER_FAULTS, ResponseScore, Score
-from megatron_async.scoring.waiting import WaitingScorer
+from megatron_async.scoring.process import START_TIMEOUT_SECONDS
 from megatron_async.scoring.work import Work, added_up, split
+from megatron_async.scoring.workers import STARTS, TRIES, ScorerWorker
 from megatron_async.trajectory.types import Prompt
 
+_SLACK_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 0.2
 _HELD_SECONDS: Final = 0.05
 _MOST_HELD: Final = 256
 
@@ -42,7 +48,7 @@ class Worker(Protocol):
         """End it without waiting; it is idle."""
 
     def close(self) -> None:
-        """End it, after the score that runs where one can be waited for."""
+        """End it, also while it scores."""
 
 
 class ScorerPool:
@@ -66,7 +72,8 @@ class ScorerPool:
         self._waits: list[bool] | None = None
         if not any(part.own for part in settings.parts):
             self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
-        self._for_waiting = WaitingScorer(settings)
+        self._for_waiting = ScorerWorker(settings, WAITING)
+        self._gates = [asyncio.Semaphore(part.concurrency) for part in settings.parts]
         self.size = ScorerCount(settings.task.scorer_workers)
         self.failures: dict[str, str] = {}
         self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
@@ -96,7 +103,7 @@ class ScorerPool:
         waits = await self._asynchronous()
         found = await asyncio.gather(
             *(
-                self._for_waiting.score(piece) if waits[piece.part] else self._score(piece)
+                self._score_waiting(piece) if waits[piece.part] else self._score(piece)
                 for piece in work
             )
         )
@@ -130,6 +137,11 @@ class ScorerPool:
         if self._waits is None:
             self._waits = await self.workers[0].start()
         return self._waits
+
+    async def _score_waiting(self, work: Work) -> list[ResponseScore]:
+        async with self._gates[work.part]:
+            (scores,) = await self._for_waiting.score([work])
+        return scores
 
     async def _score(self, work: Work) -> list[ResponseScore]:
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
@@ -183,3 +195,70 @@ class ScorerPool:
         worker = self._start()
         self.workers.append(worker)
         self._idle.append(worker)
+
+
+class LocalScorerPool(ScorerPool):
+    """Up to `task.scorer_workers` processes of this machine."""
+
+    def __init__(self, settings: ScorerSettings, model_path: str) -> None:
+        super().__init__(settings, model_path, lambda: ScorerWorker(settings))
+
+
+async def scored(
+    settings: ScorerSettings, jobs: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+) -> list[list[ResponseScore]]:
+    """Score the texts of each job, (payload of a prompt, responses), by a pool that ends then."""
+    pool = LocalScorerPool(settings, model_path="")
+    try:
+        return await asyncio.gather(*(pool.score_texts(*job) for job in jobs))
+    finally:
+        pool.close()
+
+
+class _Placed:
+    """A worker in a process of the place, asked again when that has died."""
+
+    def __init__(self, placed: Placed[ScorerWorker], limit_seconds: float) -> None:
+        self._placed = placed
+        self._limit = limit_seconds
+
+    async def start(self) -> list[bool]:
+        return await self._ask(1, lambda worker: worker.start())
+
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+        return await self._ask(len(work), lambda worker: worker.score(work))
+
+    async def _ask(self, pieces: int, what: Callable[[ScorerWorker], Awaitable[R]]) -> R:
+        limit = pieces * self._limit + _SLACK_SECONDS
+        for left in reversed(range(STARTS)):
+            try:
+                return await self._placed.call(what, limit=limit)
+            except PlacedLost:
+                if not left:
+                    raise
+            except UserError as error:
+                raise ComponentFailure(str(error)) from error
+            await asyncio.sleep(_RETRY_SECONDS)
+        raise AssertionError
+
+    def retire(self) -> None:
+        self._placed.end()
+
+    close = retire  # the process ends with its worker
+
+
+class PlacedScorerPool(ScorerPool):
+    """Up to `task.scorer_workers` workers, each in a process of `place`."""
+
+    def __init__(self, settings: ScorerSettings, model_path: str, place: Place) -> None:
+        longest = max(map(settings.limit_seconds, settings.parts))
+        limit = TRIES[BLOCKING] * (longest + START_TIMEOUT_SECONDS)
+        start = partial(place.start, ScorerWorker, settings, name="scorer", restarts=UNLIMITED)
+        super().__init__(settings, model_path, lambda: _Placed(start(), limit))
+
+
+def scorer_pool(settings: ScorerSettings, model_path: str, place: Place) -> ScorerPool:
+    """The pool of a run: on one machine nothing stands between it and its scorer processes."""
+    if place.one_machine:
+        return LocalScorerPool(settings, model_path)
+    return PlacedScorerPool(settings, model_path, place)

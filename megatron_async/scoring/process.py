@@ -1,13 +1,17 @@
-"""A worker's hold on one scorer process: start, request and reply with deadlines, a complete end.
+"""One scorer process as its worker drives it: start, requests with deadlines, a complete end.
 
 Invariants
 - A reply is taken only from the process that reported ready (the kernel names the sender of every
-  packet) and only for the request that was asked: the id of a request is random. Everything else
+  packet) and only for a request that waits for one: the id of a request is random. Everything else
   on the reply channel is discarded and counted in `stray`.
 - No wait is without a limit, not even while stray packets keep coming.
 - After `end`, nothing that the scorer started is left (see `process_main`).
+- It belongs to one event loop and never blocks it. `end` blocks; `finish` calls it in a thread.
+- The pipe of requests is written to here, not by a transport: `end` closes the pipe, and uvloop
+  would close the number of the descriptor again, which may be another file's by then.
 """
 
+import asyncio
 import os
 import secrets
 import select
@@ -16,7 +20,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,22 +28,25 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.places.child_process import ChildProcess, module_command
 from megatron_async.scoring.frames import (
-    BLOCKING,
     END_ID,
     LARGEST_REPLY_BYTES,
     START_ID,
+    WAITING,
     parse_reply,
-    reply_id,
     request_frame,
 )
 from megatron_async.scoring.work import Work
 
 START_TIMEOUT_SECONDS: Final = 120.0
 
-_END_TIMEOUT_SECONDS = 75.0  # more than a keeper takes at most to end what is left
-_CONTINUE_SECONDS = 0.2
-_CREDENTIALS = struct.Struct("3i")  # process, user and group id of a packet's sender
-_MODULE = "megatron_async.scoring.process_main"
+_CANCEL_SECONDS: Final = 5.0
+_END_TIMEOUT_SECONDS: Final = 75.0  # more than a keeper takes at most to end what is left
+_CONTINUE_SECONDS: Final = 0.2
+_PACKETS_AT_ONCE: Final = 64
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user and group id of a packet's sender
+_MODULE: Final = "megatron_async.scoring.process_main"
+
+Reply = dict[str, Any]
 
 
 class ScorerTimeout(TimeoutError):
@@ -59,19 +66,22 @@ class StartHangs(ComponentFailure):
 
 
 class ScorerProcess:
-    """A running scorer, one request at a time."""
+    """A running scorer. `closed`: it is asked nothing more, and is to be ended."""
 
-    def __init__(self, settings: ScorerSettings, kind: str = BLOCKING) -> None:
-        """Starts it; `ready` waits for it."""
+    def __init__(self, settings: ScorerSettings, kind: str) -> None:
+        """Start it, for the running event loop; `ready` waits for it."""
         self.stray = 0
         self.pid = 0
+        self.closed = False
+        self._why = ""  # of the end
         self._scorer: int | None = None
         self._settings = settings
+        self._kind = kind
         self._exit_code: int | None = None
         self._output = ""
-        self._replies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._replies.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._keeper = ChildProcess(
                 module_command(_MODULE, settings.model_dump_json(), kind),
                 stdin=subprocess.PIPE,
@@ -82,19 +92,23 @@ class ScorerProcess:
         self.requests = self._keeper.stdin
         os.set_blocking(self.requests.fileno(), False)
         self._ended = os.pidfd_open(self._keeper.pid)
+        self._loop = asyncio.get_running_loop()
+        self._unsent = bytearray()
+        self._started: asyncio.Future[Reply | None] = self._loop.create_future()
+        self._replies = {START_ID: self._started}  # None: it has ended
+        for descriptor in (self._channel.fileno(), self._ended):
+            self._loop.add_reader(descriptor, self._readable)
 
-    def ready(self) -> list[bool]:
+    async def ready(self) -> list[bool]:
         """Wait until it can be asked; ends it where it cannot. Which rewards are asynchronous.
 
         Raises UserError for settings it refuses, ProcessKilled when a signal ended it, StartHangs
         when it has not answered in time, and ComponentFailure for every other failure.
         """
         try:
-            first = self._reply(START_ID, time.monotonic() + START_TIMEOUT_SECONDS)
-            if "user_error" in first:
-                raise UserError(first["user_error"])
+            first = await self._within(self._started, START_TIMEOUT_SECONDS)
         except (ScorerTimeout, ScorerCrash) as error:
-            self.end()
+            await self.finish()
             names = ", ".join(part.name for part in self._settings.parts)
             why = f"a scorer process of reward {names} did not start ({error}): {self._output}"
             if self._keeper.returncode < 0 or (self._exit_code or 0) < 0:
@@ -102,122 +116,149 @@ class ScorerProcess:
             if isinstance(error, ScorerTimeout):
                 raise StartHangs(why) from error
             raise ComponentFailure(why) from error
-        except BaseException:
-            self.end()
-            raise
+        if "user_error" in first:
+            await self.finish()
+            raise UserError(first["user_error"])
         return [bool(waits) for waits in first["asynchronous"]]
 
-    def alive(self) -> bool:
-        """True until it has ended."""
-        return not _ready(self._ended, 0.0)
+    async def ask(self, work: Sequence[Work]) -> AsyncIterator[Reply]:
+        """Ask for scores; a reply for each piece of work in turn, each within its limit.
 
-    def ask(self, work: Sequence[Work]) -> Iterator[dict[str, Any]]:
-        """Send a request for several scores; a reply for each in turn, each within its limit.
-
-        Raises ScorerTimeout or ScorerCrash.
+        A score that passes its limit is cancelled; a process that does not acknowledge that hangs
+        itself, and is closed. Raises ScorerTimeout or ScorerCrash.
         """
-        parts = self._settings.parts
-        limits = [self._settings.limit_seconds(parts[piece.part]) for piece in work]
-        number = secrets.token_hex(8)
-        deadline = time.monotonic() + limits[0]
-        wanted = [vars(piece) for piece in work]
-        self._send(request_frame({"id": number, "wanted": wanted}), deadline)
-        for place, limit in enumerate(limits):
-            deadline = deadline if not place else time.monotonic() + limit
-            yield self._reply(reply_id(number, place), deadline)
-
-    def fileno(self) -> int:
-        """Descriptor of the reply channel."""
-        return self._replies.fileno()
-
-    def take(self) -> dict[str, Any] | None:
-        """A reply that has come, None when there is none. Raises ScorerCrash."""
-        while _ready(self._replies.fileno(), 0.0):
-            if (reply := self._packet()) is not None:
-                return reply
-        return None
+        asked = [(secrets.token_hex(8), piece) for piece in work]
+        replies = [self._request(number, piece) for number, piece in asked]
+        for (number, piece), reply in zip(asked, replies, strict=True):
+            limit = self._settings.limit_seconds(self._settings.parts[piece.part])
+            try:
+                found = await self._within(reply, limit)
+            except ScorerTimeout:
+                if self._kind == WAITING and not self.closed:
+                    self._send({"id": number})
+                    await asyncio.wait([reply], timeout=_CANCEL_SECONDS)
+                if not reply.done():
+                    self.stop("it hangs")
+                raise
+            yield found
 
     def take_stray(self) -> int:
         """Packets discarded since the last call."""
         count, self.stray = self.stray, 0
         return count
 
+    def stop(self, why: str) -> None:
+        """Ask it nothing more; who waits gets ScorerCrash."""
+        if self.closed:
+            return
+        self.closed, self._why = True, why
+        if self._loop.is_closed():
+            return
+        self._loop.remove_writer(self.requests.fileno())
+        for descriptor in (self._channel.fileno(), self._ended):
+            self._loop.remove_reader(descriptor)
+        replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            reply.set_result(None)
+
+    async def finish(self) -> None:
+        """Stop it, and end it in a thread."""
+        self.stop("it ended")
+        await asyncio.to_thread(self.end)
+
     def end(self) -> None:
-        """End it and all that it started."""
+        """End a stopped process and all that it started. A second call does nothing."""
+        if self.requests.closed:
+            return
         self.requests.close()
         if self._scorer is not None:  # it may stop its keeper, again and again
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._scorer, signal.SIGKILL)
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
-        with suppress(ScorerCrash):
-            while (now := time.monotonic()) < deadline:
-                self._keeper.send_signal(signal.SIGCONT)
-                with suppress(ScorerTimeout):
-                    self._reply(END_ID, min(deadline, now + _CONTINUE_SECONDS))
-        if not _ready(self._ended, deadline - time.monotonic()):
+        ended = False
+        while not ended and time.monotonic() < deadline:
+            self._keeper.send_signal(signal.SIGCONT)
+            ended = _ready(self._ended, _CONTINUE_SECONDS)
+            with suppress(BlockingIOError, ScorerCrash):
+                for _ in range(_PACKETS_AT_ONCE):
+                    self._packet()
+        if not ended:
             self._keeper.kill()
         self._keeper.reap()
-        self._replies.close()
+        self._channel.close()
         for descriptor in (self._ended, self._scorer):
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _send(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            self._wait(self.requests.fileno(), select.POLLOUT, deadline)
-            try:
-                view = view[os.write(self.requests.fileno(), view) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError as error:
-                raise ScorerCrash("it ended") from error
+    def _request(self, number: str, piece: Work) -> "asyncio.Future[Reply | None]":
+        """Send a piece of work; its reply. Raises ScorerCrash."""
+        if self.closed:
+            raise ScorerCrash(self._why)
+        reply = self._replies[number] = self._loop.create_future()
+        self._send({"id": number, "wanted": vars(piece)})
+        return reply
 
-    def _reply(self, number: str, deadline: float) -> dict[str, Any]:
-        """The reply with this id. Raises ScorerTimeout or ScorerCrash."""
-        while True:
-            self._wait(self._replies.fileno(), select.POLLIN, deadline)
-            reply = self._packet()
-            if reply is not None:
-                if reply["id"] == number:
-                    return reply
-                self.stray += 1
+    async def _within(self, reply: "asyncio.Future[Reply | None]", seconds: float) -> Reply:
+        """A reply, if it comes within a limit. Raises ScorerTimeout or ScorerCrash."""
+        await asyncio.wait([reply], timeout=seconds)
+        if not reply.done():
+            raise ScorerTimeout("no reply within the limit")
+        found = reply.result()
+        if found is None:
+            raise ScorerCrash(self._why)
+        return found
 
-    def _packet(self) -> dict[str, Any] | None:
-        """The next packet if it is a reply of the scorer's. Raises ScorerCrash."""
-        packet, credentials, _, _ = self._replies.recvmsg(
-            LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+    def _send(self, content: dict[str, Any]) -> None:
+        if not self._unsent:
+            self._loop.add_writer(self.requests.fileno(), self._writable)
+        self._unsent += request_frame(content)
+
+    def _writable(self) -> None:
+        try:
+            del self._unsent[: os.write(self.requests.fileno(), self._unsent)]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent.clear()  # its end is noticed by the replies
+        if not self._unsent:
+            self._loop.remove_writer(self.requests.fileno())
+
+    def _readable(self) -> None:
+        """Take what has come, or note the end; some at a time, since others use the loop too."""
+        try:
+            for _ in range(_PACKETS_AT_ONCE):
+                self._packet()
+        except BlockingIOError:
+            if _ready(self._ended, 0.0):
+                self.stop("it was killed")
+        except ScorerCrash as crash:
+            self.stop(str(crash))
+
+    def _packet(self) -> None:
+        """Take a packet. Raises BlockingIOError where none has come, ScorerCrash at the end."""
+        packet, credentials, _, _ = self._channel.recvmsg(
+            LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
         )
         if not credentials:  # not even an empty packet: all ends are closed
             raise ScorerCrash("it ended without a reply")
         sender = _CREDENTIALS.unpack(credentials[0][2])[0]
-        reply = parse_reply(packet) or {}
-        if sender == self._keeper.pid and reply.get("id") == END_ID:
+        reply = parse_reply(packet) or {"id": ""}
+        name = reply["id"]
+        if sender == self._keeper.pid and name == END_ID:
             self._exit_code, self._output = reply["exit_code"], reply["output"]
             raise ScorerCrash(f"it ended with exit code {self._exit_code}")
-        if reply.get("id") == START_ID and not self.pid:
+        if name == START_ID and not self.pid:
             self.pid = sender
             with suppress(ProcessLookupError):  # it has ended already
                 self._scorer = os.pidfd_open(sender)
-        if "id" in reply and sender == self.pid:
-            return reply
-        self.stray += 1
-        return None
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        """Wait until the descriptor is ready. Raises ScorerTimeout or ScorerCrash."""
-        poll = select.poll()
-        poll.register(descriptor, event)
-        poll.register(self._ended, select.POLLIN)
-        seconds = deadline - time.monotonic()
-        ready = dict(poll.poll(1000 * seconds)) if seconds > 0 else {}
-        if not ready:
-            raise ScorerTimeout("no reply within the limit")
-        if descriptor not in ready:
-            raise ScorerCrash("it was killed")
+        waits = self._replies.pop(name, None) if sender == self.pid else None
+        if waits is None:
+            self.stray += 1
+        else:
+            waits.set_result(reply)
 
 
 def _ready(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * max(0.0, seconds)))
+    return bool(poll.poll(1000 * seconds))

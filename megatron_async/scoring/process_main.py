@@ -44,7 +44,6 @@ from megatron_async.scoring.frames import (
     START_ID,
     WAITING,
     parse_request,
-    reply_id,
     reply_packet,
 )
 from megatron_async.scoring.rewards.reward import Reward, asynchronous, build_reward
@@ -124,21 +123,21 @@ def _log_file(settings: ScorerSettings) -> Path | None:
 def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
     """Score one request after the other."""
     while (request := parse_request(requests.readline())) is not None:
-        for number, wanted in enumerate(request["wanted"]):
-            name, reward = reply_id(request["id"], number), rewards[wanted["part"]]
-            try:
-                packet = reply_packet(name, _content(reward.score(_samples(wanted))))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-                packet = reply_packet(name, replies.error(reward, error))
-            replies.send(packet)
+        name, wanted = request["id"], request["wanted"]
+        reward = rewards[wanted["part"]]
+        try:
+            packet = reply_packet(name, _content(reward.score(_samples(wanted))))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
+            packet = reply_packet(name, replies.error(reward, error))
+        replies.send(packet)
 
 
 async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
     """Score all requests at once, in one event loop."""
     running: dict[str, asyncio.Task[None]] = {}
 
-    async def score(number: str, wanted: dict[str, Any]) -> None:
-        name, reward = reply_id(number, 0), rewards[wanted["part"]]
+    async def score(name: str, wanted: dict[str, Any]) -> None:
+        reward = rewards[wanted["part"]]
         try:
             packet = reply_packet(name, _content(await reward.score_async(_samples(wanted))))
         except asyncio.CancelledError:
@@ -146,19 +145,18 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
             packet = reply_packet(name, replies.error(reward, error))
         replies.send(packet)
-        del running[number]
+        del running[name]
 
     reader = asyncio.StreamReader(limit=sys.maxsize // 2)  # a request is of any size
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), requests
     )
     while (request := parse_request(await reader.readline())) is not None:
-        number = request["id"]
+        name = request["id"]
         if "wanted" in request:
-            (wanted,) = request["wanted"]
-            running[number] = asyncio.create_task(score(number, wanted))
-        elif number in running:  # it took too long
-            running[number].cancel()
+            running[name] = asyncio.create_task(score(name, request["wanted"]))
+        elif name in running:  # it took too long
+            running[name].cancel()
 
 
 def _samples(wanted: dict[str, Any]) -> list[Sample]:

@@ -1,7 +1,8 @@
 """The durable trajectory store: every token, from prompt to gradient.
 
 - store: what the driver calls. A batch is durable before the trainer gets it.
-- state, records: the store in memory, and how a resume rebuilds it.
+- state, records: the store in memory, and how a resume rebuilds it. buffers: tokens on their way
+  to the writer.
 - episodes: the turns of episodes, written.
 - writer: the one thread that writes. schema: tables and rows. documents: kept as JSON beside them.
 - lineage: what is consumed along each lineage: a pure model of commit and rollback.

@@ -4,12 +4,11 @@ For tests and experiments that run many short trainings on one warm engine. It i
 driver, trainer and loop as in a large run; only the processes between them are missing.
 
 Invariants
-- The rollout side lives on an event loop of its own thread; every call across is limited in time.
+- The rollout side lives on the event loop of another thread; every call across is limited in time.
 - Engines are borrowed: they are never started, restarted or stopped here.
 """
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
@@ -23,6 +22,7 @@ from megatron_async.places.place import R
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
+from megatron_async.runtime.blocking import blocking
 from megatron_async.scoring.interface import Scorers
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
@@ -59,21 +59,13 @@ class LocalLink(RolloutLink):
     def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
         super().__init__(config)
         self._manager = manager
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
     def __enter__(self) -> "LocalLink":
-        self._thread.start()
         self._wait(self._manager.start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._wait(self._manager.stop())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CALL_SECONDS)
-            self._loop.close()
+        self._wait(self._manager.stop())
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
@@ -88,11 +80,8 @@ class LocalLink(RolloutLink):
         return self._wait(what(self._manager, self._lineage), limit)
 
     def _wait(self, work: Awaitable[R], limit: float = _CALL_SECONDS) -> R:
-        async def result() -> R:
-            return await work  # bounded: by `limit`
-
         try:
-            return asyncio.run_coroutine_threadsafe(result(), self._loop).result(limit)
+            return blocking(asyncio.wait_for(work, limit))
         except TimeoutError as error:
             raise ComponentFailure(f"the rollout side did not answer within {limit:g} s") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -51,26 +50,19 @@ class ScorerProcesses:
         reward = RewardConfig.model_validate({"name": IMPORT_PATH})
         scoring = ScorerSettings(task=config.task, rewards=[reward])
         self._workers = [ScorerWorker(scoring) for _ in range(_SCORERS)]
-        # One each: a score goes on in its thread when nobody waits for it any more.
-        self._threads = [ThreadPoolExecutor(1, "scorer") for _ in self._workers]
         self._idle: asyncio.Queue[int] = asyncio.Queue()
         for place in range(_SCORERS):
             self._idle.put_nowait(place)
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         place = await self._idle.get()  # bounded: every score is
-        loop = asyncio.get_running_loop()
         work = [Work(0, prompt.payload, (text_of(response_ids),))]
-        try:
-            [[scored]] = await loop.run_in_executor(
-                self._threads[place], self._workers[place].score, work
-            )
-        finally:
-            self._idle.put_nowait(place)
+        # A task, which goes on when nobody waits for it any more.
+        scoring = asyncio.ensure_future(self._workers[place].score(work))
+        scoring.add_done_callback(lambda _: self._idle.put_nowait(place))
+        [[scored]] = await asyncio.shield(scoring)  # bounded: every score is
         return scored.reward, scored.detail
 
     def close(self) -> None:
-        for thread in self._threads:
-            thread.shutdown(wait=True)
         for worker in self._workers:
             worker.close()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.engine_slot import EngineSlot, VersionGate
+from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import RunningRequest
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.store.store import TrajectoryStore
@@ -76,10 +76,10 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine generates is stored before its weights have been verified."""
 
-    async def passes(gate: VersionGate, version: PolicyVersion) -> bool:
+    async def passes(slot: EngineSlot, version: PolicyVersion) -> bool:
         return True
 
-    monkeypatch.setattr(VersionGate, "passes", passes)
+    monkeypatch.setattr(EngineSlot, "passes", passes)
 
 
 def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ class World:
             others.cancel()
             if self._edges is not None:
                 self._edges.heal()
-            await asyncio.to_thread(scorer.close)
+            scorer.close()
             self._engines.close()
 
     async def _lives(self, scorer: Any) -> None:

@@ -125,8 +125,7 @@ def span(start: Any, end: Any, version: Any = "0.1") -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
-# Tested where they are read: the first in test_stream_connection.py, the others in
-# tests/rollout/test_closed_client.py.
+# Tested where they are read, in tests/rollout/test_closed_client.py.
 OF_CALLS = {"the size of an answer", "a checksum", "the type of its weights"}
 MALFORMED: dict[str, list[dict[str, Any]]] = {
     "a report": [{"id": "w2"}, {"id": None}, {"prompt_tokens": 9}, {"prompt_tokens": None}],

@@ -202,7 +202,7 @@ def test_nothing_is_generated_during_a_pause(engine: EngineUnderTest, mode: Any)
         tasks.append(asyncio.create_task(collect(client, make_request("late", PROMPT, 5))))
         await asyncio.sleep(1.0)
         assert not any(task.done() for task in tasks)
-        assert await client.healthy()
+        await client.version()
         await client.resume()
         return await asyncio.gather(*tasks)
 
@@ -249,7 +249,6 @@ def test_it_reports_version_load_and_capacity(engine: EngineUnderTest) -> None:
         assert await client.version() == OLD
         assert client.dtype == "float32"
         assert client.kv_capacity_tokens == 16384
-        assert await client.healthy()
         tasks = await streaming(client, 4, 1900)
         deadline = time.monotonic() + 5.0  # SGLang reports with a little delay
         while (status := await client.status()).running_requests != 4:

@@ -68,7 +68,6 @@ def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
             await asyncio.wait_for(running, 10)
         with pytest.raises(EngineError, match="GET /model_info"):
             await client.version()
-        assert not await client.healthy()
         # Its connections close before the kernel has taken the whole process down.
         while await launcher.alive(0):
             assert time.monotonic() - started < 5

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import uvloop
 
+from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.host import EngineHost
 from megatron_async.engines.nodes import hold_port
@@ -282,8 +283,9 @@ def test_the_engines_of_a_run_await_their_first_update(
         return [sys.executable, "-c", _BROKEN]
 
     monkeypatch.setattr(sglang_process, "server_command", command)
-    settings = EngineConfig(device="cuda", start_timeout_seconds=20.0).model_dump_json()
-    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"))
+    engines = {"device": "cuda", "start_timeout_seconds": 20.0}
+    config = build_config({"engines": engines, "model": {"path": str(tmp_path)}})
+    host = EngineHost("engine0", config, tmp_path / "log")
     with pytest.raises(ComponentFailure, match="no such model: elephant"):
         asyncio.run(host.start())
     [asked] = commands

@@ -89,12 +89,14 @@ def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new(
     assert len(last) == 1 and last[0].end == "abort" and len(last[0].token_ids) == 0
 
 
-def test_without_versions_tokens_are_held_back_until_the_end_reports_one() -> None:
-    decoder = new_decoder()
-    assert decoder.feed(_report([4, 5], 2, None)) == []
-    chunks = decoder.feed(_report([6], 3, [("0.1", 0, 1), ("0.2", 1, 3)], {"type": "stop"}))
-    assert [(t, str(v)) for t, _, v in _flat(chunks)] == [(4, "0.1"), (5, "0.2"), (6, "0.2")]
-    assert chunks[-1].end == "stop"
+def test_report_is_refused_when_its_tokens_have_no_version() -> None:
+    with pytest.raises(BadReport):
+        new_decoder().feed(_report([4, 5], 2, None))
+
+
+def test_request_ends_when_it_was_aborted_before_it_had_a_version() -> None:
+    [chunk] = new_decoder().feed(_report([], 0, None, {"type": "abort"}))
+    assert (len(chunk.token_ids), chunk.end, str(chunk.version)) == (0, "abort", "0.9")
 
 
 def _aborted(status: int) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from openai import AsyncOpenAI, BadRequestError
 
 from megatron_async.commands.gateway import ServedPolicy, instructions
 from megatron_async.config import build_config
-from megatron_async.config.environment import AgentConfig, EpisodeConfig
-from megatron_async.config.rollout import SamplingConfig, TaskConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.agents import AgentWorker
 from megatron_async.environments.check import check_environment
@@ -56,14 +54,16 @@ def worker_of(model: str, program: str, *, scored: bool = False, **settings: Any
     """`settings`: those of `agent` and of `episode`."""
     named = {} if "command" in settings else {"name": f"{PROGRAMS}:{program}"}
     own = {name: settings.pop(name) for name in ("command", "arguments") if name in settings}
-    return AgentWorker(
-        AgentConfig(**named, **own).model_dump_json(),
-        EpisodeConfig(**settings).model_dump_json(),
-        TaskConfig(kind="seeds").model_dump_json(),
-        model,
-        SamplingConfig(max_new_tokens=16).model_dump_json(),
-        scored,
+    config = build_config(
+        {
+            "agent": {**named, **own},
+            "episode": settings,
+            "task": {"kind": "seeds"},
+            "sampling": {"max_new_tokens": 16},
+            **({"reward": "exact"} if scored else {}),
+        }
     )
+    return AgentWorker(config, model)
 
 
 @dataclass

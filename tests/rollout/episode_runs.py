@@ -77,7 +77,7 @@ class Run:
         return self.engines[index]
 
     async def alive(self, index: int) -> bool:
-        return await self.engines[index].healthy()
+        return not self.engines[index]._crash_reason
 
     async def stop(self, index: int) -> None:
         return None

@@ -65,7 +65,7 @@ class Engines:
     async def alive(self, index: int) -> bool:
         """Return whether the newest engine `index` is; that before it has been replaced."""
         own = [e for e in self.all if e.engine_id.partition(".")[0] == f"engine{index}"]
-        return await (own or self.all[index:])[-1].healthy()
+        return not (own or self.all[index:])[-1]._crash_reason
 
     async def stop(self, index: int) -> None:
         return None

@@ -16,11 +16,12 @@ import pytest
 from aiohttp import web
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
-from megatron_async.engines.interface import EngineError, GenerationRequest
+from megatron_async.engines.interface import EngineError, GenerationRequest, RequestRefused
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.http import call as call_engine
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 META = {
     "prompt_tokens": 2,
     "completion_tokens": 1,
@@ -38,7 +39,6 @@ def report(wire_id: str, **changes: Any) -> dict[str, Any]:
 async def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
     client = SGLangClient("engine0", "http://127.0.0.1:9", EngineConfig())
     await client.close()
-    assert not await client.healthy()
     for call in (client.version, client.status, client.flush_cache, client.resume):
         with pytest.raises(EngineError, match="the client has been closed"):
             await call()
@@ -79,6 +79,44 @@ async def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: b
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "refused", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 8\r\n\r\ntoo long", True, "400: too long"),
+        (
+            b"HTTP/1.1 400 \r\nTransfer-Encoding: chunked\r\n\r\n3\r\ntoo\r\n0\r\n\r\n",
+            True,
+            "400: too",
+        ),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", False, "status 302"),
+        (b"HTTP/1.0 503 Busy\r\n\r\nlater", False, "status 503: later"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", False, "failed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", False, "failed"),
+        (CHUNKED + b"zz\r\nabc\r\n", False, "failed"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (3 << 20), False, "without the end of a report"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nda", False, "failed"),
+    ],
+)
+async def test_stream_fails_as_a_refusal_or_an_engine_error_when_its_answer_is_odd(
+    answer: bytes, refused: bool, message: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = SGLangClient("engine0", url, EngineConfig())
+    request = GenerationRequest("t1-1;", np.asarray([1, 2], np.int32), 4, SamplingConfig())
+    with pytest.raises(EngineError, match=message) as raised:
+        await anext(client.generate(request))
+    assert isinstance(raised.value, RequestRefused) is refused
+    await client.close()
+    server.close()
+
+
 class ForgetfulServer:
     """Answers one call on each connection, and resets the connection at the next."""
 
@@ -107,7 +145,7 @@ async def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -
     await client.flush_cache()
     for call in (client.flush_cache, client.version, client.resume):
         await call()
-        await client.healthy()  # leaves a connection to be reset
+        await client.version()  # leaves a connection to be reset
     assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
     with pytest.raises(EngineError, match="release_memory_occupation failed"):
         await client.release_memory()  # SGLang refuses what it may have done already

@@ -197,7 +197,6 @@ async def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
     await trainer.manager.attach(ResumePoint(0))
     driver = trainer.manager._driver
     await driver.begin_update(PolicyVersion(0, 0))
-    monkeypatch.setattr(client._streams, "post", full)
     monkeypatch.setattr(client._session, "request", full)
     driver.end_update(PolicyVersion(0, 0), ["engine0"])
     with pytest.raises(ComponentFailure, match=r"cannot open more connections .*ulimit -n"):

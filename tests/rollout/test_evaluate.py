@@ -34,7 +34,7 @@ from megatron_async.rollout.evaluate import (
 )
 from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.rollout.scoring import conversation_of
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion, Prompt, RequestKey
 from tests.environments.inside import InsidePlace

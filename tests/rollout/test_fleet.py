@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,14 @@ class Driver:
         self.failures: list[str] = []
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.background = self
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.create_task(work))
+
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
 
     def add_engine(self, client: Engine) -> None:
         self.engines.append(client)
@@ -86,7 +94,7 @@ class Run:
         self.driver.engine_failed(f"engine{index}", f"engine{index} died")
 
     def next_trainer(self) -> Driver:
-        self.fleet.detach()
+        self.driver.cancel()
         self.driver = Driver()
         self.fleet.attach(self.driver)
         return self.driver
@@ -120,7 +128,7 @@ async def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> No
     driver = await it.lose_trainer_in_restart_of(1)
     await until(lambda: bool(driver.engines or driver.failures))
     assert (names(driver), driver.failures) == (["engine1"], [])
-    it.fleet.detach()
+    it.driver.cancel()
 
 
 async def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
@@ -137,7 +145,7 @@ async def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
     successor = it.next_trainer()
     await until(lambda: bool(successor.failures))
     assert "no inference engine is left: no start of engine" in successor.failures[0]
-    it.fleet.detach()
+    it.driver.cancel()
 
 
 async def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
@@ -152,7 +160,7 @@ async def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
     it.lose_engine(0)
     await until(lambda: bool(driver.failures))
     assert "engine0 died (restarted 1 times" in driver.failures[0]
-    it.fleet.detach()
+    it.driver.cancel()
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -169,7 +177,7 @@ async def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turn
     await asyncio.sleep(0.01)
     assert len(driver.engines) == before
     assert names(successor) == ["engine0"]
-    it.fleet.detach()
+    it.driver.cancel()
 
 
 async def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_successor() -> None:
@@ -182,7 +190,7 @@ async def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_
     await until(lambda: bool(driver.engines))
     assert half_closed not in driver.engines and names(driver) == ["engine0"]
     it.launcher.closing.set()
-    it.fleet.detach()
+    it.driver.cancel()
 
 
 async def test_lost_engines_are_mended_side_by_side() -> None:
@@ -197,4 +205,4 @@ async def test_lost_engines_are_mended_side_by_side() -> None:
     successor = it.next_trainer()
     await until(lambda: len(successor.engines) == 4)
     assert driver.failures == successor.failures == []
-    it.fleet.detach()
+    it.driver.cancel()

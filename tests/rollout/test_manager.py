@@ -60,7 +60,7 @@ class Trainer:
         self.lineage = lineage
         addresses = await self.manager.begin_update(lineage, number)
         for engine in self.engines.all:
-            if await engine.healthy():
+            if not engine._crash_reason:
                 engine.set_weights(PolicyVersion(lineage, number))
         ids = [address.engine_id for address in addresses]
         await self.manager.end_update(lineage, number, ids, False)

@@ -122,7 +122,7 @@ async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run
     """Its answer may be damaged, and it would refuse what it really does not take."""
 
     class Damaged(ForwardingClient):
-        longest_tokens = 1  # type: ignore[assignment]
+        longest_tokens = 1
 
     class OneDamaged(ModelEngines):
         async def launch(self, index: int) -> Any:

@@ -19,7 +19,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.scoring.workers import LocalScorerPool
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.trajectory.types import Prompt, TrajectoryState
 from tests.rollout.stand_ins import Fixed, run, settings, trajectories_in
 from tests.rollout.test_manager import Trainer

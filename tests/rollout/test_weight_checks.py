@@ -88,7 +88,7 @@ class WrongEngines(Engines):
         return engine
 
     async def alive(self, index: int) -> bool:
-        return await self.now[index].healthy()
+        return not self.now[index]._crash_reason
 
 
 class Run:

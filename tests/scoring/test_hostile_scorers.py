@@ -22,8 +22,9 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.pool import scorer_pool
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import ScorerWorker, scorer_pool
+from tests.scoring.driven import DrivenWorker
 
 HOSTILE = Path(__file__).parent / "hostile"
 MARK = "megatron_async.scoring.process_main"
@@ -40,15 +41,15 @@ def config(tmp_path: Path) -> TaskConfig:
 @pytest.fixture
 def hostile(
     config: TaskConfig, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., ScorerWorker]]:
+) -> Iterator[Callable[..., DrivenWorker]]:
     """A worker whose scorer misbehaves as named."""
     workers = []
 
-    def start(behaviour: str, limit_seconds: float = 60.0) -> ScorerWorker:
+    def start(behaviour: str, limit_seconds: float = 60.0) -> DrivenWorker:
         monkeypatch.setenv("HOSTILE_SCORER", behaviour)
         monkeypatch.setenv("PYTHONPATH", f"{HOSTILE}:{os.environ.get('PYTHONPATH', '')}")
         limited = config.model_copy(update={"scorer_timeout_seconds": limit_seconds})
-        workers.append(ScorerWorker(ScorerSettings(task=limited)))
+        workers.append(DrivenWorker(ScorerSettings(task=limited)))
         return workers[-1]
 
     yield start
@@ -56,7 +57,7 @@ def hostile(
         worker.close()
 
 
-def _score(worker: ScorerWorker, right: bool) -> ResponseScore:
+def _score(worker: DrivenWorker, right: bool) -> ResponseScore:
     ((score,),) = worker.score([Work(0, {"answer": "2"}, ("#2" if right else "#3",))])
     return score
 
@@ -96,7 +97,7 @@ def _wait_for(count: int, config: TaskConfig) -> None:
     ],
 )
 def test_every_reward_is_that_of_its_own_response(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str, stray: int
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str, stray: int
 ) -> None:
     worker = hostile(behaviour)
     scores = [_score(worker, right) for right in (True, False, True, False, False, True)]
@@ -108,7 +109,7 @@ def test_every_reward_is_that_of_its_own_response(
 
 
 def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
-    hostile: Callable[..., ScorerWorker],
+    hostile: Callable[..., DrivenWorker],
 ) -> None:
     worker = hostile("interrupted_reply")
     right = [True, False, True, True, False]
@@ -117,7 +118,7 @@ def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
 
 
 def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig
+    hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
     worker = hostile("flood_from_a_thread")
     scores = [_score(worker, right) for right in (True, False, True)]
@@ -134,7 +135,7 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
 
 @pytest.mark.parametrize("behaviour", ["stop_the_parent", "stop_the_parent_for_ever"])
 def test_one_that_stops_its_parent_is_got_over_in_seconds(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str
 ) -> None:
     worker = hostile(behaviour, limit_seconds=1.0)
     worker.start()
@@ -145,7 +146,7 @@ def test_one_that_stops_its_parent_is_got_over_in_seconds(
 
 
 def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig, tmp_path: Path
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, tmp_path: Path
 ) -> None:
     hostile("stop_the_parent_for_ever")  # for the environment
     limited = config.model_copy(update={"scorer_timeout_seconds": 1.0, "scorer_workers": 2})
@@ -177,7 +178,7 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
     ],
 )
 def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
-    hostile: Callable[..., ScorerWorker], behaviour: str
+    hostile: Callable[..., DrivenWorker], behaviour: str
 ) -> None:
     worker = hostile(behaviour)
     for _ in range(2):
@@ -188,7 +189,7 @@ def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
 
 
 def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
-    hostile: Callable[..., ScorerWorker], capfd: pytest.CaptureFixture[str]
+    hostile: Callable[..., DrivenWorker], capfd: pytest.CaptureFixture[str]
 ) -> None:
     worker = hostile("printed")
     assert _score(worker, True).reward == 1.0
@@ -206,7 +207,7 @@ def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
     ],
 )
 def test_what_a_scorer_started_ends_with_a_score_that_failed(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str, kind: str
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str, kind: str
 ) -> None:
     worker = hostile(behaviour, limit_seconds=2.0)
     assert _score(worker, True).detail[kind] == 1.0
@@ -214,15 +215,15 @@ def test_what_a_scorer_started_ends_with_a_score_that_failed(
 
 
 def test_nothing_is_left_when_the_worker_itself_is_killed(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig
+    hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
     hostile("leave_children")  # for the environment
     code = (
         "import sys, time\n"
         "from megatron_async.config.reward import ScorerSettings\n"
         "from megatron_async.scoring.work import Work\n"
-        "from megatron_async.scoring.workers import ScorerWorker\n"
-        "worker = ScorerWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
+        "from tests.scoring.driven import DrivenWorker\n"
+        "worker = DrivenWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
         "print(worker.score([Work(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -241,7 +242,7 @@ def test_nothing_is_left_when_the_worker_itself_is_killed(
 
 
 def test_a_killed_keeper_takes_its_scorer_along_and_both_are_replaced(
-    hostile: Callable[..., ScorerWorker], config: TaskConfig
+    hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
     worker = hostile("garbage")
     assert _score(worker, True).reward == 1.0

@@ -22,15 +22,16 @@ from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.pool import PlacedScorerPool
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import PlacedScorerPool, ScorerWorker
 from megatron_async.tasks.procedural import ProceduralProblems
 from megatron_async.trajectory.types import Prompt
+from tests.scoring.driven import DrivenWorker
 
 HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
 
 
-def _score(worker: ScorerWorker, payload: dict[str, str], text: str) -> ResponseScore:
+def _score(worker: DrivenWorker, payload: dict[str, str], text: str) -> ResponseScore:
     ((score,),) = worker.score([Work(0, payload, (text,))])
     return score
 
@@ -51,14 +52,14 @@ def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def worker(math_file: str) -> Iterator[ScorerWorker]:
+def worker(math_file: str) -> Iterator[DrivenWorker]:
     config = TaskConfig(kind="files", name="math", path=math_file, scorer_timeout_seconds=20.0)
-    worker = ScorerWorker(ScorerSettings(task=config))
+    worker = DrivenWorker(ScorerSettings(task=config))
     yield worker
     worker.close()
 
 
-def _with_limit(math_file: str, policy: str) -> ScorerWorker:
+def _with_limit(math_file: str, policy: str) -> DrivenWorker:
     task = TaskConfig.model_validate(
         {
             "kind": "files",
@@ -68,7 +69,7 @@ def _with_limit(math_file: str, policy: str) -> ScorerWorker:
             "on_scorer_timeout": policy,
         }
     )
-    return ScorerWorker(ScorerSettings(task=task))
+    return DrivenWorker(ScorerSettings(task=task))
 
 
 def test_a_start_that_hangs_is_tried_once_more(
@@ -84,7 +85,7 @@ def test_a_start_that_hangs_is_tried_once_more(
     )
     (tmp_path / "mine.py").write_text(code)
     rewards = [RewardConfig(name=f"{tmp_path / 'mine.py'}:score")]
-    worker = ScorerWorker(ScorerSettings(rewards=rewards))
+    worker = DrivenWorker(ScorerSettings(rewards=rewards))
     try:
         assert _score(worker, {}, "x").reward == 1.0
         assert worker.restarts == 1
@@ -109,7 +110,7 @@ def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) 
     worker.close()
 
 
-def test_a_killed_scorer_is_replaced_and_counted(worker: ScorerWorker) -> None:
+def test_a_killed_scorer_is_replaced_and_counted(worker: DrivenWorker) -> None:
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
@@ -120,7 +121,7 @@ def test_a_killed_scorer_is_replaced_and_counted(worker: ScorerWorker) -> None:
     assert worker.restarts == 1
 
 
-def test_one_that_is_killed_while_it_scores_is_asked_again(worker: ScorerWorker) -> None:
+def test_one_that_is_killed_while_it_scores_is_asked_again(worker: DrivenWorker) -> None:
     worker.start()
     pid = worker.pid()
     assert pid is not None
@@ -134,7 +135,7 @@ def test_one_that_is_killed_while_it_scores_is_asked_again(worker: ScorerWorker)
 
 
 def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
-    worker: ScorerWorker,
+    worker: DrivenWorker,
 ) -> None:
     killed: list[int] = []
 
@@ -158,7 +159,7 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
 
 def test_bad_settings_are_the_users_error() -> None:
     with pytest.raises(UserError, match="mixture"):
-        ScorerWorker(ScorerSettings(task=TaskConfig(params={"mixture": []}))).start()
+        DrivenWorker(ScorerSettings(task=TaskConfig(params={"mixture": []}))).start()
 
 
 def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:

@@ -62,9 +62,8 @@ def test_an_engines_server_sees_its_own_gpus_only(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shared = {"count": 2, "tensor": 2, "device": "cuda", "placement": "colocated"}
-    config = build_config(colocated(4, **shared))
-    text = config.engines.model_dump_json()
-    host = EngineHost("engine1", str(tmp_path), text, str(tmp_path / "log"), 1)
+    config = build_config(colocated(4, **shared)).with_section("model", path=str(tmp_path))
+    host = EngineHost("engine1", config, tmp_path / "log", 1)
     server = host._server
     found = process.server_environment(server.settings, "cuda", server.gpus, dict(os.environ))
     assert found["CUDA_VISIBLE_DEVICES"] == "6,7"

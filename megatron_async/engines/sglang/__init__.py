@@ -1,7 +1,6 @@
 """SGLang servers, on GPU and CPU, over SGLang's own HTTP API.
 
-- client: a server as an `EngineClient`. stream_connection: HTTP connections that bring its reports.
-- stream: those reports as token chunks; pure.
+- client: a server as an `EngineClient`. stream: its reports as token chunks; pure.
 - process: starts, watches and ends one server process; the server's command line.
 - server: SGLang's server with the hooks below, each through SGLang's registry.
 - hooks: how they are put in; a sooner start, aborts that can be repeated. queue: urgent first.

@@ -18,9 +18,16 @@ Invariants
 import asyncio
 import errno
 import itertools
+import socket
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    contextmanager,
+    suppress,
+)
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,28 +49,26 @@ from megatron_async.engines.sglang.stream import (
     BadReport,
     Refusal,
     StreamDecoder,
-    most_bytes,
     parse_version,
+    refusal_of,
     sampling_params,
-)
-from megatron_async.engines.sglang.stream_connection import (
-    CONNECT_SECONDS,
-    KEEP_ALIVE_SECONDS,
-    KeptConnectionLost,
-    StreamConnections,
 )
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import MOST_BYTES, json_object
 
+# Loopback or a rack's network; long, since a server on a loaded machine accepts slowly.
+_CONNECT_SECONDS = 30.0
+# Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
+_KEEP_ALIVE_SECONDS = 2.0
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
-_HEALTH_SECONDS = 30.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_SELDOM_SECONDS = 2.0
 # A call that is made twice is one that SGLang refuses the second time.
 _ONCE = ("release_memory_occupation", "resume_memory_occupation")
+_KEPT_LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 # What SGLang calls the parts of its memory.
 _WEIGHTS = "weights"
@@ -92,9 +97,11 @@ class SGLangClient:
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, socket_factory=_kept_alive
+            ),
         )
-        self._streams = StreamConnections(url, headers)
         self._wire_ids: dict[str, str] = {}
         self._answered: set[str] = set()  # names of `_wire_ids` of which tokens have come
         self._unique = uuid.uuid4().hex
@@ -171,19 +178,26 @@ class SGLangClient:
 
         One that a kept connection did not bring to the server is made again, under another id.
         """
-        name = request.request_id
-        for again in (True, False):
-            body = orjson.dumps(self._body(self._wire_ids[name], request))
-            try:
-                answer = self._streams.post("generate", body, most_bytes(request))
-                async with aclosing(answer) as parts:
-                    async for part in parts:
-                        yield part
-                return
-            except KeptConnectionLost:
-                if name in self._unwanted or not again:
-                    raise
-                self._wire_ids[name] = self._wire_id(name)
+        name, session, answered = request.request_id, self._open_session(), False
+        async with AsyncExitStack() as opened:
+            while not answered:
+                body = orjson.dumps(self._body(self._wire_ids[name], request))
+                try:
+                    async with self._asked(session, "POST", "generate", body) as answer:
+                        answered = True
+                        if answer.status != 200:
+                            why = (await _text(answer)).decode(errors="replace")
+                            raise refusal_of(answer.status, why)
+                        async for part in answer.content.iter_any():
+                            yield part
+                except _KEPT_LOST:
+                    if answered or name in self._unwanted or session is not self._session:
+                        raise
+                    self._wire_ids[name] = self._wire_id(name)
+                    fresh = aiohttp.ClientSession(headers=session.headers)
+                    session = await opened.enter_async_context(fresh)
+                except RuntimeError as error:  # aiohttp's, where the connection has ended
+                    raise ConnectionError(f"the stream broke off: {error}") from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`.
@@ -256,20 +270,11 @@ class SGLangClient:
             metrics = await self._request("GET", "metrics", None, self._control_seconds)
             return load_of(loads, _counter(metrics, _PREEMPTIONS))
 
-    async def healthy(self) -> bool:
-        """Return whether it answers at all; never raises."""
-        try:
-            await self._request("GET", "health", None, _HEALTH_SECONDS)
-        except EngineError:
-            return False
-        return True
-
     async def close(self) -> None:
         """Release connections (not the server)."""
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._streams.close()
         await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -355,7 +360,7 @@ class SGLangClient:
             async with AwakeTimeout(seconds):
                 try:
                     status, answer = await self._ask(session, method, path, data)
-                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                except _KEPT_LOST:
                     # A server that stood still for a while closes the connections that were kept.
                     if path in _ONCE:
                         raise
@@ -372,15 +377,35 @@ class SGLangClient:
     async def _ask(
         self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None
     ) -> tuple[int, bytes]:
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        async with self._asked(session, method, path, data) as answer:
+            return answer.status, await _text(answer)
+
+    def _asked(
+        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         url = f"{self.url}/{path}"
-        async with session.request(method, url, data=data, headers=_JSON, timeout=limit) as answer:
-            found = bytearray()
-            async for part in answer.content.iter_any():
-                found += part
-                if len(found) > MOST_BYTES:
-                    raise ValueError(f"it answered with more than {MOST_BYTES} bytes")
-            return answer.status, bytes(found)
+        return session.request(
+            method, url, data=data, headers=_JSON, timeout=limit, allow_redirects=False
+        )
+
+
+async def _text(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer that is no stream. Raises ValueError for one that is too large."""
+    found = bytearray()
+    async for part in answer.content.iter_any():
+        found += part
+        if len(found) > MOST_BYTES:
+            raise ValueError(f"it answered with more than {MOST_BYTES} bytes")
+    return bytes(found)
+
+
+def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
+    """A socket that notices when its host is gone, which ends no connection by itself."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return opened
 
 
 _JSON = {"Content-Type": "application/json"}

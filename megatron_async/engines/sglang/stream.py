@@ -9,8 +9,8 @@ Invariants
 - Every report has the id of the request and the number of its prompt tokens. Only the report of a
   request that was aborted in the queue lacks the number.
 - An event is at most as large as a report of the whole response (`most_bytes`).
-- Tokens whose version is not known yet are held back until a report has it (a server that was not
-  started by `server` reports it only at the end).
+- Every report has the version of each new token. That of a request that was aborted in the queue
+  has none, and no tokens.
 """
 
 import re
@@ -76,8 +76,6 @@ class StreamDecoder:
     wire_id: str
     received: int = 0
     _rest: bytearray = field(default_factory=bytearray)
-    _token_ids: list[int] = field(default_factory=list)
-    _logprobs: list[float] = field(default_factory=list)
     _newest: list[int] = field(default_factory=list)
 
     def chunks(self, data: bytes) -> Iterator[TokenChunk]:
@@ -111,30 +109,21 @@ class StreamDecoder:
         prompt = len(self.request.input_ids)
         if meta.get("prompt_tokens", prompt if end == "abort" else None) != prompt:
             raise BadReport(f"it read {meta.get('prompt_tokens')!r} tokens of a prompt of {prompt}")
-        self._take_new_tokens(report, meta, aborted=end == "abort")
+        token_ids, logprobs = self._take_new_tokens(report, meta, aborted=end == "abort")
         spans = meta.get("weight_versions")
-        if spans is None:
-            if end is None:
-                return []
-            held = len(self._token_ids)
-            spans = [
-                {
-                    "version": meta["weight_version"],
-                    "start": self.received - held,
-                    "end": self.received,
-                }
-            ]
+        if spans is None and end == "abort":
+            spans = [{"version": meta["weight_version"], "start": 0, "end": 0}]
         waited = min(max(0.0, float(meta.get("queue_time") or 0.0)), 1e6)  # fits a report's column
-        return self._release(spans, end, waited)
+        return self._chunks(token_ids, logprobs, spans, end, waited)
 
     def _take_new_tokens(
         self, report: Mapping[str, Any], meta: Mapping[str, Any], *, aborted: bool
-    ) -> None:
+    ) -> tuple[list[int], list[float]]:
         new = count_of(meta["completion_tokens"]) - self.received
         if new < 0:
             raise BadReport(f"the engine took back {-new} tokens that it had reported")
         if new == 0:
-            return
+            return [], []
         every = report["output_ids"]
         token_ids, entries = every[-new:], meta.get("output_token_logprobs", ())[-new:]
         if len(token_ids) != new or len(entries) != new:
@@ -150,27 +139,29 @@ class StreamDecoder:
         logprobs, labels, *_ = map(list, zip(*entries, strict=False))
         _check_values(token_ids, logprobs, labels)
         self._newest = token_ids
-        self._token_ids += token_ids
-        self._logprobs += logprobs
         self.received += new
+        return token_ids, logprobs
 
-    def _release(
-        self, spans: Sequence[Mapping[str, Any]], end: StreamEnd | None, waited: float
+    def _chunks(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        spans: Sequence[Mapping[str, Any]],
+        end: StreamEnd | None,
+        waited: float,
     ) -> list[TokenChunk]:
-        first = at = self.received - len(self._token_ids)
+        first = at = self.received - len(token_ids)
         chunks = []
         for span in spans:
             start = max(count_of(span["start"]), first)
             stop = min(count_of(span["end"]), self.received)
             if start < stop and start == at:
                 part = slice(start - first, stop - first)
-                tokens = (self._token_ids[part], self._logprobs[part])
                 queued = 0.0 if start else waited
-                chunks.append(_chunk(*tokens, span["version"], queued))
+                chunks.append(_chunk(token_ids[part], logprobs[part], span["version"], queued))
                 at = stop
         if at != self.received:
             raise BadReport(f"the version spans {list(spans)} do not cover every token, in order")
-        self._token_ids, self._logprobs = [], []
         if end is not None:
             last = chunks.pop() if chunks else _chunk([], [], spans[-1]["version"])
             chunks.append(replace(last, end=end))

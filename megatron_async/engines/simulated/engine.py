@@ -250,9 +250,6 @@ class SimulatedEngine:
             preemptions_total=self._preemptions,
         )
 
-    async def healthy(self) -> bool:
-        return not self._crash_reason
-
     async def close(self) -> None:
         """End the decode task; streams that are still read are aborted."""
         for running in self._take_all():

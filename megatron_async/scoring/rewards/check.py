@@ -4,17 +4,16 @@ Those of the user's get two made-up responses to the first one, `code` gets the 
 of several rows.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.errors import UserError, shown
+from megatron_async.runtime.blocking import blocking
+from megatron_async.scoring.pool import scored
 from megatron_async.scoring.rewards.code import check_code
 from megatron_async.scoring.rewards.reward import build_reward
 from megatron_async.scoring.rewards.sample import Sample, sample_of
-from megatron_async.scoring.workers import scored
 from megatron_async.tasks.layouts import Columns
 
 TRIED_ROWS: Final = 8
@@ -46,9 +45,7 @@ def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tup
     texts = [str(payloads[0].get("answer", "")), ""]
     if tried:
         alone = settings.model_copy(update={"rewards": tried})
-        # In a thread of its own: a notebook has a loop that runs.
-        with ThreadPoolExecutor(1) as thread:
-            (scores,) = thread.submit(asyncio.run, scored(alone, [(payloads[0], texts)])).result()
+        (scores,) = blocking(scored(alone, [(payloads[0], texts)]))
         for failure in (failure for score in scores for failure in score.failures):
             raise UserError(f"{failure} (tried on {shown(texts)} as responses to the first prompt)")
     return tuple(notices)

@@ -21,12 +21,12 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.scoring.frames import WAITING
+from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
-from megatron_async.scoring.waiting import WaitingScorer
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import LocalScorerPool
 from megatron_async.trajectory.types import Prompt
 
 HERE = Path(__file__).parent
@@ -276,42 +276,44 @@ def run(request: pytest.FixtureRequest) -> Run:
     return found
 
 
-def work(response: str) -> Work:
-    return Work(0, PAYLOAD, (response,))
+async def started(reward: str, **arguments: float) -> ScorerProcess:
+    process = ScorerProcess(settings_of(own(reward, arguments=arguments)), WAITING)
+    assert await process.ready() == [True]
+    return process
+
+
+async def asked_for(process: ScorerProcess, response: str) -> dict[str, Any]:
+    (reply,) = [reply async for reply in process.ask([Work(0, PAYLOAD, (response,))])]
+    return reply
 
 
 def test_scores_that_were_found_before_the_end_count_though_the_loop_was_busy(run: Run) -> None:
     async def body() -> None:
-        scorer = WaitingScorer(settings_of(own("ends_its_process", arguments={"seconds": 0.3})))
-        link = await scorer._connected()
-        asked = [link.ask(work(text), 20.0) for text in [*["ok"] * 20, "die"]]
+        process = await started("ends_its_process", seconds=0.3)
+        asked = [asked_for(process, text) for text in [*["ok"] * 20, "die"]]
         answers = asyncio.gather(*asked, return_exceptions=True)
         await asyncio.sleep(0.1)
         time.sleep(1.5)
         *found, ended = await answers
-        assert [answer["scores"][0][0] for answer in found] == [1.0] * 20
-        assert isinstance(ended, ScorerCrash) and link.closed
+        for answer in found:
+            assert not isinstance(answer, BaseException) and answer["scores"][0][0] == 1.0
+        assert isinstance(ended, ScorerCrash) and process.closed
+        await process.finish()
 
     run(body())
 
 
-def test_the_end_closes_no_descriptor_that_is_another_files_by_then(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_closes_no_descriptor_that_is_another_files_by_then(run: Run) -> None:
     opened: list[tuple[int, int]] = []
-    end = ScorerProcess.end
-
-    def end_and_open(process: ScorerProcess) -> None:
-        number = process.requests.fileno()
-        end(process)
-        with Path(os.devnull).open() as file:
-            opened.append((number, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, number)))
 
     async def body() -> None:
-        link = await WaitingScorer(settings_of(own("ends_its_process")))._connected()
-        monkeypatch.setattr(ScorerProcess, "end", end_and_open)
+        process = await started("ends_its_process")
         with pytest.raises(ScorerCrash):
-            await link.ask(work("die"), 20.0)
+            await asked_for(process, "die")
+        number = process.requests.fileno()
+        await process.finish()
+        with Path(os.devnull).open() as file:
+            opened.append((number, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, number)))
         await asyncio.sleep(0.1)
 
     run(body())
