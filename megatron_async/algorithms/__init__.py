@@ -1,4 +1,4 @@
-"""Advantages, rollout correction, metrics and the registry of losses: pure functions of tensors.
+"""Advantages, rollout correction and metrics: pure functions of tensors.
 
 - algorithm: the seam with the trainer. A batch is never modified; each step returns a new one.
 - device_batch: a batch as tensors on the device, where it goes once.
@@ -10,5 +10,7 @@
 - metrics: from additive sums to what a run reports; a mean over nothing is left out. Sum, mean,
   extremes and deviation of a tensor, defined for no element at all.
 
-The losses themselves, and the clipped ratio, are in `megatron_async_kernels`.
+The losses themselves are in `megatron_async_kernels`: `surrogates` has one formula for each,
+`loss_torch.policy_loss` is the specification, and `is_loss` is the same in Triton. Their names are
+in `config.algorithm`.
 """

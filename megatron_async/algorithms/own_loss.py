@@ -1,4 +1,8 @@
-"""A user's own loss by import path (`algorithm.loss`): imported, and tried before a run starts."""
+"""A user's own loss by import path (`algorithm.loss`): imported, and tried before a run starts.
+
+It is a function from `LossInputs` (fields in `megatron_async_kernels.loss_types`) to the loss of
+each token, [T]. `OwnLoss` in `megatron_async_kernels.loss_torch` says what it may do.
+"""
 
 from functools import partial
 

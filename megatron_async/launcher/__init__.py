@@ -5,7 +5,7 @@
   directory, and the rendezvous of its torchrun agents.
 - rank_job: work of the trainer's ranks alone: fine-tuning, scoring.
 - rollout_side: the rollout manager from outside: create, look after, end.
-- processes: child processes: ended within a limit, no leftovers.
+- processes: torchrun, for the trainer ranks of this machine.
 - devices: split of a machine's GPUs into those that train and those that generate.
 - environment: variables of every role, the GPU settings among them, for every way of starting.
 - derived: settings that follow from the machine and the model, unless they are set.

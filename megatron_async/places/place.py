@@ -15,6 +15,17 @@ Invariants
 - An object is made anew, with the same arguments, when its process dies and it has restarts left.
   Calls under way are lost then; they are never repeated here.
 - What is placed ends with the process that started it, however that ends.
+
+What a run places, and how it comes back after a kill:
+
+| what | restarts here | who asks again | what it goes on from |
+|---|---|---|---|
+| `ManagerHost` | `engines.max_restarts` | `TrainLoop`, by `attach` | store, step of the trainer |
+| `EngineHost` | none | `Fleet` starts another engine | stored tokens; the weights are sent again |
+| `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: a score is asked for again |
+| `EnvironmentProcess` | unlimited | `HeldEpisodes` | a snapshot, or the stored answers |
+
+On one machine, `local.py` starts processes again. A killed trainer rank comes back by torchrun.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine

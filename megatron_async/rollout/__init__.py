@@ -2,7 +2,7 @@
 
 - driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
 - generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
-- episodes: calls of environments, and what follows from their replies. play: one for evaluation.
+- episodes: calls of environments, and what follows from their replies; also of an evaluation.
 - respond: a response: what is wanted of it, one request towards it, and requests to its end.
 - admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
 - prompts: training prompts in order, some passed over by their pass rate.
@@ -16,6 +16,6 @@
 - shared_devices: turns on devices that engines share with the trainer.
 - manager: the whole side behind a handful of calls. manager_host: its process.
 - messages: what a trainer and the manager send each other.
-- evaluate: accuracy on held-out problems. evaluations: when.
+- evaluate: accuracy on held-out problems, and when it is measured.
 - statistics: counts of the rollout side, and the metrics of each batch.
 """

@@ -223,6 +223,7 @@ class RolloutDriver:
     async def begin_update(self, version: PolicyVersion) -> list[EngineClient]:
         """Wait until the engines are ready for `version`; returns those that must receive it.
 
+        They are ready when no request runs, or when they are paused (`scheduler/update_gate.py`).
         That may take as long as a batch may: `drain` waits for the longest response.
         """
         timeout = self._config.trainer.wait_for_batch_seconds

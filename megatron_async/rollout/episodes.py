@@ -1,5 +1,11 @@
 """Episodes of a run: from the scheduler's `StartEpisode` and `StepEnvironment` to its events.
 
+From an answer to a training sample: an answer is complete (`TurnEnded`); the scheduler asks for
+`StepEnvironment`; `environments/worker.py` steps the environment and makes tokens of its reply; the
+scheduler gets `EnvironmentReady` for the next turn, or `EpisodeEnded`. Then `scoring.py` adds the
+rewards of the turns up, and a complete group goes through `driver._emit` to
+`trajectory/packing.py`, which makes one sequence of each branch (`Trajectory.runs`).
+
 `play` plays an episode of an evaluation by the same calls of the same workers, without a store.
 
 Invariants

@@ -11,7 +11,8 @@ Invariants
   announce them, up to the deadline; the first failure of either ends the update. What may block
   inside NCCL (a group's first broadcast, its end) runs on a thread that is abandoned if it hangs.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
-  (`receive_ahead.py` is the engine's end). An engine has one announcement at a time.
+  (in an engine, the hooks of `engines/sglang/weight_updater.py` call `receive_ahead.py`). An engine
+  has one announcement at a time.
 """
 
 import contextlib
