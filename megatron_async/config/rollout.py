@@ -134,7 +134,7 @@ class EngineConfig(Settings):
     @property
     def health_interval_seconds(self) -> float:
         """Seconds between two health checks; a hang is only found at one of them."""
-        return self.no_progress_seconds / 24
+        return min(5.0, self.no_progress_seconds / 24)
 
     @property
     def silence_seconds(self) -> float:

@@ -230,7 +230,11 @@ class _Process:
             except BaseException:
                 self._output.discard()
                 raise
-            self._output.start()
+            try:
+                self._output.start()
+            except BaseException:
+                self._running.end(0)
+                raise
         except OSError as error:
             raise ComponentFailure(
                 f"{self._path.name} cannot be started: {error.strerror}"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megatron_async.runtime.time_limits import STEP_SECONDS
 
 R = TypeVar("R")
+_END_SECONDS = 5.0
 
 
 @cache
@@ -23,8 +24,19 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = lambda: None) -> R:
-    """Return the result of `work`. What `while_waiting` raises, twice a second, ends it."""
-    call = asyncio.run_coroutine_threadsafe(work, _loop())
+    """Return the result of `work`. What `while_waiting` raises, twice a second, ends it.
+
+    It is ended in order, within a limit, also by an interrupt.
+    """
+    ended = threading.Event()
+
+    async def noting_the_end() -> R:
+        try:
+            return await work  # bounded: by itself, or `while_waiting`
+        finally:
+            ended.set()
+
+    call = asyncio.run_coroutine_threadsafe(noting_the_end(), _loop())
     try:
         while not call.done():
             concurrent.futures.wait([call], STEP_SECONDS)
@@ -32,4 +44,5 @@ def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = l
                 while_waiting()
         return call.result()
     finally:
-        call.cancel()
+        if call.cancel():
+            ended.wait(_END_SECONDS)

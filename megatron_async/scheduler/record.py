@@ -50,13 +50,11 @@ _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 10
+"""Raised when a message or the schedule in the header changes; other versions are refused."""
 # Recorded events of so many steps are kept, in at most so many bytes; the oldest are removed first.
 # Fifty steps show what led to a state, and the bytes bound what a long run leaves on disk.
 KEPT_STEPS = 50
 MOST_BYTES = 512 << 20
-"""8: episodes; records of 5 to 7 are read too. 7: the drop reason `scorer`. 6: `LeftQueue`. 5: a
-first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has `regenerate`. 3:
-`Refused`."""
 
 
 class Raised(ev.Message, frozen=True):

@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -94,6 +95,7 @@ class ScorerProcess:
         self._ended = os.pidfd_open(self._keeper.pid)
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
+        self._ending = threading.Lock()
         self._started: asyncio.Future[Reply | None] = self._loop.create_future()
         self._replies = {START_ID: self._started}  # None: it has ended
         for descriptor in (self._channel.fileno(), self._ended):
@@ -167,9 +169,12 @@ class ScorerProcess:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """End a stopped process and all that it started. A second call does nothing."""
-        if self.requests.closed:
-            return
+        """End a stopped process and all that it started. A second call waits for the first."""
+        with self._ending:
+            if not self.requests.closed:
+                self._end()
+
+    def _end(self) -> None:
         self.requests.close()
         if self._scorer is not None:  # it may stop its keeper, again and again
             with suppress(ProcessLookupError):

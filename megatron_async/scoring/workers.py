@@ -46,6 +46,7 @@ class ScorerWorker:
         self._alone = asyncio.Lock()
         self._asynchronous: list[bool] = []
         self._stray = 0
+        self._closed = False
         self.restarts = 0
 
     async def start(self) -> list[bool]:
@@ -73,7 +74,7 @@ class ScorerWorker:
             except (ScorerTimeout, ScorerCrash) as error:
                 await self._discard()
                 crashes += 1
-                if isinstance(error, ScorerCrash) and crashes < tries:
+                if isinstance(error, ScorerCrash) and crashes < tries and not self._closed:
                     continue
                 seconds = time.monotonic() - began
                 done.append(failed(self._settings, error.fault, work[len(done)], seconds, error))
@@ -97,6 +98,7 @@ class ScorerWorker:
 
     def close(self) -> None:
         """End the process and all that it started; scores that wait for it have crashed."""
+        self._closed = True
         if self._ready is not None:
             self._ready.cancel()
         if self._process is not None:
@@ -104,7 +106,9 @@ class ScorerWorker:
             self._process.end()
 
     async def _running(self) -> ScorerProcess:
-        """The process, which is started where none can be asked."""
+        """The process, which is started where none can be asked. Raises ScorerCrash once closed."""
+        if self._closed:
+            raise ScorerCrash("it is closed")
         ready = self._ready
         if ready is None or (ready.done() and (ready.exception() or ready.result().closed)):
             ready = self._ready = asyncio.create_task(self._start())

@@ -79,9 +79,13 @@ def plan(
     kept: Sequence[PolicyVersion],
     oldest: PolicyVersion | None,
 ) -> Plan:
-    """Plan what can be removed when `kept` can be restored (see the module's first invariant)."""
+    """Plan what can be removed when `kept` can be restored (see the module's first invariant).
+
+    A checkpoint of a lineage that the store has lost with an older database protects nothing here.
+    """
     if oldest is None:
         return Plan()
+    kept = [checkpoint for checkpoint in kept if checkpoint.lineage in tree]
     places = [Consumption.at(tree, lineage)]
     places += [Consumption.at_checkpoint(tree, point) for point in [oldest, *kept]]
     here, *others = (consumed_by(batches, place) for place in places)

@@ -354,7 +354,7 @@ print(peak - before)
 def test_memory_is_about_twice_the_largest_file_whatever_the_size(tmp_path: Path) -> None:
     """A source of 0.9 GB in files of 0.2 GB."""
     source = tmp_path / "source"
-    write_source(source, gigabytes=0.5, shard_gb=0.2)
+    write_source(source, gigabytes=1.0, shard_gb=0.2)
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert whole > 4 * largest

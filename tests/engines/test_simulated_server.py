@@ -58,6 +58,19 @@ def with_client(process: SGLangProcess, body: Any) -> Any:
     return asyncio.run(run())
 
 
+def test_a_stream_that_is_read_ends_when_its_client_is_closed(
+    server: tuple[SGLangProcess, Path],
+) -> None:
+    async def body(client: SGLangClient) -> None:
+        reading = asyncio.create_task(collect(client, make_request("long", PROMPT, 1900)))
+        await asyncio.sleep(0.3)
+        await client.close()
+        with pytest.raises(EngineError, match="the client has been closed"):
+            await asyncio.wait_for(reading, 5)
+
+    with_client(server[0], body)
+
+
 def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_for(
     server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tests of this room may be coroutines: each runs on an event loop of its own, for 30 s at most.
+"""Tests of this room may be coroutines: each runs on an event loop of its own, for 60 s at most.
 
 A module's `SECONDS` is another limit, its `LOOPS` makes other loops. Other rooms import the hook.
 """
@@ -28,5 +28,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     body = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     with asyncio.Runner(loop_factory=getattr(pyfuncitem.module, "LOOPS", None)) as runner:
-        runner.run(asyncio.wait_for(body, getattr(pyfuncitem.module, "SECONDS", 30)))
+        runner.run(asyncio.wait_for(body, getattr(pyfuncitem.module, "SECONDS", 60)))
     return True

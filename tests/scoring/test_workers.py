@@ -24,6 +24,7 @@ from megatron_async.places.local import local_place
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import PlacedScorerPool
 from megatron_async.scoring.work import Work
+from megatron_async.scoring.workers import ScorerWorker
 from megatron_async.tasks.procedural import ProceduralProblems
 from megatron_async.trajectory.types import Prompt
 from tests.scoring.driven import DrivenWorker
@@ -108,6 +109,24 @@ def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) 
     worker.start()
     assert worker.pid() != first
     worker.close()
+
+
+def test_a_score_that_is_under_way_at_the_close_starts_no_other_process(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ndef score(sample):\n    time.sleep(30)\n")
+    part = RewardConfig(name=f"{tmp_path / 'slow.py'}:score")
+
+    async def closed_meanwhile() -> ResponseScore:
+        worker = ScorerWorker(ScorerSettings(task=TaskConfig(), rewards=[part]))
+        await worker.start()
+        scoring = asyncio.create_task(worker.score([Work(0, {"metadata": {}}, ("1",))]))
+        await asyncio.sleep(0.2)
+        worker.close()
+        ((score,),) = await asyncio.wait_for(scoring, 10)
+        return score
+
+    before = set(psutil.Process().children(recursive=True))
+    assert asyncio.run(closed_meanwhile()).detail["scorer_crash"] == 1.0
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_killed_scorer_is_replaced_and_counted(worker: DrivenWorker) -> None:

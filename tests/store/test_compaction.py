@@ -105,6 +105,21 @@ async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
         TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
 
 
+async def test_a_checkpoint_of_a_lineage_that_the_store_has_lost_protects_nothing(
+    tmp_path: Path,
+) -> None:
+    """The database was lost, or is a replica older than the lineage of a checkpoint on disk."""
+    settings = StoreConfig(compact_after_checkpoints=1)
+    store = TrajectoryStore.open(
+        tmp_path / STORE, settings, lineage=3, step=10, parent=2, position=50
+    )
+    for step in (10, 11):
+        await train(store, step)
+        await checkpoint(store, step + 1, [PolicyVersion(2, 10)])
+    assert exported(tmp_path)
+    await store.close()
+
+
 async def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)

@@ -70,9 +70,7 @@ def test_another_base_is_an_error(length: int, seed: int, data: st.DataObject) -
         apply(bytes(other), encode(base, new))
 
 
-def test_lengths_that_differ_are_refused_on_both_sides() -> None:
-    with pytest.raises(ValueError, match="between 3 and 4 bytes"):
-        encode(b"abc", b"abcd")
+def test_a_difference_for_another_length_is_refused() -> None:
     with pytest.raises(DeltaError, match="is for 4 bytes, the base has 5"):
         apply(b"abcde", encode(b"abcd", b"abce"))
 

@@ -10,7 +10,8 @@ Invariants
   resumed under it.
 - An abort of a request that has brought nothing is repeated until its stream has ended: SGLang
   forgets one that overtakes its request. Of any other, one that SGLang has answered is enough.
-- A call or request on a kept connection that the server had closed is made once more.
+- A call or request whose connection ends without an answer is made once more, on a new one: the
+  server may have closed a connection that was kept.
 - How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
   gone is noticed by TCP.
 """
@@ -95,13 +96,8 @@ class SGLangClient:
         # An engine that answers nothing for as long as this is hung by the settings' own measure.
         self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        self._session = aiohttp.ClientSession(
-            headers=headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, socket_factory=_kept_alive
-            ),
-        )
+        self._session = _session(headers)
+        self._read: set[aiohttp.ClientResponse] = set()
         self._wire_ids: dict[str, str] = {}
         self._answered: set[str] = set()  # names of `_wire_ids` of which tokens have come
         self._unique = uuid.uuid4().hex
@@ -185,17 +181,19 @@ class SGLangClient:
                 try:
                     async with self._asked(session, "POST", "generate", body) as answer:
                         answered = True
+                        self._read.add(answer)
+                        opened.callback(self._read.discard, answer)
                         if answer.status != 200:
                             why = (await _text(answer)).decode(errors="replace")
                             raise refusal_of(answer.status, why)
                         async for part in answer.content.iter_any():
                             yield part
-                except _KEPT_LOST:
-                    if answered or name in self._unwanted or session is not self._session:
+                except _KEPT_LOST as error:
+                    again = session is self._session and not session.closed
+                    if answered or name in self._unwanted or not again or _is_refused(error):
                         raise
                     self._wire_ids[name] = self._wire_id(name)
-                    fresh = aiohttp.ClientSession(headers=session.headers)
-                    session = await opened.enter_async_context(fresh)
+                    session = await opened.enter_async_context(_session(session.headers))
                 except RuntimeError as error:  # aiohttp's, where the connection has ended
                     raise ConnectionError(f"the stream broke off: {error}") from error
 
@@ -275,6 +273,8 @@ class SGLangClient:
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        for answer in self._read:  # a reader would wait for ever: aiohttp does not wake it
+            answer.content.set_exception(ConnectionError("the client has been closed"))
         await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -360,11 +360,11 @@ class SGLangClient:
             async with AwakeTimeout(seconds):
                 try:
                     status, answer = await self._ask(session, method, path, data)
-                except _KEPT_LOST:
+                except _KEPT_LOST as error:
                     # A server that stood still for a while closes the connections that were kept.
-                    if path in _ONCE:
+                    if path in _ONCE or _is_refused(error):
                         raise
-                    async with aiohttp.ClientSession(headers=session.headers) as fresh:
+                    async with _session(session.headers) as fresh:
                         status, answer = await self._ask(fresh, method, path, data)
         except _CONTROL_ERRORS as error:
             _check_own_limits(error)
@@ -388,6 +388,22 @@ class SGLangClient:
         return session.request(
             method, url, data=data, headers=_JSON, timeout=limit, allow_redirects=False
         )
+
+
+def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """Connections to the server that end when its host is gone."""
+    return aiohttp.ClientSession(
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, socket_factory=_kept_alive
+        ),
+    )
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether there was no connection at all: then none that was kept has been lost."""
+    return isinstance(error, aiohttp.ClientConnectorError)
 
 
 async def _text(answer: aiohttp.ClientResponse) -> bytes:
