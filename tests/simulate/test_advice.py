@@ -75,7 +75,12 @@ ADVICE = [
         (("schedule.concurrency=40",), ("engines.count=4",)),
     ),
     Advice("requests wait for KV cache", "kv_full", FULL, ROOM),
-    Advice("recomputation_storm", "recomputed_at_preemption", STORM, (*ROOM, ("schedule.concurrency=auto",))),
+    Advice(
+        "recomputation_storm",
+        "recomputed_at_preemption",
+        STORM,
+        (*ROOM, ("schedule.concurrency=auto",)),
+    ),
     Advice("most where the KV cache is full", "recomputed_at_preemption", STORM, ROOM),
     Advice(
         "most where responses are resumed",
