@@ -32,6 +32,7 @@ from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import Opened, Stepped
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
+from megatron_async.places.host import new_loops
 from megatron_async.rollout.respond import SharedEngines
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
 from tests.environments.templates import template_of
@@ -39,7 +40,7 @@ from tests.environments.templates import template_of
 PROGRAMS = str(Path(__file__).parent / "agent_programs.py")
 PAYLOAD = {"question": "ask?", "answer": "7", "metadata": {"seed": 3}, "messages": []}
 ROOM = 1 << 30
-SECONDS = 60
+SECONDS, LOOPS = 60, new_loops()
 Policy = Callable[[int], str]
 
 

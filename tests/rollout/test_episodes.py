@@ -426,8 +426,6 @@ async def test_an_environment_that_cannot_be_restored_begins_anew(
     await one.manager.stop()
 
 
-__all__ = ["LOOPS", "SECONDS"]
-
 VILLAIN = Path(__file__).parents[1] / "environments" / "villain.py"
 COSTS = {"exit", "hang", "hang_async", "raise", "memory"}
 
