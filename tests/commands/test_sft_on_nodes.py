@@ -81,7 +81,8 @@ def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_pa
         [line["train/loss"] for line in read_metrics(d.metrics_file, kind="sft")]
         for d in (directory, reference)
     )
-    assert losses == pytest.approx(expected, abs=1e-4) and len(losses) == 3
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert len(losses) == 2, "the first step and the last"
     ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "alone-out"))
     assert ours.keys() == theirs.keys()
     worst = max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())

@@ -170,7 +170,7 @@ class Trainer:
         kept = await asyncio.to_thread(self._save, extra)
         await self._call("checkpoint_finalised", self.lineage, self.step, kept)
 
-    def _save(self, extra: dict[str, Any]) -> list[int]:
+    def _save(self, extra: dict[str, Any]) -> list[PolicyVersion]:
         root = self._directory.checkpoints
         temporary = root / f".saving_{self.lineage}.{self.step}"
         manifest = Manifest(self.lineage, self.step, SavedLayout(1, 1, 1), {}, extra=extra)
@@ -180,7 +180,7 @@ class Trainer:
         except OSError as error:
             raise ComponentFailure(f"the checkpoint could not be written: {error}") from error
         prune(root, _KEPT_CHECKPOINTS)
-        return sorted(one.step for one in list_checkpoints(root))
+        return [PolicyVersion(one.manifest.lineage, one.step) for one in list_checkpoints(root)]
 
     def _logprobs(self, samples: TokenBatch, version: PolicyVersion) -> FloatArray:
         """What a trainer with these weights computes."""
