@@ -170,8 +170,11 @@ class ChildProcess(subprocess.Popen[bytes]):
 
     def failure(self, what: str) -> ComponentFailure:
         """Explain its end; `what` names it."""
-        ended = how_ended(self.returncode) if self.poll() is not None else "failed"
-        return ComponentFailure(f"{what} {ended}{self.why()}")
+        code = self.poll()
+        ended = "failed" if code is None else how_ended(code)
+        killed = code is not None and code < 0 and cause_in_log(self.output()) is None
+        why = f"; its log is {self.log}" if killed else self.why()
+        return ComponentFailure(f"{what} {ended}{why}")
 
     def _cut_lifeline(self) -> None:
         """Let a program that holds the lifeline end."""
