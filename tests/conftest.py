@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
 
-# Child processes do not import from the working directory, and some run code of these tests.
-_ROOT = str(Path(__file__).parents[1])
-os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-
 # A shell starts what it runs in the background with SIGINT ignored, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
