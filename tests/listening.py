@@ -17,7 +17,7 @@ _KINDS = {
     r"places\.host rollout-manager|ray::ManagerHost": "rollout manager",
     r"places\.host engine\d+-host|ray::EngineHost": "host of an engine",
     r"scoring\.process_main": "scorer",
-    r"ray::PlacedWorker": "scorer's worker",
+    r"ray::ScorerWorker": "scorer's worker",
     r"torch\.distributed\.run": "torchrun",
     r"gcs_server|raylet|/ray/|^ray::": "Ray",
 }

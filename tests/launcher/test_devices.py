@@ -14,7 +14,6 @@ import pytest
 
 from megatron_async import cli
 from megatron_async.config import RunConfig, build_config, load_config
-from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.host import HostedEngines
 from megatron_async.errors import UserError
 from megatron_async.files.package_files import ROOT
@@ -191,7 +190,7 @@ class Host:
     """An engine's host that starts nothing; its arguments are those of `EngineHost`."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._tensor = EngineConfig.model_validate_json(arguments[2]).tensor
+        self._tensor = arguments[2].tensor
         self._shared_index: int | None = arguments[5]
 
     async def start(self) -> str:

@@ -230,7 +230,7 @@ def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
         if "megatron_async.launcher.node" in command:
             role = command[command.index("megatron_async.launcher.node") + 1]
             nodes[role] += [" ".join(child.cmdline()) for child in process.children(recursive=True)]
-    actors = ("ray::ManagerHost", "ray::EngineHost", "ray::PlacedWorker")
+    actors = ("ray::ManagerHost", "ray::EngineHost", "ray::ScorerWorker")
     for actor in actors:
         assert [line for line in nodes["rollout"] if line.startswith(actor)], actor
         assert not [line for line in nodes["trainer"] if line.startswith(actor)], actor

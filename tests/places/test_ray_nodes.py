@@ -38,12 +38,12 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Any, str]]:
 
 
 class Manager:
-    def where(self) -> str:
+    async def where(self) -> str:
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def die(self) -> None:
+    async def die(self) -> None:
         os._exit(1)
 
 
