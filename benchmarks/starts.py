@@ -52,7 +52,7 @@ _KINDS = (
     ("ray::EngineHost", "host of an engine"),
     ("engine0-host", "host of an engine"),
     ("scoring.process_main", "scorers"),
-    ("ray::PlacedWorker", "scorers"),
+    ("ray::ScorerWorker", "scorers"),
     ("gcs_server", "Ray"),
     ("raylet", "Ray"),
     ("ray", "Ray"),

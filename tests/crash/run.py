@@ -54,7 +54,7 @@ _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.train_loop.rank",),
     "manager": ("places.host rollout-manager", "ray::ManagerHost"),
     "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
-    "scorer": ("megatron_async.scoring.process_main", "ray::PlacedWorker"),
+    "scorer": ("megatron_async.scoring.process_main", "ray::ScorerWorker"),
     "worker": ("places.host environments",),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)

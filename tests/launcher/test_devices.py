@@ -189,9 +189,11 @@ NAMES = sorted(
 class Host:
     """An engine's host that starts nothing; its arguments are those of `EngineHost`."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._tensor = arguments[2].tensor
-        self._shared_index: int | None = arguments[5]
+    def __init__(
+        self, _engine_id: str, config: RunConfig, _log: Path, shared_index: int | None
+    ) -> None:
+        self._tensor = config.engines.tensor
+        self._shared_index = shared_index
 
     async def start(self) -> str:
         visible = os.environ["CUDA_VISIBLE_DEVICES"]
