@@ -59,7 +59,7 @@ class Run:
         self.folder, self.config = folder, config
         place = place or InsidePlace()
         model = SimulatedEngineModel(
-            mean_length=6, step_seconds=0.001, stream_interval=2, longest_tokens=600
+            mean_length=6, step_seconds=0.01, stream_interval=2, longest_tokens=600
         )
         self.engines = [Noting(f"engine{i}", model) for i in range(engines)]
         self.manager = RolloutManager(
