@@ -101,7 +101,7 @@ class DataConfig(FileConfig):
     system_prompt: str = ""
     """System message of a chat prompt that brings none of its own."""
     long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
-    """What happens to a prompt of a file that is too long for the engines. `refuse`: the run does
+    """Treatment of prompts in files that are too long for the engines. `refuse`: the run does
     not start. `filter`: training prompts are removed before the run starts, and their number is
     shown. `drop`: the prompt is dropped as `refused` when its turn comes. In an evaluation, `drop`
     counts it as wrong, with a warning; the other values refuse the start."""
@@ -121,7 +121,7 @@ class DataConfig(FileConfig):
     stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
     """Share of problems (by hash of their text) kept for eval; 0 where eval.sets brings files for
-    it. What those hold is never trained on."""
+    it. Problems of those files are never trained on."""
     difficulty: DifficultyConfig = DifficultyConfig()
     """Sampling by pass rate."""
     train_seed: int = 1

@@ -1,4 +1,4 @@
-"""Settings of `episode`, `environment` and `agent`: what makes a trajectory an episode of turns."""
+"""Settings of `episode`, `environment` and `agent`: episodes of several turns."""
 
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ class EpisodeConfig(Settings):
     workers: int = Field(1, ge=1)
     """Number of processes, each of which runs many episodes."""
     threads: int = Field(32, ge=1)
-    """Concurrent calls in each worker of what is not `async def`. An agent keeps one thread for its
-    whole episode."""
+    """Threads of each worker, for functions that are not `async def`. An agent keeps one thread
+    for its whole episode."""
     memory_mib: int = Field(4096, ge=64)
     """How far the memory of one worker may grow after its start; what asks for more raises
     MemoryError."""

@@ -195,7 +195,7 @@ class SimulationConfig(RunConfig):
     """A simulation: `megatron-async simulate --config FILE`, or `plan`."""
 
     simulate: SimulateConfig = SimulateConfig()
-    """The simulated cluster, and what is assumed about it."""
+    """The simulated cluster and the assumptions about it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -65,7 +65,7 @@ class AgentWorker:
     """Episodes of one agent, by the keys that callers give them."""
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
-        """`model_path`: of the tokenizer. Raises UserError for what does not fit the settings."""
+        """`model_path`: of the tokenizer. Raises UserError if code and settings do not match."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         _pass_proxies()

@@ -110,7 +110,7 @@ class Texts:
         self._parser = parser
         self._known: dict[str, ToolTexts] = {}
         if parser:
-            CallReader(parser, ()).check()  # also imports what reads calls
+            CallReader(parser, ()).check()  # also imports the parser
 
     def of(self, tools: str) -> ToolTexts:
         """Texts with these tools, as JSON; empty: none. Raises CallRefused."""

@@ -111,7 +111,7 @@ class EnvironmentWorker:
     """Episodes of one environment class, by the keys that callers give them."""
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
-        """`model_path`: of the tokenizer. Raises UserError for what does not fit the settings."""
+        """`model_path`: of the tokenizer. Raises UserError if code and settings do not match."""
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -300,7 +300,7 @@ class OwnProcess:
         _limit_memory(settings.memory_mib)
 
     def watch(self) -> None:
-        """End it, with what every thread does in its log, when its event loop stands still."""
+        """Log all threads and end the process when its event loop stands still."""
         if self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
 

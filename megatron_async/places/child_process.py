@@ -35,7 +35,7 @@ SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
 """Has the effect of `-P` on every Python below a process whose command we do not make."""
 LIFELINE_VARIABLE: Final = "MEGATRON_ASYNC_LIFELINE_FD"
 _KILL_SECONDS: Final = 10.0
-_TAIL_CHARACTERS: Final = 1500
+TAIL_CHARACTERS: Final = 1500
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -44,9 +44,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def after_fork(parent_death: signal.Signals) -> Callable[[], None]:
-    """Return what a foreign program does before it starts: it gets this signal with our death.
+    """Return a `preexec_fn` for a foreign program, which then gets this signal when we die.
 
-    It also ignores SIGUSR2, by which a run is asked to stop: nobody may die of that.
+    The program also ignores SIGUSR2, which asks a run to stop and must kill no process.
     """
     return partial(_prepare, parent_death)
 
@@ -74,7 +74,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         Args:
             log: File to which its output is appended; None: `options` say where that goes.
             lifeline: The program calls `hold_lifeline`.
-            env: All of its environment; None: that of this process.
+            env: The whole environment of the program. None: the environment of this process.
             pass_fds: Descriptors that stay open in it.
             options: Others of `subprocess.Popen`.
         """
@@ -113,7 +113,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return self.returncode is not None
 
     def end(self, grace_seconds: float = 10.0) -> None:
-        """Ask it to end, then kill what is left of its group. A second call does nothing.
+        """Ask the process to end, then kill the rest of its group. A second call does nothing.
 
         Raises ComponentFailure if something outlives SIGKILL.
         """
@@ -140,7 +140,7 @@ class ChildProcess(subprocess.Popen[bytes]):
             self._group_ended = True
 
     def reap(self) -> int:
-        """Wait for its end, then kill what is left of its group; return its exit code."""
+        """Wait until the process ends, kill the rest of its group, and return the exit code."""
         # Unreaped, its number is no other group's; code of the user's may wait for any child.
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -150,7 +150,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return self.wait()
 
     def output(self) -> str:
-        """Return what it has written to its log."""
+        """Return the output of the process, from its log."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -158,23 +158,25 @@ class ChildProcess(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace")
 
     def why(self) -> str:
-        """Return the cause of its end by its log, or else the end of the log, behind a sentence."""
-        text = self.output()
+        """Return the second half of a sentence: the cause by the log, or the end of the log."""
+        return self._why(self.output())
+
+    def _why(self, text: str) -> str:
         cause = cause_in_log(text)
         if cause is not None:
             return f": {cause}; its log is {self.log}"
-        tail = text[-_TAIL_CHARACTERS:]
+        tail = text[-TAIL_CHARACTERS:]
         if tail != text:
             tail = tail.partition("\n")[2] or tail  # from a line's start
         return f"; the end of its log ({self.log}):\n{tail.strip()}"
 
     def failure(self, what: str) -> ComponentFailure:
-        """Explain its end; `what` names it."""
-        code = self.poll()
+        """Return an error that explains how the process ended. `what` is its name in a sentence."""
+        code, text = self.poll(), self.output()
         ended = "failed" if code is None else how_ended(code)
-        killed = code is not None and code < 0 and cause_in_log(self.output()) is None
-        why = f"; its log is {self.log}" if killed else self.why()
-        return ComponentFailure(f"{what} {ended}{why}")
+        if code is not None and code < 0 and cause_in_log(text) is None:
+            return ComponentFailure(f"{what} {ended}; its log is {self.log}")
+        return ComponentFailure(f"{what} {ended}{self._why(text)}")
 
     def _cut_lifeline(self) -> None:
         """Let a program that holds the lifeline end."""
@@ -213,9 +215,9 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
-    """End this process group when whoever started it is gone, if it left a pipe for that.
+    """End this process group when its starter has ended, if the starter left a pipe for that.
 
-    `last_act` is what is done before. Nothing that this process starts inherits the pipe.
+    `last_act` is called first. Programs that this process starts do not inherit the pipe.
     """
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:

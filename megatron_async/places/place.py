@@ -18,7 +18,7 @@ Invariants
 
 What a run places, and how it comes back after a kill:
 
-| what | restarts here | who asks again | what it goes on from |
+| object | restarts here | asked again by | continues from |
 |---|---|---|---|
 | `ManagerHost` | `engines.max_restarts` | `TrainLoop`, by `attach` | store, step of the trainer |
 | `EngineHost` | none | `Fleet` starts another engine | stored tokens; the weights are sent again |
@@ -79,7 +79,7 @@ class CallRecorder:
 
 
 def recorded(what: Callable[[Any], Any]) -> MethodCall:
-    """Return the call that `what` makes of the object that it gets."""
+    """Return the method call that the function `what` makes, without making it."""
     return cast(MethodCall, what(CallRecorder()))
 
 
@@ -87,7 +87,7 @@ class Placed(Protocol[T_co]):
     """An object in a process of its own. Calls raise what the method raises, and see above."""
 
     def call(self, what: Callable[[T_co], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
-        """Make a call of the object. `what` is asked for it now, not when the result is awaited."""
+        """Make a call of the object. `what` runs at once, before the result is awaited."""
 
     def ask(
         self,
@@ -127,7 +127,7 @@ class Place(Protocol):
         """
 
     def find(self, name: str, what: Callable[..., T]) -> Placed[T]:
-        """Return what was started `here` under this name, by any process: a `what`."""
+        """Return the object of class `what` that any process started `here` under this name."""
 
     def close(self) -> None:
         """Leave; the place itself ends with whoever opened it."""

@@ -84,7 +84,7 @@ class EngineSlot:
         self.release(_CHECK)
 
     def give_up(self) -> None:
-        """Mark the engine as serving no more; whoever waits for it goes on."""
+        """Mark the engine as out of service, and release all waits for its verification."""
         self.given_up = True
         self._expected = None
         self._verified.set()

@@ -62,7 +62,7 @@ class Fleet:
                 member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
-        """Hand every engine to `driver` as stale; repair what is broken until the driver closes."""
+        """Hand every engine to `driver` as stale, and restart dead ones until the driver closes."""
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)

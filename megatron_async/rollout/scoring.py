@@ -35,7 +35,7 @@ _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
 @dataclass(eq=False)
 class Scoring:
-    """Scores what the scheduler asks for.
+    """Scores the trajectories that the scheduler names.
 
     `prompts` counts every score. `of_groups`: some reward takes whole groups. `ready` gets each
     trajectory's reward; None when the scorer failed and that is not a 0.

@@ -1,6 +1,6 @@
 """Waits for coroutines in code that blocks, also in a thread with a running event loop (notebooks).
 
-The coroutines run on one event loop, which a thread of this process has from the first one on.
+All coroutines run on one event loop, in a thread that the first call starts.
 """
 
 import asyncio
@@ -24,9 +24,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = lambda: None) -> R:
-    """Return the result of `work`. What `while_waiting` raises, twice a second, ends it.
+    """Run `work` on the event loop of the thread, and return its result.
 
-    It is ended in order, within a limit, also by an interrupt.
+    `while_waiting` is called twice a second. If it raises, or Ctrl-C comes, `work` is cancelled,
+    and this function waits up to `_END_SECONDS` for it to clean up.
     """
     ended = threading.Event()
 

@@ -5,7 +5,7 @@
 - pool, count: as many workers as the queue needs, in this process or in those of a place; one for
   asynchronous rewards. work: what a worker gets, and its scores.
 - process, frames: a scorer's process as its worker sees it, and the frames between the two.
-- process_main: what runs in that process.
+- process_main: the program of that process.
 - identity: a description of all that gives a run's rewards.
 - rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.
 """

@@ -4,8 +4,8 @@ Invariants
 - A request is a line of JSON, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
   what else is written to the socket is a packet of its own and never shifts or breaks a reply.
-- Every frame has an `id`. That of a reply is its request's, so that one that comes twice shifts no
-  other.
+- Every frame has an `id`. A reply has the id of its request, so that a reply that comes twice is
+  not taken for another one.
 """
 
 import json

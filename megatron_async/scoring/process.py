@@ -229,7 +229,7 @@ class ScorerProcess:
             self._loop.remove_writer(self.requests.fileno())
 
     def _readable(self) -> None:
-        """Take what has come, or note the end; some at a time, since others use the loop too."""
+        """Take packets that have arrived, or note the end; a few at a time, to share the loop."""
         try:
             for _ in range(_PACKETS_AT_ONCE):
                 self._packet()

@@ -34,8 +34,8 @@ _HANGING_STARTS: Final = 2
 class ScorerWorker:
     """A scorer process: started when first needed, replaced when it hangs or dies.
 
-    It belongs to one event loop. Its blocking rewards score one call's work at a time, its
-    asynchronous ones that of many calls.
+    It belongs to one event loop. With blocking rewards it scores the work of one call at a time,
+    with asynchronous rewards the work of many calls at once.
     """
 
     def __init__(self, settings: ScorerSettings, kind: str = BLOCKING) -> None:

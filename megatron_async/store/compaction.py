@@ -81,7 +81,8 @@ def plan(
 ) -> Plan:
     """Plan what can be removed when `kept` can be restored (see the module's first invariant).
 
-    A checkpoint of a lineage that the store has lost with an older database protects nothing here.
+    A store that was replaced by an older database may have lost the lineage of a checkpoint. Such a
+    checkpoint is left out: the store holds nothing of it.
     """
     if oldest is None:
         return Plan()

@@ -88,7 +88,7 @@ class ReplicaCheck:
     """Compares the copies of a model and of its optimizer's float32 weights over all ranks."""
 
     def __init__(self, model: PolicyModel, optimizer: ChainedOptimizer, every_steps: int) -> None:
-        """Collective: the ranks find out what more than one of them holds. 0 steps: never."""
+        """Collective: the ranks find the tensors that several of them hold. 0 steps: never."""
         self._model = model
         self._optimizer = optimizer
         self._every_steps = every_steps
@@ -173,7 +173,7 @@ def _name(placed: PlacedParameter) -> str:
 
 
 def _gathered(mine: list[Any]) -> list[list[Any]]:
-    """Collective. What each rank has, in the order of ranks."""
+    """Collective. Return the values of all ranks, in the order of ranks."""
     found: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, mine)
     return found

@@ -84,9 +84,9 @@ class StepReport:
 
     `step` is the number of the batch (policy version before it); the trainer's own step is
     `step + 1` afterwards, skipped or not. `loss` is the mean over the updates that were applied,
-    `grad_norm` that of the last one before clipping. `metrics` holds the algorithm's scalars,
-    token means over the whole batch. `skipped` is true when no update at all was applied: the
-    weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
+    `grad_norm` is the norm of the last update before clipping. `metrics` holds the scalars of the
+    algorithm, token means over the whole batch. `skipped` is true when no update was applied:
+    the weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
     counts single ones. `seconds` is wall time on this rank. `log_weights` are the logarithms of the
     raw importance weights of all trained tokens, update after update.
     """

@@ -30,8 +30,8 @@ FloatArray = npt.NDArray[np.float32]
 LEFT: Final = "left"
 """In a stored answer: `Turn.left`."""
 CHUNK_TOKENS: Final = 64
-"""Tokens that the store writes at once, and fewer than which an engine's host holds unacknowledged:
-what a kill costs of a response at most. Smaller chunks cost more writes for each token."""
+"""Tokens that the store writes at once. An engine's host holds fewer of a response unacknowledged.
+So a kill costs a response one chunk at most. Smaller chunks cost more writes for each token."""
 
 
 class PolicyVersion(NamedTuple):

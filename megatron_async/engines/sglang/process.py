@@ -43,7 +43,7 @@ from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory, temporary_files
 from megatron_async.models.architecture import read_config_json, yarn_context
-from megatron_async.places.child_process import ChildProcess, module_command
+from megatron_async.places.child_process import TAIL_CHARACTERS, ChildProcess, module_command
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -52,7 +52,6 @@ _PORT_ATTEMPTS = 3
 _POLL_SECONDS = 0.1
 _HEALTH_SECONDS = 2.0
 _TERMINATE_SECONDS = 3.0
-_LOG_TAIL_CHARACTERS = 1500
 _PORT_TAKEN = "address already in use"
 # What a fresh server reports to hold: no version of any run, until the first update has verified.
 NO_VERSION = PolicyVersion(-1, 0)
@@ -320,4 +319,4 @@ class SGLangProcess:
 
 def _port_taken(server: ChildProcess) -> bool:
     """Return whether this start has met a port of somebody else: its own, or an inner one."""
-    return _PORT_TAKEN in server.output()[-_LOG_TAIL_CHARACTERS:].lower()
+    return _PORT_TAKEN in server.output()[-TAIL_CHARACTERS:].lower()

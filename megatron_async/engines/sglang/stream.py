@@ -9,8 +9,8 @@ Invariants
 - Every report has the id of the request and the number of its prompt tokens. Only the report of a
   request that was aborted in the queue lacks the number.
 - An event is at most as large as a report of the whole response (`most_bytes`).
-- Every report has the version of each new token. That of a request that was aborted in the queue
-  has none, and no tokens.
+- Every report has the version of each new token. The report of a request that was aborted in the
+  queue has no version and no tokens.
 """
 
 import re
