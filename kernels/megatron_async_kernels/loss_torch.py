@@ -269,6 +269,8 @@ def _surrogate(
         return surrogates.gspo(ratio_T, mean_T, A_T, v_T, config)
     if config.surrogate == "sft":
         return surrogates.sft(stream.logprobs_T)
+    if config.surrogate != "reinforce":
+        raise ValueError(f"loss_torch has no surrogate {config.surrogate!r}")
     weight_T = torch.ones_like(ratio_T)
     if config.weight_level != "none":
         weight_T = raw_weights(ratio_T, stream.mask_T, stream.cu_seqlens_S1, config.weight_level)

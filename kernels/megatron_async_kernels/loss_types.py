@@ -128,9 +128,13 @@ class LossInputs:
 
     `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
     `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
-    detached weights of decoupled correction, `mask_T` is after its rejection. `lag_T` (int, n - a)
-    is used in metrics only; None counts as 0. `columns` [T, *inner], by name, are what else tokens
-    have, for a loss of the user's. Nothing here is differentiated through.
+    detached weights of decoupled correction, `mask_T` is after its rejection. `lag_T` is the
+    lag of each token in versions (int, n - a); None counts as 0. Built-in losses use it only in
+    metrics. `columns` [T, *inner], by name, are the additional columns of the tokens, for a user's
+    loss.
+
+    Built-in losses have closed-form gradients and do not differentiate through these tensors. For a
+    user's loss, `logprobs_T` and `entropy_T` are leaves that autograd differentiates.
     """
 
     logprobs_T: torch.Tensor

@@ -21,11 +21,13 @@ What a run places, and how it comes back after a kill:
 | object | restarts here | asked again by | continues from |
 |---|---|---|---|
 | `ManagerHost` | `engines.max_restarts` | `TrainLoop`, by `attach` | store, step of the trainer |
-| `EngineHost` | none | `Fleet` starts another engine | stored tokens; the weights are sent again |
-| `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: a score is asked for again |
-| `EnvironmentProcess` | unlimited | `HeldEpisodes` | a snapshot, or the stored answers |
+| `EngineHost` | none | `Fleet`, `engines.max_restarts` times | stored tokens, sent weights |
+| `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: the score is requested again |
+| `EnvironmentProcess`, `AgentProcess` | unlimited | `HeldEpisodes` | snapshot or stored answers |
 
-On one machine, `local.py` starts processes again. A killed trainer rank comes back by torchrun.
+On one machine, `local.py` restarts processes, and a `ScorerWorker` lives in the manager's process
+and restarts its scorer process itself. torchrun restarts a killed trainer rank with all others
+(`trainer.max_restarts`); each then restores the newest checkpoint and attaches to the manager.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine

@@ -145,8 +145,6 @@ def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
     """Yield every set of a run's evaluations, which are in order of their steps."""
     sets: dict[str, list[Measured]] = {}
     for line in lines:
-        if "scored_by" not in line:
-            continue  # a run of an earlier version did not record what an accuracy depends on
         for name, prefix in evaluated_sets(line).items():
             sets.setdefault(name, []).append(Measured.of(line, prefix))
     for name, found in sets.items():
