@@ -39,7 +39,7 @@ from megatron_async.algorithms import advantages
 from megatron_async.algorithms.correction import correct, weight_mean
 from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.loss_settings import loss_config
-from megatron_async.algorithms.metrics import batch_staleness, reward_metrics
+from megatron_async.algorithms.metrics import lag_shares, reward_metrics
 from megatron_async.algorithms.own_loss import own_loss
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
@@ -102,7 +102,7 @@ class Algorithm:
         """
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
-        metrics = batch_staleness(batch.lag_T, batch.loss_mask_T, batch.resumed_S[first_E])
+        metrics = lag_shares(batch.lag_T, batch.loss_mask_T)
         # Computed before rejection, because the KL to the reference counts all tokens.
         rewards_E = self._rewards(batch)
         batch = replace(batch, shaped_rewards_S=rewards_E[index_S])

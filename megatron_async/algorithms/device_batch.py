@@ -56,7 +56,6 @@ class DeviceBatch:
     group_ids_S: Tensor
     trajectory_ids_S: Tensor
     prompt_lengths_S: Tensor
-    resumed_S: Tensor
     temperature: float
     shaped_rewards_S: Tensor | None = None
     advantages_T: Tensor | None = None

@@ -28,7 +28,7 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 def finalize(metrics: LossMetrics) -> dict[str, float]:
     """Reported numbers of one minibatch; `metrics` are merged over microbatches and ranks.
 
-    loss/{total, policy, kl, entropy}    sums of the loss's parts
+    loss/{policy, kl, entropy}           sums of the loss's parts
     actor/clip_high, clip_low, clip_dual share of kept tokens where that bound is active
     actor/clip_fraction                  clip_high + clip_low
     actor/ratio, ppo_kl                  mean over kept tokens of r, and of -c(log r), to pi_old
@@ -45,14 +45,11 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
     off_policy/log_ratio_{max, min}, log_weight_sequence_{max, min}   extremes of L and sum L
     off_policy/staleness                 RAPID: mean of log min(w, eta) over generations
     off_policy/clipped_generations       RAPID: share of generations with w > eta
-    off_policy/lag_mean, lag_max         over trained tokens
-    off_policy/tokens                    share of trained tokens with lag > 0
     off_policy/lag_{k}/{share, weight, ess, log_ratio}   of the tokens with lag k (the last k:
                                          or more): share of tokens, mean raw weight, ESS, mean L
     """
     s = metrics.sums()
     result = {
-        "loss/total": s["loss"],
         "loss/policy": s["policy_loss"],
         "loss/kl": s["kl_loss"],
         "loss/entropy": s["entropy_loss"],
@@ -89,9 +86,6 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
             "off_policy/chi2_token": s["is_weight_sq"] / tokens - 1.0,
             "off_policy/log_ratio_max": s["log_ratio_max"],
             "off_policy/log_ratio_min": -s["log_ratio_neg_min"],
-            "off_policy/lag_mean": s["lag"] / tokens,
-            "off_policy/lag_max": s["lag_max"],
-            "off_policy/tokens": s["off_policy_tokens"] / tokens,
         }
         result |= _by_lag(metrics, tokens)
     if sequences > 0:
@@ -130,27 +124,15 @@ def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
     return result
 
 
-def batch_staleness(
-    lag_T: torch.Tensor, mask_T: torch.Tensor, resumed_S: torch.Tensor
-) -> dict[str, float]:
-    """Return the lags of a batch's trained tokens and resumed trajectories, before training.
+def lag_shares(lag_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
+    """Return the share of a batch's trained tokens at each lag, before training.
 
-    staleness/lag_mean, lag_max, off_policy_tokens (share with lag > 0), lag_share_{k} (the last
-    k: or more), resumed_trajectories (share). Nothing trained gives only the last.
+    staleness/lag_share_{k}, the last k: or more. Empty without a trained token.
     """
-    result: dict[str, float] = {}
-    lags = lag_T[mask_T != 0].double()
-    bins = lags.clamp(max=NUM_LAG_BINS - 1)
-    if resumed_S.numel():
-        result["staleness/resumed_trajectories"] = mean(resumed_S)
-    if lags.numel():
-        result |= {
-            "staleness/lag_mean": mean(lags),
-            "staleness/lag_max": largest(lags),
-            "staleness/off_policy_tokens": mean(lags > 0),
-        }
-        result |= {f"staleness/lag_share_{k}": mean(bins == k) for k in range(NUM_LAG_BINS)}
-    return result
+    bins = lag_T[mask_T != 0].clamp(max=NUM_LAG_BINS - 1)
+    if not bins.numel():
+        return {}
+    return {f"staleness/lag_share_{k}": mean(bins == k) for k in range(NUM_LAG_BINS)}
 
 
 def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict[str, float]:

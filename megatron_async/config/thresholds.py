@@ -30,8 +30,6 @@ class ParsedRejection:
 
 def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
     """(lower or None, upper) of importance weights. Raises ValueError naming the setting."""
-    if isinstance(spec, bool):
-        raise ValueError(f"{name} must be a number or lo_hi, got {spec!r}")
     low_text, separator, high_text = str(spec).strip().partition("_")
     if not separator:
         low_text, high_text = "", low_text

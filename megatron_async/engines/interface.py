@@ -15,7 +15,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.trajectory.columns import Arrays
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
-PauseMode = Literal["in_place", "retract", "abort"]
+PauseMode = Literal["in_place", "retract"]
 StreamEnd = Literal["stop", "length", "abort"]
 
 

@@ -22,7 +22,7 @@ from megatron_async.store import export
 from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
-from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.telemetry.metrics import read_all_metrics, read_metrics
 from megatron_async.telemetry.summary import RunSummary, summarise
 from megatron_async.trajectory.types import (
     FinishReason,
@@ -103,7 +103,7 @@ def read_run(path: Path) -> RunData:
         summary=summarise(directory),
         train=train,
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
-        warnings=_warnings(directory.metrics_file, train),
+        warnings=read_all_metrics(directory.metrics_file, kind="warning"),
         samples=(*samples, *_evaluated(directory.path / "evaluations")),
         endings=endings,
     )
@@ -119,18 +119,6 @@ def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]
     yield "learning rate", f"{optimizer.lr:g} ({optimizer.name}, {optimizer.schedule})"
     starts = read_metrics(metrics_file, kind="start")
     yield "machine", str(starts[-1]["machine"]) if starts else "not recorded"
-
-
-def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
-    """Warnings with a time each: their own, or their step's (older versions wrote none)."""
-    if not metrics_file.exists():
-        return []
-    times = {line["step"]: line["time"] for line in train}
-    return [
-        {"time": times.get(line["step"], 0.0), **line}
-        for line in json_lines(metrics_file.read_bytes())
-        if line.get("kind") == "warning"
-    ]
 
 
 def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:

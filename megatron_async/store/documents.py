@@ -9,7 +9,6 @@ from typing import ClassVar, Self
 from pydantic import TypeAdapter
 
 from megatron_async.store import schema as schema
-from megatron_async.store.lineage import Lineage
 from megatron_async.store.schema import DocumentRow, R
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -44,15 +43,14 @@ class Document:
 class Counters(Document):
     """Counts that outlive rows; written by the event loop's side.
 
-    `lines` repeats the table of that name. `prompts` is how far the prompt source has been read; it
-    is smaller than `next_group` where groups were lost, whose prompts are read again.
+    `prompts` is the number of prompts that have been read from the prompt source. It is smaller
+    than `next_group` after a loss of groups, whose prompts are read again.
     """
 
     ID = 1
     next_group: int = 0
     next_trajectory: int = 0
     prompts: int = 0
-    lines: list[Lineage] = field(default_factory=list)
 
 
 @dataclass

@@ -134,8 +134,7 @@ def load_state(
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
     """Write what opening has changed."""
-    state.counters.lines = state.tree.lineages()
-    writer.put(state.counters.lines[-1])
+    writer.put(state.tree.lineages()[-1])
     writer.put(state.counters.to_row())
     for batch in state.undone_batches:
         writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))

@@ -28,19 +28,6 @@ TRAINER_PHASES = (
     ("evaluation", "time/evaluate"),
     ("checkpoint", "time/checkpoint"),
 )
-SAME_NUMBERS = frozenset(
-    {
-        "loss/total",  # train/loss
-        "off_policy/lag_max",  # rollout/lag_max
-        "off_policy/lag_mean",  # rollout/lag_mean
-        "off_policy/tokens",  # rollout/off_policy_token_share
-        "staleness/lag_max",
-        "staleness/lag_mean",
-        "staleness/off_policy_tokens",
-        "staleness/resumed_trajectories",  # rollout/resumed_share
-    }
-)
-"""Metrics of the algorithm that the loop reports under another name: one name for one number."""
 
 
 class MetricsWriter:

@@ -26,7 +26,7 @@ from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThreshold
-from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
+from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.attempt import restarts
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
@@ -287,8 +287,7 @@ class TrainLoop:
         writer = self.metrics
         if writer is None:
             return
-        own = {name: v for name, v in report.metrics.items() if name not in SAME_NUMBERS}
-        metrics = {**batch.extra_metrics, **own, **times}
+        metrics = {**batch.extra_metrics, **report.metrics, **times}
         metrics |= {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,

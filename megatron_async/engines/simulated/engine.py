@@ -207,8 +207,6 @@ class SimulatedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         self._require_alive("pause")
-        if mode == "abort":
-            await self.abort([*self._running, *self._queued])
         self._paused = True
         if mode == "retract":
             self._queued = {**self._running, **self._queued}
