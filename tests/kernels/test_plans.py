@@ -68,6 +68,7 @@ SLACK = 32
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     """64 MiB, 256 MiB and 256 MiB of logits; full logits show that the measurement can see them."""
     extra = {

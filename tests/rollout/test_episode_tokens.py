@@ -126,6 +126,7 @@ def changes_of(groups: int, concurrency: int = 32) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 async def test_conversations_keep_every_token(tmp_path: Path, family: str) -> None:
     model = family_folder(tmp_path / "model", family)
@@ -136,6 +137,7 @@ async def test_conversations_keep_every_token(tmp_path: Path, family: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("family", list(CALLS))
 async def test_conversations_with_calls_keep_every_token(tmp_path: Path, family: str) -> None:
     model = family_folder(tmp_path / "model", family, "look")
@@ -153,6 +155,7 @@ async def test_conversations_with_calls_keep_every_token(tmp_path: Path, family:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "llama3_1"])
 async def test_conversations_that_fork_keep_every_token(tmp_path: Path, family: str) -> None:
     tools = family in CALLS

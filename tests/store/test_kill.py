@@ -91,6 +91,7 @@ def exported_groups(run: Path) -> set[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("where", ["in the run directory", "on a disk of the node"])
 def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, where: str) -> None:
     rng, kills = random.Random(5), 6
