@@ -112,14 +112,6 @@ def test_memory_and_layout_need_no_weights(
     assert "trainer: 96 " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_layout_that_does_not_fit_is_found_without_weights(
-    seventy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = ["--config", CONFIG, f"model.path={seventy}", "parallel.pipeline=3"]
-    assert command(monkeypatch, "launch", "--dry-run", *settings, "parallel.ranks=96") == 2
-    assert "parallel.pipeline is 3" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [("plan", "--top=1"), ("simulate",)], ids=" ".join)
 @pytest.mark.parametrize("source", ["config.json", "name"])
 def test_plan_and_simulate_need_config_json_or_a_name(

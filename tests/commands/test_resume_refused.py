@@ -202,8 +202,6 @@ def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_name
 
 REFUSED = {
     "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
-    "a layout": (["parallel.tensor=3", "parallel.ranks=3"], r"parallel\.tensor is 3"),
-    "a name": (["optimiser.lr=1"], "unknown setting optimiser"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
     "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
     "weights that it would not take": (
@@ -212,8 +210,6 @@ REFUSED = {
     ),
     "another name": (["name=other"], r"name is 'other', and the run of .*runs/run stays where"),
     "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
-    "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
-    "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
     "a reward": (["task.name=exactly"], "cannot score rows"),
 }
 
@@ -293,16 +289,6 @@ def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_chec
     start.error = None
     train.resume_command(run.path, [], None)
     assert [settings.steps for settings in start.settings] == [9, 8]
-
-
-def test_one_that_is_killed_before_it_has_begun_leaves_a_run_that_a_plain_resume_goes_on_with(
-    run: RunDirectory, start: Start
-) -> None:
-    before = content(run)
-    run.prepare_resume(RunDirectory.find(run.path, ["steps=9"])[1])  # and SIGKILL
-    assert before.items() <= content(run).items()
-    train.resume_command(run.path, [], None)
-    assert [settings.steps for settings in start.settings] == [8]
 
 
 def test_one_that_has_begun_has_the_run_though_it_fails_then(

@@ -85,21 +85,6 @@ def test_a_load_counts_only_while_every_client_has_a_request() -> None:
     assert 0.4 < measured.tokens / measured.requests / 16 < 2.5
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_a_decode_step_at_rest(batch: int) -> None:
-    model = SimulatedEngineModel(step_seconds=0.002, seconds_per_request=0.0005, stream_interval=4)
-
-    async def measure() -> dict[str, float]:
-        engine = SimulatedEngine(model=model)
-        try:
-            return await EngineProfiler(engine, 32).decode(batch, 16)
-        finally:
-            await engine.close()
-
-    # sleeping never takes less than asked for; how much more depends on the machine
-    assert asyncio.run(measure())["seconds"] >= 0.95 * (0.002 + 0.0005 * batch)
-
-
 def test_the_whole_cost_model_of_an_engine() -> None:
     model = SimulatedEngineModel(
         step_seconds=0.002, seconds_per_request=0.0005, stream_interval=4, kv_capacity_tokens=9000

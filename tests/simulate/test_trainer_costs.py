@@ -26,18 +26,6 @@ def test_padding_goes_to_the_longest_of_the_batch_not_of_the_update() -> None:
     assert padded == pytest.approx(costs().batch_seconds([300] * 4, 2))
 
 
-def test_equal_lengths_need_no_padding() -> None:
-    lengths = [200] * 8
-    both = [costs(padding=p).batch_seconds(lengths, 2) for p in ("packed", "batch")]
-    assert both[0] == both[1]
-
-
-def test_each_update_adds_its_fixed_cost() -> None:
-    given = costs(trainer_seconds_per_token=0.001, trainer_seconds_per_update=3.0)
-    once, twice = (given.batch_seconds([100] * 4, updates) for updates in (1, 2))
-    assert twice - once == pytest.approx(3.0)
-
-
 def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
     simulated = {"trainer_seconds_per_update": 3.0, "extra_forward_passes": 2.0}
     once = costs(**simulated)
