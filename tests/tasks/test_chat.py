@@ -182,15 +182,6 @@ def test_a_prompt_keeps_the_calls_and_thoughts_of_its_messages(tmp_path: Path) -
     assert '<assistant>[mul {"a": 2}]<eos>' in text and "<assistant>(so)4<eos>" in text
 
 
-def test_calls_in_parquet_lose_the_fields_that_they_do_not_have(tmp_path: Path) -> None:
-    messages = calling(CALL)
-    columns = [{"messages": [{**dict.fromkeys(("tool_calls", "content")), **m} for m in messages]}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / "sft.parquet")
-    task = task_of(tmp_path, SHOWS_ALL)
-    ((_, kept),) = learned(task, FileConfig(path=str(tmp_path / "sft.parquet")))
-    assert kept == '[mul {"a": 2}]<eos>(so)4<eos>'
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
