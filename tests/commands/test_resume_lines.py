@@ -36,12 +36,6 @@ def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) ->
     ]
 
 
-def test_a_key_is_not_shown(run: RunDirectory) -> None:
-    before = build_config({})
-    after = build_config({"engines": {"api_key": "secret"}})
-    assert train.resume_lines(run, before, after, None)[-1] == "changed: engines.api_key"
-
-
 @pytest.mark.parametrize("content", [b"weigh", b"weighed"], ids=["cut off", "of other content"])
 def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
     run: RunDirectory, content: bytes

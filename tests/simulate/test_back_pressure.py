@@ -45,11 +45,3 @@ def test_without_a_limit_lag_would_grow_at_every_step() -> None:
     """The negative control: scores are what bounds this run."""
     unlimited = lags(run("copris", ring_batches=10_000))
     assert unlimited[29] > 25 and unlimited[59] > 50
-
-
-def test_scorers_follow_the_queue_within_their_limit() -> None:
-    slow, fast = run("copris"), run("copris", scorers=64)
-    assert slow.scorers.count == 1
-    assert 2 <= fast.scorers.count < 64
-    assert fast.statistics.marks[-1].at < 0.3 * slow.statistics.marks[-1].at
-    assert fast.statistics.warnings == {}

@@ -137,13 +137,6 @@ def test_overlap_on_shared_gpus_is_refused() -> None:
     assert len(plan.unusable) == 2
 
 
-def test_one_gpu_is_shared_when_nothing_else_is_possible() -> None:
-    one = {"model": "qwen2.5-0.5b", "gpus": 1}
-    plan = make_plan(merge(SEVEN, {"simulate": one}), 1, ["all"])
-    assert {c.config.simulate.placement for c in plan.candidates} == {"colocated"}
-    assert not any(c.refused for c in plan.candidates)
-
-
 def test_plans_that_a_run_refuses_come_last() -> None:
     shared = make_plan(SEVEN, 6, ["copris"]).candidates
     assert {c.refused for c in shared} == {True, False}
