@@ -132,14 +132,6 @@ def test_the_newest_checkpoint_may_be_named_too(run: RunDirectory) -> None:
     assert resume(run) == (0, 6)
 
 
-@pytest.mark.parametrize("step", [0, 3, 7, -2])
-def test_a_step_without_checkpoint_is_refused_with_those_that_there_are(
-    run: RunDirectory, step: int
-) -> None:
-    with pytest.raises(UserError, match=rf"--from-step is {step}, .* it keeps steps 2, 4, 6$"):
-        rollback_to(run, step)
-
-
 def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDirectory) -> None:
     """Somebody copied an abandoned checkpoint back where they should have moved it."""
     (run.checkpoints / "abandoned_0.4").mkdir()

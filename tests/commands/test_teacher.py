@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron_async.models.tiny_model import build_tiny_model, write_character_t
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.train_loop.sft_rank import batches_of
+from tests.crash.engines import EngineThread
 
 
 class Endpoint:
@@ -48,7 +48,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    found, ready, loop = Endpoint(), threading.Event(), asyncio.new_event_loop()
+    found, thread = Endpoint(), EngineThread()
 
     async def start() -> web.AppRunner:
         app = web.Application()
@@ -59,18 +59,10 @@ def endpoint() -> Iterator[Endpoint]:
         found.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         return runner
 
-    def serve() -> None:
-        runner = loop.run_until_complete(start())
-        ready.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    assert ready.wait(30)
+    runner = asyncio.run_coroutine_threadsafe(start(), thread.loop).result(30)
     yield found
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), thread.loop).result(30)
+    thread.close()
 
 
 def settings(folder: Path, **teacher: Any) -> RunConfig:

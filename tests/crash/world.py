@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -36,11 +36,12 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 from tests.crash.checks import Rules, audit
+from tests.crash.disk import Edges
 from tests.crash.engines import EngineThread, FaultyLauncher, Served
 from tests.crash.evidence import Seen, gather, look
 from tests.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
 from tests.crash.hostile_reward import reward_of
-from tests.crash.ledger import Account, NotingLauncher, faults_file
+from tests.crash.ledger import Account, NotingLauncher, ledger_file
 from tests.crash.run import lag_bound
 from tests.crash.scorers import PlainScorer, ScorerProcesses, text_of
 from tests.crash.trainer import Trainer
@@ -143,16 +144,6 @@ class Result:
         return self.slow_seconds > SILENCE_SECONDS / 4
 
 
-class Edges(Protocol):
-    """Disk and clock that can fail (`disk.py`)."""
-
-    def disk(self, kind: str = "") -> None: ...
-
-    def jump(self, seconds: float) -> None: ...
-
-    def heal(self) -> None: ...
-
-
 class World:
     """One run and its faults."""
 
@@ -175,7 +166,7 @@ class World:
         self._lineage = -1
         self._enough = asyncio.Event()
         self._gauges = (Gauge(), Gauge())
-        self._account = Account(faults_file(folder))
+        self._account = Account(ledger_file(folder, "faults"))
         self._began = time.monotonic()
         self._waits: set[asyncio.Task[None]] = set()
         self.injected: list[Injected] = []

@@ -33,13 +33,6 @@ def test_decode_time_is_per_step_while_all_run() -> None:
     assert 20 < middle < 50
 
 
-def test_time_before_the_last_request_started_does_not_count() -> None:
-    alone = [Arrival(0.001 * n, n) for n in range(1, 33)]
-    crowded = [Arrival(0.032 + 0.01 * n, 32 + n) for n in range(1, 33)]
-    late = [Arrival(0.032 + 0.01 * n, n) for n in range(1, 40)]
-    assert decode_seconds([alone + crowded, late])[0] == pytest.approx(0.01)
-
-
 def test_requests_that_never_ran_together_are_refused() -> None:
     with pytest.raises(ComponentFailure, match="--new-tokens"):
         decode_seconds([stream(0.0, 0.01, 16), stream(9.0, 0.01, 16)])

@@ -291,15 +291,6 @@ def test_a_solution_without_a_closed_box_is_refused_by_line(tmp_path: Path, solu
         FileProblems(config(path, layout="math", heldout_share=0))
 
 
-def test_what_a_reward_of_code_or_proofs_needs_is_metadata(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "mbpp.jsonl", [MBPP])
-    problem = FileProblems(config(path, layout="mbpp_plus", heldout_share=0)).train(0)
-    assert problem.payload["metadata"]["test"] == "assert f(3) == 3"
-    path = write_jsonl(tmp_path / "minif2f.jsonl", [MINIF2F])
-    problem = FileProblems(config(path, layout="minif2f", heldout_share=0)).train(0)
-    assert problem.payload["metadata"]["header"] == "import Mathlib\n\n"
-
-
 def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
     row = {"q": "1+1", "gold": {"value": 2, "level": 3}, "p": 5}
     path = write_jsonl(tmp_path / "own.jsonl", [row])

@@ -48,12 +48,6 @@ def test_prompts_are_the_template_in_tokens(model: str) -> None:
     assert task.stop_token_ids == (EOS_ID,)
 
 
-def test_a_resumed_position_asks_what_an_uninterrupted_run_asks(model: str) -> None:
-    whole = build_task(_config(), model).train_prompts(0, 30)
-    resumed = build_task(_config(), model).train_prompts(17, 13)
-    assert [p.payload for p in resumed] == [p.payload for p in whole[17:]]
-
-
 def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> None:
     task = build_task(_config(), model)
     for example in task.worked_examples(20):
