@@ -17,7 +17,6 @@ import pytest
 
 from megatron_async import cli
 from megatron_async.models.architecture import served_context
-from megatron_async.models.tiny_model import build_tiny_model
 from tests.inputs.model_directories import write_model
 from tests.test_docs import ROOT
 
@@ -140,36 +139,6 @@ def test_a_shape_that_is_not_known_names_both_ways(
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("schedule.concurency=4", "unknown setting schedule.concurency (value 4)"),
-        ("optimizer.lr=-1", "optimizer.lr is -1"),
-        ("weights.transport=pigeon", "weights.transport is 'pigeon'"),
-        ("store.directory=scratch", "store.directory is 'scratch'"),
-        ("model.trust_remote_code=true", "unknown setting model.trust_remote_code"),
-        ("engines.context_length=1026", "an engine takes 1020 tokens of prompt and response"),
-    ],
-)
-def test_a_bad_setting_is_refused(
-    override: str,
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    build_tiny_model(tmp_path / "model", seed=1)
-    config = tmp_path / "c.yaml"
-    config.write_text(
-        f"name: refused\nroot: {tmp_path / 'runs'}\nmodel: {{path: {tmp_path / 'model'}}}\n"
-    )
-    assert command(monkeypatch, "train", "--config", config, override) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and sentence in message
-    assert len(message.splitlines()) == 1
-    assert not (tmp_path / "runs").exists(), "nothing may be half-written"
-
-
-@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (("train", "--resume", "no-run"), "there is no run"),
@@ -177,19 +146,27 @@ def test_a_bad_setting_is_refused(
         (("train",), "needs --config"),
         (("train", "--from-step", "4"), "--from-step is 4, and there is no --resume"),
         (("report", "no-run"), "no-run"),
+        (("train", "--config", "c.yaml", "engines.counts=2"), "unknown setting engines.counts"),
+        (
+            ("train", "--config", "c.yaml", "store.directory=scratch"),
+            "store.directory is 'scratch'",
+        ),
     ],
     ids=" ".join,
 )
-def test_resuming_nothing_and_missing_files_are_refused(
+def test_what_cannot_start_ends_in_one_sentence_and_makes_nothing(
     words: tuple[str, ...],
     sentence: str,
-    tmp_path: Path,
+    file: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(file.parent)
     assert command(monkeypatch, *words) == 2
-    assert sentence in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and sentence in message
+    assert len(message.splitlines()) == 1
+    assert not (file.parent / "runs").exists(), "nothing may be half-written"
 
 
 YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}

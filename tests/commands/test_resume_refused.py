@@ -142,17 +142,6 @@ def test_a_model_directory_that_was_moved_or_has_other_weights_is_the_same_model
     assert len(start.settings) == 2
 
 
-def test_files_of_another_model_under_the_same_path_are_found_too(
-    run: RunDirectory, tmp_path: Path, start: Start
-) -> None:
-    shutil.rmtree(tmp_path / "model")
-    write_model(tmp_path / "model", "qwen2")
-    before = content(run)
-    with pytest.raises(UserError, match=r"is a run of another model: .*step_000004: "):
-        train.resume_command(run.path, [], None)
-    assert (content(run), start.settings) == (before, [])
-
-
 def change_json(name: str, **values: Any) -> Callable[[Path], object]:
     """Change these entries of a JSON file."""
 
