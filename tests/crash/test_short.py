@@ -4,8 +4,8 @@ Simulated engines: every part of a run killed once under `async`, the whole tree
 then goes back to an older checkpoint. Episodes under `copris`: their worker, the manager, an engine
 and the tree, with the environment's own account of what it has seen; those of an agent under
 `pipeline`, with the program's own log. Real engines, under `copris`: a killed scorer and the
-failure table of docs/failures.md in one run, with two engines at first and with only one in its
-last life.
+failure table of docs/failures.md, one failure after the other in one run, with two engines at first
+and with only one in its last life.
 """
 
 from __future__ import annotations
@@ -143,12 +143,11 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     hung = [run.hang("scorer"), run.hang("engine")]
     run.wait_for_progress()
     run.wait_until_killed(*hung)
-    # The scorer and the trainer die while the engine is started again.
-    run.kill("engine", patient=False)
-    run.kill("scorer", patient=False)
+    run.kill("engine")
+    run.kill("scorer")
     run.kill("trainer")
     run.kill("manager")
-    run.last_life(10, "engines.count=1")
+    run.last_life(14, "engines.count=1")
     run.kill("engine")
     # What had been generated before is good for two batches; then the engine must be back.
     run.wait_for_step(run.step() + 4)
