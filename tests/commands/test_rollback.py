@@ -132,6 +132,11 @@ def test_the_newest_checkpoint_may_be_named_too(run: RunDirectory) -> None:
     assert resume(run) == (0, 6)
 
 
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--from-step is 2, .* it keeps none$"):
+        rollback_to(RunDirectory(tmp_path), 2)
+
+
 def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDirectory) -> None:
     """Somebody copied an abandoned checkpoint back where they should have moved it."""
     (run.checkpoints / "abandoned_0.4").mkdir()
