@@ -285,8 +285,9 @@ def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_pat
 def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
     file = sft(tmp_path, {"question": "2+2", "answer": "2+2=4\n#### 4"})
     task = task_of(tmp_path, None)
-    gsm8k = file.model_copy(update={"layout": "gsm8k"})
-    assert learned(task, gsm8k) == [("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")]
+    assert learned(task, file.model_copy(update={"layout": "gsm8k"})) == [
+        ("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")
+    ]
     with pytest.raises(UserError, match=r"sft\.data .*:1: there is no column `response`"):
         task.worked_examples(10, file)
 
