@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
-from tests.crash.episodes import ENDED, MADE_UP, times_given, went_on
+from tests.crash import episodes as episodes
 from tests.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
 from tests.crash.faults import KINDS, excused
 
-_LEAST_SHARE_THAT_GOES_ON = 0.8
 DONE = ("finished", "scored", CONSUMED, "dropped")
 
 
@@ -221,16 +220,20 @@ def tokens_lost(evidence: Evidence) -> Iterator[Loss]:
 
 
 def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
-    """An interruption takes at most the chunk that was being filled: see docs/store.md."""
-    losses = list(tokens_lost(evidence))
+    """An interruption takes at most the chunk that was being filled: see docs/store.md.
+
+    A fault that costs an episode explains one that began anew, and nothing else does.
+    """
+    losses = sorted(tokens_lost(evidence), key=lambda loss: loss.place)
+    anew = [loss for loss in losses if loss.anew]
+    unexplained = anew[sum(KINDS[one.kind].anew for one in evidence.injected) :]
     return [
         f"trajectory {loss.trajectory_id} lost {loss.tokens} tokens at once"
         for loss in losses
         if not loss.anew and loss.tokens > rules.chunk_tokens - 1 + loss.largest
     ] + [
-        f"trajectory {loss.trajectory_id} began anew after {loss.tokens} tokens"
-        for loss in losses
-        if loss.anew
+        f"trajectory {loss.trajectory_id} began anew after {loss.tokens} tokens without a fault"
+        for loss in unexplained
     ]
 
 
@@ -422,63 +425,24 @@ def healthy_engines_given_up(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def unstored_actions(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every answer that an environment saw is stored under its turn.
-
-    Evaluations have rows that training never sees; what is played before a start has made-up
-    answers.
-    """
-    trained = {episode.seed for episode in evidence.episodes.values()}
-    wrong = []
-    for call in evidence.calls:
-        if call.what != "step" or call.seed not in trained:
-            continue
-        episode = evidence.episodes.get(call.name)
-        if episode is None:
-            if call.text != MADE_UP:
-                wrong.append(
-                    f"environment {call.name} of seed {call.seed} got an answer, and is not stored"
-                )
-        elif call.turn >= len(episode.answers):
-            wrong.append(
-                f"trajectory {episode.trajectory_id}: its environment got an answer in turn "
-                f"{call.turn}, and {len(episode.answers)} are stored"
-            )
-        elif episode.answers[call.turn] != call.text:
-            wrong.append(
-                f"trajectory {episode.trajectory_id}: its environment got {call.text!r} in turn "
-                f"{call.turn}, and {episode.answers[call.turn]!r} is stored"
-            )
-    return wrong
+    """Every answer that an environment saw is stored under its turn."""
+    anew = sum(KINDS[one.kind].anew for one in evidence.injected)
+    return episodes.actions_not_stored(evidence.calls, evidence.episodes, anew)
 
 
 def ungiven_answers(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every stored answer of an episode that has ended by itself was seen by its environment."""
-    given = {(call.name, call.turn, call.text) for call in evidence.calls if call.what == "step"}
-    return [
-        f"trajectory {one.trajectory_id} has the answer {text!r} in turn {turn}, and its "
-        "environment never got it"
-        for one in evidence.episodes.values()
-        if one.state in ENDED
-        for turn, text in enumerate(one.answers)
-        if (one.name, turn, text) not in given
-    ]
+    """Every answer of an episode that has ended has reached its environment."""
+    return episodes.answers_not_given(evidence.calls, evidence.episodes)
 
 
 def repeated_steps(evidence: Evidence, rules: Rules) -> list[str]:
-    """An environment gets an answer once, and once more for each life at most."""
-    return [
-        f"environment {name} got the answer of turn {turn} {count} times in {evidence.lives} lives"
-        for (name, turn), count in times_given(evidence.calls).items()
-        if count > evidence.lives
-    ]
+    """No answer reaches an environment more often than there were lives."""
+    return episodes.repeated_too_often(evidence.calls, evidence.lives)
 
 
 def begun_again(evidence: Evidence, rules: Rules) -> list[str]:
-    """Most of the episodes that were open at a kill went on without starting again."""
-    some, every = went_on(evidence.open_at, evidence.episodes)
-    if some >= _LEAST_SHARE_THAT_GOES_ON * every:
-        return []
-    return [f"{some} of {every} episodes that were open at a kill went on as they were"]
+    """Most episodes that were open at a kill went on."""
+    return episodes.begun_again(evidence.open_at, evidence.episodes)
 
 
 def _every(evidence: Evidence) -> Iterator[Kept]:

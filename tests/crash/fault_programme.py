@@ -1,4 +1,4 @@
-"""`python -m tests.crash.fault_programme --faults 500 --seed 1 [--only N]`
+"""`python -m tests.crash.fault_programme --faults 500 --seed 1 [--episodes] [--only N]`
 
 Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
 left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
@@ -19,18 +19,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.crash.checks import CHECKS
 from tests.crash.disk import Edges, build_library
-from tests.crash.faults import KINDS, Fault, sequence
-from tests.crash.world import Result, settings, suffer
+from tests.crash.faults import KINDS, Fault, kinds_at, sequence
+from tests.crash.world import Result, episode_settings, settings, suffer
 
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 ON_SCORER_FAILURE = ("zero", "drop")
 _FAULTS_OF_A_RUN = 13
+_OF_RESPONSES = tuple(name for name in KINDS if name not in kinds_at("environment"))
+_OF_EPISODES = tuple(name for name in KINDS if name not in kinds_at("scorer"))
 _HEALTHY = "healthy engines given up"
 
 
@@ -44,10 +46,17 @@ class Plan:
     faults: tuple[Fault, ...]
 
     @classmethod
-    def of(cls, seed: int, number: int, preset: str | None, count: int) -> Plan:
+    def of(
+        cls,
+        seed: int,
+        number: int,
+        preset: str | None,
+        count: int,
+        kinds: Collection[str] = _OF_RESPONSES,
+    ) -> Plan:
         """The same for the same numbers, whatever came before."""
         own, usual = f"{seed}.{number}", PRESETS[number % len(PRESETS)]
-        return cls(number, own, preset or usual, sequence(own, count, KINDS))
+        return cls(number, own, preset or usual, sequence(own, count, kinds))
 
 
 @dataclass
@@ -68,14 +77,19 @@ def is_due_to_a_slow_machine(result: Result) -> bool:
     )
 
 
-def carry_out(plan: Plan, folder: Path, edges: Edges) -> Result:
-    """Run the plan and audit the run."""
-    failure = ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]
+def carry_out(plan: Plan, folder: Path, edges: Edges, *, plays: bool) -> Result:
+    """Run the plan and audit the run. `plays`: the run has episodes."""
+    if plays:
+        config = episode_settings(plan.preset, folder)
+    else:
+        failure = ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]
+        config = settings(plan.preset, task={"on_scorer_timeout": failure})
     return asyncio.run(
         suffer(
             folder,
-            settings(plan.preset, task={"on_scorer_timeout": failure}),
+            config,
             plan.faults,
+            seed=plan.seed,
             edges=edges,
             scorer_processes=any(KINDS[fault.kind].edge == "scorer" for fault in plan.faults),
         )
@@ -167,6 +181,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.crash.fault_programme", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--episodes", action="store_true", help="of an environment, which fails")
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--only", type=int, default=None, help="this sequence alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after these")
@@ -180,18 +195,20 @@ def main(arguments: list[str]) -> int:
     assert edges is not None
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
     command = f"python -m tests.crash.fault_programme --faults {parsed.faults}"
+    command += " --episodes" if parsed.episodes else ""
     command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
     each = _FAULTS_OF_A_RUN
     numbers = range(-(-parsed.faults // each))
     if parsed.only is not None:
         numbers = range(parsed.only, parsed.only + 1)
+    kinds = _OF_EPISODES if parsed.episodes else _OF_RESPONSES
     plans = [
-        Plan.of(parsed.seed, number, parsed.preset, min(each, parsed.faults - each * number))
+        Plan.of(parsed.seed, number, parsed.preset, min(each, parsed.faults - each * number), kinds)
         for number in numbers
     ]
 
     began = time.monotonic()
-    suffer_plan = functools.partial(carry_out, edges=edges)
+    suffer_plan = functools.partial(carry_out, edges=edges, plays=parsed.episodes)
     accounts = programme(plans, root, suffer_plan, command, parsed.seconds)
     text = f"`{command}`, {time.monotonic() - began:.0f} s\n\n{table(accounts)}\n"
     broken = [line for account in accounts.values() for line in account.broken()]

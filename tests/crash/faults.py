@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Edge = Literal["engine", "trainer", "manager", "scorer", "disk", "clock", "run"]
+Edge = Literal["engine", "trainer", "manager", "scorer", "disk", "clock", "run", "environment"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Kind:
     `seconds`, `count`: the ranges that a fault's own are drawn from. `sick`: an engine that has it
     may be given up. `ends`: the run may end by it with a sentence. `requests`: it spoils that many
     requests of a healthy engine, which may be given up once it has failed `TOLERATED` of them.
+    `anew`: it costs an episode, which begins again.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Kind:
     sick: bool = False
     ends: bool = False
     requests: bool = False
+    anew: bool = False
 
 
 TOLERATED = 3
@@ -72,6 +74,15 @@ _ALL = (
     Kind("clock jumps ahead", "clock", (60.0, 86_400.0)),
     Kind("clock jumps back", "clock", (60.0, 86_400.0)),
     Kind("second run", "run"),
+    Kind("environment raises", "environment", anew=True),
+    Kind("environment hangs", "environment", anew=True),
+    Kind("environment returns the wrong type", "environment", anew=True),
+    Kind("environment floods", "environment", anew=True),
+    Kind("environment eats memory", "environment", anew=True),
+    Kind("environment forks", "environment"),
+    Kind("environment blocks its loop", "environment"),
+    Kind("environment dies", "environment"),
+    Kind("environment worker dies", "environment"),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
@@ -85,6 +96,11 @@ class Fault:
     seconds: float = 0.0
     count: int = 1
     target: int = 0
+
+
+def kinds_at(*edges: Edge) -> tuple[str, ...]:
+    """Names of what can fail there."""
+    return tuple(kind.name for kind in _ALL if kind.edge in edges)
 
 
 def sequence(

@@ -36,7 +36,6 @@ import os
 import re
 import uuid
 from collections.abc import AsyncGenerator
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -65,7 +64,7 @@ def ledger_file(run: Path, name: str) -> Path:
 
 LEDGER: Final = {
     "megatron_async.engines.host": f"{__name__}:note_engines",
-    "megatron_async.train_loop.manager_client": f"{__name__}:note_link",
+    "megatron_async.train_loop.manager_client": f"{__name__}:note_batches",
 }
 """Changes for `injection.injected`. The processes also need `RUN_VARIABLE`: the run's directory."""
 RUN_VARIABLE: Final = "CRASH_TEST_RUN"
@@ -81,7 +80,7 @@ def note_engines(module: ModuleType) -> None:
     module.HostedEngines = noting_engines  # type: ignore[attr-defined]
 
 
-def note_link(module: ModuleType) -> None:
+def note_batches(module: ModuleType) -> None:
     """Let the trainer note its attaches, batches and drops."""
     placed_link = module.PlacedLink
 
@@ -100,21 +99,6 @@ class Account:
 
     def add(self, **line: Any) -> None:
         os.write(self._file, (json.dumps(line) + "\n").encode())
-
-
-def note_batch(account: Account, lineage: int, batch: TokenBatch) -> None:
-    """Record a batch that the trainer of `lineage` has taken."""
-    bounds = pairwise(batch.cu_seqlens_S1.tolist())
-    account.add(
-        batch=batch.step,
-        lineage=lineage,
-        ids=batch.trajectory_ids_S.tolist(),
-        responses=[
-            batch.token_ids_T[start + prompt : end].tolist()
-            for (start, end), prompt in zip(bounds, batch.prompt_lengths_S, strict=True)
-        ],
-        lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
-    )
 
 
 class NotingLauncher:
@@ -176,7 +160,19 @@ class NotingLink:
     def next_batch(self) -> TokenBatch | None:
         batch = self._link.next_batch()
         if batch is not None:
-            note_batch(self._account, self._lineage, batch)
+            starts_S, ends_S = batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:]
+            self._account.add(
+                batch=batch.step,
+                lineage=self._lineage,
+                ids=batch.trajectory_ids_S.tolist(),
+                responses=[
+                    batch.token_ids_T[start + prompt : end].tolist()
+                    for start, prompt, end in zip(
+                        starts_S, batch.prompt_lengths_S, ends_S, strict=True
+                    )
+                ],
+                lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
+            )
         return batch
 
     def drop_batch(self, step: int, reason: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.environments import Answer, Step
+from tests.crash.hostile_reward import take
 
 _TOOL_SECONDS = 0.02
 _TURNS = (3, 8)
@@ -55,6 +56,9 @@ class Noted:
         if answer.turn != self.seen:
             raise ValueError(f"turn {answer.turn} came after {self.seen} turns")
         self.seen += 1
+        odd = _misbehaved(take())
+        if odd is not None:
+            return odd  # type: ignore[no-any-return]
         done = self.seen == random.Random(self.seed).randint(*_TURNS)
         return Step("" if done else f"{self.seen}", len(answer.text) % 3 / 4, done)
 
@@ -64,3 +68,31 @@ class Noted:
     def restore(self, state: bytes, **row: Any) -> None:
         self.name, self.seed, self.seen = json.loads(state)
         self._note("restore", turn=self.seen)
+
+
+async def _block() -> Step:
+    time.sleep(3600)
+    return Step()
+
+
+def _misbehaved(kind: str) -> Any:
+    """Do what is asked; what the environment returns then, None: what it would."""
+    match kind:
+        case "environment raises":
+            raise ValueError("no such move")
+        case "environment hangs":
+            time.sleep(3600)
+        case "environment returns the wrong type":
+            return "higher"
+        case "environment floods":
+            return Step("x" * ((1 << 20) + 1))
+        case "environment eats memory":
+            bytearray(1 << 40)
+        case "environment forks":
+            if not os.fork():
+                time.sleep(3600)
+        case "environment blocks its loop":
+            return _block()
+        case "environment dies":
+            os._exit(3)
+    return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,7 @@ from tests.crash.evidence import (
 )
 from tests.crash.fault_programme import PRESETS, is_due_to_a_slow_machine
 from tests.crash.faults import Injected
-from tests.crash.world import Result, rules_of, settings
+from tests.crash.world import Result, episode_settings, rules_of, settings
 
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)
 STOP, LENGTH = 2, 8
@@ -275,10 +276,11 @@ def test_every_check_has_a_doctored_account() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_faults_are_done_to_the_preset_and_its_own_lag_bound(preset: str) -> None:
+def test_faults_are_done_to_the_preset_and_its_own_lag_bound(tmp_path: Path, preset: str) -> None:
     """`sync` with a bound of 4 is another schedule: its check of the lag would pass on lag 1."""
+    configs = [settings(preset), episode_settings(preset, tmp_path / "run")]
     bound = {"sync": 0, "rapid": 0, "async": 2}.get(preset, 4)
-    assert rules_of(settings(preset)).max_async_level == bound
+    assert {rules_of(config).max_async_level for config in configs} == {bound}
 
 
 def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() -> None:
@@ -289,5 +291,5 @@ def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() ->
         ([], 2.0, False),
         ([lost, twice], 2.0, False),
     ):
-        result = Result(broken=broken, slow_seconds=seconds)
+        result = Result("async", "", broken=broken, slow_seconds=seconds)
         assert is_due_to_a_slow_machine(result) is explained

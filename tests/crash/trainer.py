@@ -32,7 +32,7 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 from tests.crash.checks import weights_of
-from tests.crash.ledger import Account, ledger_file, note_batch
+from tests.crash.ledger import Account, ledger_file
 
 _KEPT_CHECKPOINTS = 2
 _CHECKPOINT_STEPS = 2
@@ -94,7 +94,7 @@ class Trainer:
             if batch is None:
                 await self._publish()
                 continue
-            note_batch(self._account, self.lineage, batch)
+            self._note(batch)
             self.step += 1
             await self._publish()
             if self.step % _CHECKPOINT_STEPS == 0 or self.step == end:
@@ -103,6 +103,20 @@ class Trainer:
     async def _pause(self) -> None:
         seconds, self.pause_seconds = self.pause_seconds, 0.0
         await asyncio.sleep(seconds)
+
+    def _note(self, batch: TokenBatch) -> None:
+        self._account.add(
+            batch=batch.step,
+            lineage=self.lineage,
+            ids=batch.trajectory_ids_S.tolist(),
+            responses=[
+                batch.token_ids_T[start + prompt : end].tolist()
+                for (start, end), prompt in zip(
+                    pairwise(batch.cu_seqlens_S1.tolist()), batch.prompt_lengths_S, strict=True
+                )
+            ],
+            lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
+        )
 
     async def _publish(self) -> None:
         lineage, number = self.lineage, self.step

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 
 from megatron_async.checkpoint.manifest import (
     list_checkpoints,
@@ -29,20 +31,24 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
+from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.tiny_model import EOS_ID, VOCAB_SIZE, write_character_tokenizer
+from megatron_async.places.local import local_place
 from megatron_async.rollout.fleet import EngineLauncher
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 from tests.crash.checks import Rules, audit
 from tests.crash.disk import Edges
 from tests.crash.engines import EngineThread, FaultyLauncher, Served
 from tests.crash.evidence import Seen, gather, look
 from tests.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
-from tests.crash.hostile_reward import reward_of
+from tests.crash.hostile_reward import COMMAND_VARIABLE, reward_of
 from tests.crash.ledger import Account, NotingLauncher, ledger_file
-from tests.crash.run import lag_bound
+from tests.crash.run import answer_decoder, lag_bound, of_episodes
 from tests.crash.scorers import PlainScorer, ScorerProcesses, text_of
 from tests.crash.trainer import Trainer
 
@@ -50,6 +56,8 @@ STOP_TOKEN = 2
 MODEL = SimulatedEngineModel(
     vocab_size=4096, mean_length=40, step_seconds=0.01, stream_interval=4, max_running_requests=64
 )
+# Of episodes, whose tokens are texts.
+TEXT_MODEL = replace(MODEL, vocab_size=VOCAB_SIZE, mean_length=12)
 _CONTROL_SECONDS = 6.0
 _LIFE_SECONDS = 120.0
 _LOOK_SECONDS = 0.7
@@ -84,17 +92,34 @@ def settings(preset: str, **changes: Any) -> RunConfig:
     return build_config(merge(base, changes))
 
 
+def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
+    """Such a run of episodes; `folder`: where the run will be."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_character_tokenizer(folder.parent)
+    own = of_episodes(folder.parent, folder.name)
+    own["episode"] = {"step_seconds": 2.0, "memory_mib": 1024}
+    own["model"] = {"path": str(folder.parent)}
+    own["engines"] = {"kind": "simulated", "max_total_tokens": 1 << 16}
+    own["weights"] = {"transport": "tensor", "verify": "never"}
+    return settings(preset, **merge(own, changes))
+
+
 def rules_of(config: RunConfig) -> Rules:
     """What such a run promises."""
     return Rules(
         CHUNK_TOKENS,
         config.schedule.max_async_level,
-        STOP_TOKEN,
+        EOS_ID if config.plays else STOP_TOKEN,
         config.sampling.max_new_tokens,
-        MODEL,
+        model_of(config),
         by_version=True,
-        reward_of=lambda tokens: reward_of(text_of(tokens)),
+        reward_of=None if config.plays else lambda tokens: reward_of(text_of(tokens)),
     )
+
+
+def model_of(config: RunConfig) -> SimulatedEngineModel:
+    """What engines generate with weights that are right."""
+    return TEXT_MODEL if config.plays else MODEL
 
 
 class NumberedTask:
@@ -129,6 +154,8 @@ class Gauge:
 class Result:
     """The outcome of a run. `slow`: this machine stood still too long to be evidence."""
 
+    preset: str
+    seed: str
     injected: tuple[Injected, ...] = ()
     broken: list[str] = field(default_factory=list)
     slow_seconds: float = 0.0
@@ -184,6 +211,8 @@ class World:
         looking = asyncio.create_task(self._look())
         listening = asyncio.create_task(self._listen())
         scorer: Any = PlainScorer()
+        if self.config.plays:
+            os.environ[COMMAND_VARIABLE] = str(self._command)  # of the environments' workers
         if self._scorer_processes:
             scorer = ScorerProcesses(self.config, self._command)
         try:
@@ -224,13 +253,24 @@ class World:
 
     async def _life(self, scorer: Any) -> str | None:
         """One process tree's; None when it came to its end, else the sentence that ended it."""
+        config = self.config
+        if not config.plays:
+            return await self._lived(scorer, NumberedTask(), None)
+        task = build_task(config.task, config.model.path, config.eval, plays=True)
+        with local_place(self.directory.path / "ledger") as place:
+            return await self._lived(scorer, task, EnvironmentWorkers(config, place))
+
+    async def _lived(
+        self, scorer: Any, task: Any, environments: EnvironmentWorkers | None
+    ) -> str | None:
+        model = model_of(self.config)
         self._launcher = FaultyLauncher(
-            self.config.engines, MODEL, self._engines, control_seconds=_CONTROL_SECONDS
+            self.config.engines, model, self._engines, control_seconds=_CONTROL_SECONDS
         )
         self._manager = manager = RolloutManager(
             self.config,
-            task=NumberedTask(),
-            environments=None,
+            task=task,
+            environments=environments,
             scorers=scorer,
             launcher=cast(EngineLauncher, NotingLauncher(self._launcher, self.directory.path)),
             store_file=self.directory.store_file,
@@ -279,7 +319,8 @@ class World:
         if newest is not None:
             position = int(newest.manifest.extra["store_position"])
             resume = ResumePoint(self._lineage, newest.step, newest.manifest.lineage, position)
-        self._trainer = Trainer(self.config, self.directory, self._manager, MODEL)
+        model = model_of(self.config)
+        self._trainer = Trainer(self.config, self.directory, self._manager, model)
         self._training = asyncio.create_task(self._trainer.live(resume, self._enough))
 
     async def _look(self) -> None:
@@ -323,7 +364,12 @@ class World:
                 for gauge in self._gauges[:1]:
                     gauge.meant += fault.seconds
                 time.sleep(fault.seconds)
-            case "scorer":
+            case "environment" if fault.kind == "environment worker dies":
+                self._note(fault)
+                for process in psutil.Process().children():
+                    if "places.host environments" in " ".join(process.cmdline()):
+                        process.kill()
+            case "scorer" | "environment":
                 await self._command_taken()
                 self._note(fault)
                 prepared = self._command.with_suffix(".next")
@@ -435,6 +481,7 @@ async def suffer(
     config: RunConfig,
     faults: Sequence[Fault],
     *,
+    seed: str = "",
     edges: Edges | None = None,
     scorer_processes: bool = False,
 ) -> Result:
@@ -443,6 +490,8 @@ async def suffer(
     began = time.monotonic()
     await world.run(faults)
     result = Result(
+        config.schedule.preset,
+        seed,
         tuple(world.injected),
         list(world.broken),
         slow_seconds=world.slow_seconds,
@@ -457,7 +506,10 @@ async def suffer(
 
 def _account(world: World, result: Result) -> None:
     try:
-        evidence = gather(world.directory, world.looks)
+        plays = world.config.plays
+        decode = answer_decoder(world.config.model.path) if plays else None
+        lives = 1 + len(world.injected)  # each may cost a worker its life
+        evidence = gather(world.directory, world.looks, decode=decode, lives=lives)
     except ValueError as error:
         result.broken.append(f"the accounts cannot be read: {error}")
         return
