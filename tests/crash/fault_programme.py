@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import logging
 import os
 import sys
@@ -26,13 +25,19 @@ from pathlib import Path
 from tests.crash.checks import CHECKS
 from tests.crash.disk import Edges, build_library
 from tests.crash.faults import KINDS, Fault, kinds_at, sequence
+from tests.crash.processes import PROCESS_KINDS, suffer_in_processes
 from tests.crash.world import Result, episode_settings, settings, suffer
 
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 ON_SCORER_FAILURE = ("zero", "drop")
 _FAULTS_OF_A_RUN = 13
-_OF_RESPONSES = tuple(name for name in KINDS if name not in kinds_at("environment"))
-_OF_EPISODES = tuple(name for name in KINDS if name not in kinds_at("scorer"))
+# A made-up trainer cannot be stopped in the middle of a transfer, for which that kind is.
+_NOT_THERE = ("trainer pauses for long", *kinds_at("environment"))
+_IN_ONE_PROCESS = tuple(name for name in KINDS if name not in _NOT_THERE)
+_OF_EPISODES = (
+    *(name for name in _IN_ONE_PROCESS if name not in kinds_at("scorer")),
+    *kinds_at("environment"),
+)
 _HEALTHY = "healthy engines given up"
 
 
@@ -52,7 +57,7 @@ class Plan:
         number: int,
         preset: str | None,
         count: int,
-        kinds: Collection[str] = _OF_RESPONSES,
+        kinds: Collection[str] = _IN_ONE_PROCESS,
     ) -> Plan:
         """The same for the same numbers, whatever came before."""
         own, usual = f"{seed}.{number}", PRESETS[number % len(PRESETS)]
@@ -77,8 +82,8 @@ def is_due_to_a_slow_machine(result: Result) -> bool:
     )
 
 
-def carry_out(plan: Plan, folder: Path, edges: Edges, *, plays: bool) -> Result:
-    """Run the plan and audit the run. `plays`: the run has episodes."""
+def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, plays: bool) -> Result:
+    """A run whose engines are threads' and whose trainer is made up; `plays`: of episodes."""
     if plays:
         config = episode_settings(plan.preset, folder)
     else:
@@ -141,7 +146,7 @@ def _report(result: Result, plan: Plan, command: str) -> None:
 def programme(
     plans: Sequence[Plan],
     root: Path,
-    suffer_plan: Callable[[Plan, Path], Result],
+    carry_out: Callable[[Plan, Path], Result],
     command: str,
     seconds: float,
 ) -> dict[str, Account]:
@@ -152,7 +157,7 @@ def programme(
     while waiting and time.monotonic() - began < seconds:
         plan, tries = waiting.pop(0)
         folder = root / f"{plan.number}.{tries}"
-        result = suffer_plan(plan, folder)
+        result = carry_out(plan, folder)
         _report(result, plan, command)
         account = accounts[plan.preset]
         if not is_due_to_a_slow_machine(result):
@@ -181,7 +186,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.crash.fault_programme", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--engine",
+        choices=("simulated", "sglang"),
+        default=None,
+        help="whole runs in processes of their own, with these engines; default: in one process",
+    )
+    parser.add_argument(
+        "--cluster", choices=("local", "ray"), default="local", help="of whole runs"
+    )
     parser.add_argument("--episodes", action="store_true", help="of an environment, which fails")
+    parser.add_argument("--faults-of-a-run", type=int, default=_FAULTS_OF_A_RUN)
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--only", type=int, default=None, help="this sequence alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after these")
@@ -189,27 +204,43 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
     edges = Edges.of_this_process()
-    root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    if edges is None:
+    if edges is None and parsed.engine is None:
+        root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
         _with_edges(arguments, root.absolute())
-    assert edges is not None
+    root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
     command = f"python -m tests.crash.fault_programme --faults {parsed.faults}"
+    if parsed.engine:
+        command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
     command += " --episodes" if parsed.episodes else ""
+    command += " --cluster ray" if parsed.cluster == "ray" else ""
     command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
-    each = _FAULTS_OF_A_RUN
+    each = parsed.faults_of_a_run
     numbers = range(-(-parsed.faults // each))
     if parsed.only is not None:
         numbers = range(parsed.only, parsed.only + 1)
-    kinds = _OF_EPISODES if parsed.episodes else _OF_RESPONSES
+    kinds = _OF_EPISODES if parsed.episodes else _IN_ONE_PROCESS
+    kinds = kinds if parsed.engine is None else PROCESS_KINDS
     plans = [
         Plan.of(parsed.seed, number, parsed.preset, min(each, parsed.faults - each * number), kinds)
         for number in numbers
     ]
 
+    def carry_out(plan: Plan, folder: Path) -> Result:
+        if parsed.engine is None:
+            return in_one_process(plan, folder, edges, plays=parsed.episodes)
+        return suffer_in_processes(
+            plan.preset,
+            parsed.engine,
+            root,
+            folder.name,
+            plan.seed,
+            plan.faults,
+            parsed.cluster,
+        )
+
     began = time.monotonic()
-    suffer_plan = functools.partial(carry_out, edges=edges, plays=parsed.episodes)
-    accounts = programme(plans, root, suffer_plan, command, parsed.seconds)
+    accounts = programme(plans, root, carry_out, command, parsed.seconds)
     text = f"`{command}`, {time.monotonic() - began:.0f} s\n\n{table(accounts)}\n"
     broken = [line for account in accounts.values() for line in account.broken()]
     if broken:

@@ -45,6 +45,7 @@ FOR_GOOD = 1e6
 SILENCE_SECONDS = 3.0
 _SHORT = (0.1, 0.4 * SILENCE_SECONDS)
 _PAUSE = (0.3, 1.5 * SILENCE_SECONDS)
+_LONG = (3.0 * SILENCE_SECONDS, 4.0 * SILENCE_SECONDS)  # than an update may take
 _FOR_GOOD = (FOR_GOOD, FOR_GOOD)
 
 _ALL = (
@@ -60,6 +61,7 @@ _ALL = (
     Kind("engine holds another version than it reports", "engine", count=(1, 2), sick=True),
     Kind("engine dies", "engine", sick=True),
     Kind("trainer pauses", "trainer", _PAUSE),
+    Kind("trainer pauses for long", "trainer", _LONG),
     Kind("trainer restarts", "trainer"),
     Kind("manager pauses", "manager", _PAUSE),
     Kind("scorer hangs", "scorer"),
@@ -96,6 +98,11 @@ class Fault:
     seconds: float = 0.0
     count: int = 1
     target: int = 0
+
+    def __str__(self) -> str:
+        extent = "" if self.seconds in (0.0, FOR_GOOD) else f" for {self.seconds:.1f} s"
+        times = "" if self.count == 1 else f" {self.count} times"
+        return f"{self.kind}{extent}{times}"
 
 
 def kinds_at(*edges: Edge) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """One run under fire: `megatron-async train` in processes of its own, and the kills.
 
 Invariants
-- Nothing but SIGKILL and SIGSTOP is sent, and only to the run's own processes.
+- Nothing but SIGKILL, SIGSTOP and SIGCONT is sent, and only to the run's own processes.
 - After a kill of a part, the run itself must go on (a further optimizer step within the limit);
   after a kill of the whole tree it is resumed, as a person would.
 - Every wait has a limit; a run that ends by itself is a failure with the end of its log.
@@ -187,6 +187,7 @@ class RunUnderFire:
     kills: list[Kill] = field(default_factory=list)
     looks: list[dict[int, Seen]] = field(default_factory=list)
     open_at: list[frozenset[str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -255,6 +256,7 @@ class RunUnderFire:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
+                    **self.environment,
                     **self._changes(),
                 },
                 start_new_session=True,
@@ -338,10 +340,22 @@ class RunUnderFire:
         self._wait(lambda: bool(self._that_can_hang(target)), f"{target} process to stop")
         chosen = self.rng.choice(self._that_can_hang(target))
         if target == "engine":
-            self._note("engine hangs", chosen)
+            self.note("engine hangs", chosen)
         for process in (chosen, *chosen.children(recursive=True)):
             process.send_signal(signal.SIGSTOP)
         return chosen
+
+    def pause(self, target: Target, seconds: float, kind: str) -> None:
+        """SIGSTOP to one of them for a time; the fault is called `kind`."""
+        self._wait(lambda: bool(self.processes(target)), f"{target} process to pause")
+        chosen = self.rng.choice(self.processes(target))
+        self.note(kind, chosen if target == "engine" else None)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            chosen.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(seconds)
+            finally:
+                chosen.send_signal(signal.SIGCONT)
 
     def ended(self) -> str | None:
         """How the log of a run that has ended by itself ends; None while it goes on."""
@@ -387,7 +401,7 @@ class RunUnderFire:
             chosen = self.rng.choice(found)
             try:
                 if target == "engine":
-                    self._note("engine dies", chosen)
+                    self.note("engine dies", chosen)
                 chosen.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 return False
@@ -395,10 +409,12 @@ class RunUnderFire:
 
         self._wait(done, f"{target} process to kill")
 
-    def _note(self, kind: str, engine: psutil.Process) -> None:
-        """Record what is done to an engine: it explains that the engine is given up."""
-        [port] = [word for word in engine.cmdline() if word.startswith("--port=")]
-        url = f"http://127.0.0.1:{port.removeprefix('--port=')}"
+    def note(self, kind: str, engine: psutil.Process | None = None) -> None:
+        """What is done to an engine explains that it is given up (`checks.py`)."""
+        url = ""
+        if engine is not None:
+            [port] = [word for word in engine.cmdline() if word.startswith("--port=")]
+            url = f"http://127.0.0.1:{port.removeprefix('--port=')}"
         Account(ledger_file(self.directory.path, "faults")).add(kind=kind, engine=url)
 
     def _kill_tree(self) -> None:

@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,23 @@ import pytest
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import RunningRequest
+from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, RequestKey
 from tests.crash.faults import Fault
-from tests.crash.world import settings, suffer
+from tests.crash.world import Result, settings, suffer
 from tests.store.disk import needs_compiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+def result_of(folder: Path, preset: str, faults: Sequence[Fault], edges: Any = None) -> Result:
+    return asyncio.run(suffer(folder / "run", settings(preset), faults, edges=edges))
+
+
+def found(result: Result, check: str) -> bool:
+    return any(sentence.startswith(check) for sentence in result.broken)
 
 
 def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,33 +82,92 @@ def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSlot, "passes", passes)
 
 
-@pytest.mark.parametrize(
-    ("plant", "faults"),
-    [
-        (accept_any_request, [Fault("trainer pauses", seconds=0.2)]),
-        (
-            accept_unverified_tokens,
-            [Fault("engine holds another version than it reports", target=i) for i in range(3)],
-        ),
-    ],
-)
+def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer gets the first batch again in place of the second."""
+    taken: list[TokenBatch] = []
+    next_batch = RolloutDriver.next_batch
+
+    async def again(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
+        batch = await next_batch(driver, timeout)
+        if batch is None:
+            return None
+        taken.append(batch)
+        return replace(taken[0], step=batch.step) if len(taken) == 2 else batch
+
+    monkeypatch.setattr(RolloutDriver, "next_batch", again)
+
+
+PLANTED: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], list[Fault]]] = [
+    ("wrong tokens: ", "pipeline", accept_any_request, [Fault("trainer pauses", seconds=0.2)]),
+    (
+        "wrong tokens: ",
+        "pipeline",
+        accept_unverified_tokens,
+        [Fault("engine holds another version than it reports", target=i) for i in range(3)],
+    ),
+    ("trained twice: ", "async", emit_a_batch_twice, [Fault("trainer pauses", 0.1, seconds=0.2)]),
+]
+
+
+@pytest.mark.parametrize(("check", "preset", "plant", "faults"), PLANTED)
 def test_a_planted_defect_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    check: str,
+    preset: str,
     plant: Callable[[pytest.MonkeyPatch], None],
     faults: list[Fault],
 ) -> None:
     plant(monkeypatch)
-    result = asyncio.run(suffer(tmp_path / "run", settings("pipeline"), faults))
-    assert any(sentence.startswith("wrong tokens: ") for sentence in result.broken), result.broken
+    result = result_of(tmp_path, preset, faults)
+    assert found(result, check), result.broken
+
+
+class Clock:
+    """Disk and clock of a run whose driver reads the wall clock."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def disk(self, kind: str = "") -> None:
+        """No fault of these tests is a disk's."""
+
+    def jump(self, seconds: float) -> None:
+        self.ahead += seconds
+
+    def heal(self) -> None:
+        """The disk works."""
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
+    clock, seen = Clock(), dict[EngineSlot, float]()
+    works = EngineMonitor._works
+
+    async def works_by_the_wall_clock(monitor: EngineMonitor, slot: EngineSlot) -> bool:
+        now = time.monotonic() + clock.ahead
+        if now - seen.setdefault(slot, now) > 60.0:
+            monitor.give_up(slot, f"engine {slot.engine_id} was not seen for a minute")
+        seen[slot] = now
+        return await works(monitor, slot)
+
+    if planted:
+        monkeypatch.setattr(EngineMonitor, "_works", works_by_the_wall_clock)
+    faults = [Fault("clock jumps ahead", 1.0, seconds=3600.0), Fault("second run", 1.0)]
+    result = result_of(tmp_path, "async", faults, edges=clock)
+    assert found(result, "healthy engines given up") is planted, result.broken
+    assert planted or not result.broken
 
 
 @needs_compiler
 @pytest.mark.timeout(300)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    """As many as fit into 100 s; a failure prints the command that repeats its sequence."""
+    """A failure prints the command that repeats its sequence; by hand, run it with more seconds."""
     command = [sys.executable, "-m", "tests.crash.fault_programme", "--faults", "500"]
-    command += ["--seed", "7", "--seconds", "100", "--keep", str(tmp_path / "runs")]
+    command += ["--seed", "7", "--seconds", "75", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=dict(os.environ), check=False
     )
