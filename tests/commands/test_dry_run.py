@@ -1,17 +1,22 @@
-"""`train --dry-run`, `launch --dry-run` and `doctor`: what a start would use, and where it refuses.
+"""What a start would use, and where it refuses: `train`, `--dry-run` and `doctor`.
 
-Layout and memory need a model's config.json, or the name of a shape, and none of its weights.
+Bad input ends in one sentence that names the setting and its value, with exit code 2, and nothing
+is made. Layout and memory need a model's config.json, or the name of a shape, and none of its
+weights.
 """
 
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_async import cli
+from megatron_async.models.architecture import served_context
 from tests.inputs.model_directories import write_model
 from tests.test_docs import ROOT
 
@@ -112,14 +117,6 @@ def test_memory_and_layout_need_no_weights(
     assert "trainer: 96 " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_layout_that_does_not_fit_is_found_without_weights(
-    seventy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = ["--config", CONFIG, f"model.path={seventy}", "parallel.pipeline=3"]
-    assert command(monkeypatch, "launch", "--dry-run", *settings, "parallel.ranks=96") == 2
-    assert "parallel.pipeline is 3" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [("plan", "--top=1"), ("simulate",)], ids=" ".join)
 @pytest.mark.parametrize("source", ["config.json", "name"])
 def test_plan_and_simulate_need_config_json_or_a_name(
@@ -139,3 +136,77 @@ def test_a_shape_that_is_not_known_names_both_ways(
     sentence = capsys.readouterr().err
     assert "model.path 'models/llama' has no config.json, which suffices without" in sentence
     assert "a simulation may set simulate.model to one of them" in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("train", "--resume", "no-run"), "there is no run"),
+        (("train", "--config", "none.yaml"), "cannot be read"),
+        (("train",), "needs --config"),
+        (("train", "--from-step", "4"), "--from-step is 4, and there is no --resume"),
+        (("report", "no-run"), "no-run"),
+        (("train", "--config", "c.yaml", "engines.counts=2"), "unknown setting engines.counts"),
+        (
+            ("train", "--config", "c.yaml", "store.directory=scratch"),
+            "store.directory is 'scratch'",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_start_ends_in_one_sentence_and_makes_nothing(
+    words: tuple[str, ...],
+    sentence: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert command(monkeypatch, *words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and sentence in message
+    assert len(message.splitlines()) == 1
+    assert not (file.parent / "runs").exists(), "nothing may be half-written"
+
+
+YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}
+OF_8192 = {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ({"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_scaling": {**YARN, **OF_8192}}, 40960),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"model_max_length": 512, "max_position_embeddings": 1024}, 512),
+        ({}, None),
+    ],
+)
+def test_the_context_of_a_model_is_what_sglang_reads(
+    model: dict[str, Any], context: int | None
+) -> None:
+    assert served_context(model) == context
+
+
+def test_interrupt_is_named_when_it_comes_before_anything_has_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_async.commands.settings.settings_command", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megatron-async", "settings"])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "ended by Ctrl-C\n")

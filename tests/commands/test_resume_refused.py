@@ -142,17 +142,6 @@ def test_a_model_directory_that_was_moved_or_has_other_weights_is_the_same_model
     assert len(start.settings) == 2
 
 
-def test_files_of_another_model_under_the_same_path_are_found_too(
-    run: RunDirectory, tmp_path: Path, start: Start
-) -> None:
-    shutil.rmtree(tmp_path / "model")
-    write_model(tmp_path / "model", "qwen2")
-    before = content(run)
-    with pytest.raises(UserError, match=r"is a run of another model: .*step_000004: "):
-        train.resume_command(run.path, [], None)
-    assert (content(run), start.settings) == (before, [])
-
-
 def change_json(name: str, **values: Any) -> Callable[[Path], object]:
     """Change these entries of a JSON file."""
 
@@ -202,8 +191,6 @@ def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_name
 
 REFUSED = {
     "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
-    "a layout": (["parallel.tensor=3", "parallel.ranks=3"], r"parallel\.tensor is 3"),
-    "a name": (["optimiser.lr=1"], "unknown setting optimiser"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
     "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
     "weights that it would not take": (
@@ -212,8 +199,6 @@ REFUSED = {
     ),
     "another name": (["name=other"], r"name is 'other', and the run of .*runs/run stays where"),
     "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
-    "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
-    "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
     "a reward": (["task.name=exactly"], "cannot score rows"),
 }
 
@@ -293,16 +278,6 @@ def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_chec
     start.error = None
     train.resume_command(run.path, [], None)
     assert [settings.steps for settings in start.settings] == [9, 8]
-
-
-def test_one_that_is_killed_before_it_has_begun_leaves_a_run_that_a_plain_resume_goes_on_with(
-    run: RunDirectory, start: Start
-) -> None:
-    before = content(run)
-    run.prepare_resume(RunDirectory.find(run.path, ["steps=9"])[1])  # and SIGKILL
-    assert before.items() <= content(run).items()
-    train.resume_command(run.path, [], None)
-    assert [settings.steps for settings in start.settings] == [8]
 
 
 def test_one_that_has_begun_has_the_run_though_it_fails_then(

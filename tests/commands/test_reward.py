@@ -76,34 +76,6 @@ def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
     ]
 
 
-def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
-    row = {"prompt": "f", "test": "assert f() == 1", "entry_point": "f"}
-    programs = [
-        "def f(): return 1",
-        "def f(): return 2",
-        "def f(): return 1\nwhile True: print('x' * 1000)",
-    ]
-    lines = [{**row, "response": program} for program in programs]
-    task = {"kind": "files", "path": "x.jsonl", "columns": {"answer": ""}}
-    done = call(tmp_path, lines, rewards="code", **task)
-    assert done.exit_code == 0, "a program that fails its tests is no failure of the reward"
-    found = without_times(done.stdout).splitlines()
-    assert found[:3] == ["line 1: 1, T s", "line 2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
-
-
-def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef score(sample): time.sleep(60)\n")
-    line = {"response": "x", "prompt": "p", "answer": "a"}
-    limits = ("task.scorer_timeout_seconds=0.5", "task.on_scorer_timeout=drop")
-    done = call(tmp_path, [line], *limits, rewards="slow.py:score")
-    assert done.exit_code == 1
-    assert without_times(done.stdout).splitlines() == [
-        "line 1: no score (scorer_timeout 1), T s",
-        "    reward score: no score within 0.5 s (its timeout_seconds)",
-        "1 responses, mean score 0, 1 failed",
-    ]
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

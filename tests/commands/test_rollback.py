@@ -6,10 +6,8 @@ The lineage that begins there is the one that every later resume goes on with.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,9 @@ from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     SavedLayout,
-    TensorRecord,
     finalise,
     find_latest,
     hash_file,
-    read_checkpoint,
     step_directory,
 )
 from megatron_async.commands import rollback
@@ -136,21 +132,6 @@ def test_the_newest_checkpoint_may_be_named_too(run: RunDirectory) -> None:
     assert resume(run) == (0, 6)
 
 
-def test_a_second_rollback_sets_aside_what_the_new_line_has_saved(run: RunDirectory) -> None:
-    rollback_to(run, 4).carry_out()
-    save(run, 1, 6)
-    rollback_to(run, 2).carry_out()
-    assert names(run) == ["abandoned_0.4", "abandoned_0.6", "abandoned_1.6", "step_000002"]
-
-
-@pytest.mark.parametrize("step", [0, 3, 7, -2])
-def test_a_step_without_checkpoint_is_refused_with_those_that_there_are(
-    run: RunDirectory, step: int
-) -> None:
-    with pytest.raises(UserError, match=rf"--from-step is {step}, .* it keeps steps 2, 4, 6$"):
-        rollback_to(run, step)
-
-
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--from-step is 2, .* it keeps none$"):
         rollback_to(RunDirectory(tmp_path), 2)
@@ -233,29 +214,3 @@ def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirect
     with pytest.raises(UserError, match=r"checkpoint 0\.2 cannot be resumed from: .* exported"):
         rollback_to(run, 2)
     assert rollback_to(run, 4).target.step == 4
-
-
-def test_checkpoints_of_another_format_are_refused_before_anything_starts(
-    run: RunDirectory,
-) -> None:
-    check_resume(run, build_config({}))
-    for name in (MANIFEST_NAME, COPY_NAME):
-        manifest = step_directory(run.checkpoints, 6) / name
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
-    with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads format 3;"):
-        check_resume(run, build_config({}))
-
-
-def test_a_checkpoint_with_the_state_of_another_optimizer_is_refused(run: RunDirectory) -> None:
-    with_muon = build_config({"optimizer": {"name": "muon"}})
-    checkpoint = read_checkpoint(step_directory(run.checkpoints, 6))
-    tensor = TensorRecord("float32", (2,), "0" * 16)
-    for state, fits, other in (
-        ("exp_avg", build_config({}), with_muon),
-        ("momentum_buffer", with_muon, build_config({})),
-    ):
-        manifest = replace(checkpoint.manifest, tensors={f"{state}/a.weight": tensor})
-        (checkpoint.path / MANIFEST_NAME).write_text(manifest.to_json())
-        check_resume(run, fits)
-        with pytest.raises(UserError, match=r"optimizer\.name is .* holds the state of"):
-            check_resume(run, other)

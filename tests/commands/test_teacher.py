@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +15,16 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_async.commands.teacher import ask_engine, check_teacher, taught
+from megatron_async.commands.teacher import check_teacher, taught
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.rollout import EngineConfig, SamplingConfig
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.run import SFTConfig
-from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.tiny_model import build_tiny_model, write_character_tokenizer
-from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks import build_source, build_task
-from megatron_async.tasks.text_task import TextTask
+from megatron_async.tasks import build_task
 from megatron_async.train_loop.sft_rank import batches_of
+from tests.crash.engines import EngineThread
 
 
 class Endpoint:
@@ -51,7 +48,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    found, ready, loop = Endpoint(), threading.Event(), asyncio.new_event_loop()
+    found, thread = Endpoint(), EngineThread()
 
     async def start() -> web.AppRunner:
         app = web.Application()
@@ -62,18 +59,10 @@ def endpoint() -> Iterator[Endpoint]:
         found.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         return runner
 
-    def serve() -> None:
-        runner = loop.run_until_complete(start())
-        ready.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    assert ready.wait(30)
+    runner = asyncio.run_coroutine_threadsafe(start(), thread.loop).result(30)
     yield found
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), thread.loop).result(30)
+    thread.close()
 
 
 def settings(folder: Path, **teacher: Any) -> RunConfig:
@@ -162,23 +151,6 @@ def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         check_teacher(config, "/nowhere")
     with pytest.raises(UserError, match=r"sft\.teacher\.model must name the model"):
         check_teacher(settings(tmp_path, model=""), "http://x/v1")
-
-
-def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    task = build_task(config.task, str(tmp_path))
-    assert isinstance(task, TextTask)
-    problem = build_source(config.task).train(0)
-    sampling = SamplingConfig(temperature=0.7, top_p=0.95, allow_biased_behaviour=True)
-
-    async def ask() -> list[str]:
-        engine = SimulatedEngine("teacher", SimulatedEngineModel(mean_length=8, step_seconds=0.0))
-        engines = SharedEngines(lambda: [engine])
-        wanted = Wanted(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
-        answers = (ask_engine(engines, task, wanted, problem, number) for number in range(3))
-        return await asyncio.gather(*answers)
-
-    assert all(isinstance(text, str) for text in asyncio.run(ask()))
 
 
 def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
+from megatron_async.commands import trajectories as view
 from megatron_async.config import build_config
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
@@ -18,8 +23,12 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export as store_export
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import DropReason
-from tests.trajectory.builders import prompt, scored_group
+from megatron_async.trajectory.types import (
+    LEFT,
+    DropReason,
+)
+from tests.store.test_episodes import forked
+from tests.trajectory.builders import STORE, prompt, scored_group
 
 EXPORTED, KEPT = 8, 62  # trajectories, in groups of two
 
@@ -163,3 +172,29 @@ def test_an_export_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(UserError, match=rf"export {file} cannot be read"):
         call(run, "--show", "4")
+
+
+def printed(renderable: RenderableType) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(renderable)
+    return stream.getvalue()
+
+
+def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        await forked(store)
+        await store.close()
+
+    asyncio.run(scenario())
+    with closing(StoreReader(tmp_path / STORE)) as reader:
+        found = reader.trajectory(0)
+        shown = view.details(found, lambda ids: "|".join(map(str, ids)))
+    turns = (found.turns[0], replace(found.turns[1], answer={LEFT: True}), found.turns[2])
+    left = printed(view.details(replace(found, turns=turns), str))
+    assert left.count("mask 1") == 2, "a turn that is left is not trained"
+    text = " ".join(printed(shown).split())
+    assert "turn 0, begins segment 0: environment, 2 tokens, mask 0 1|2" in text
+    policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"
+    assert f"turn 1, follows turn 0 segment 2: environment, 1 tokens, mask 0 5 {policy}" in text
+    assert "turn 2 ended by stop, reward 1" in text

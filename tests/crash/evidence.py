@@ -33,13 +33,7 @@ from megatron_async.store.schema import connect
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 from tests.crash.episodes import Call, Episode, calls_of, name_of
 from tests.crash.faults import Injected
-from tests.crash.ledger import (
-    arrivals_file,
-    calls_file,
-    engines_file,
-    faults_file,
-    trained_file,
-)
+from tests.crash.ledger import ledger_file
 
 CONSUMED = "batched"
 
@@ -166,7 +160,8 @@ def gather(
     Of episodes: `decode` gives the text of an answer, `open_at` the names of those that were open
     at each kill, and `lives` is how often their environments may have been made anew.
     """
-    attaches, batches, dropped = read_trained(trained_file(directory.path))
+    attaches, batches, dropped = read_trained(ledger_file(directory.path, "trained"))
+    faults = json_lines(ledger_file(directory.path, "faults"))
     kept: dict[int, list[Kept]] = defaultdict(list)
     manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
     newest = max(((m.lineage, m.step) for m in manifests), default=None)
@@ -180,7 +175,7 @@ def gather(
         kept[one.trajectory_id].append(one.kept)
     played = [one.episode(decode) for one in found if decode is not None and one.turns]
     return Evidence(
-        requests=read_arrivals(arrivals_file(directory.path)),
+        requests=read_arrivals(ledger_file(directory.path, "arrivals")),
         attaches=attaches,
         batches=batches,
         dropped_batches=dropped,
@@ -190,10 +185,10 @@ def gather(
         looks=looks,
         launches=[
             Launch(line["life"], line["index"], line["launched"], line["url"])
-            for _, line in json_lines(engines_file(directory.path))
+            for _, line in json_lines(ledger_file(directory.path, "engines"))
         ],
-        injected=[Injected(**line) for _, line in json_lines(faults_file(directory.path))],
-        calls=calls_of(line for _, line in json_lines(calls_file(directory.path))),
+        injected=[Injected(**line) for _, line in faults],
+        calls=calls_of(line for _, line in json_lines(ledger_file(directory.path, "calls"))),
         episodes={one.name: one for one in played},
         open_at=list(open_at),
         lives=lives,

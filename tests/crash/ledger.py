@@ -57,24 +57,9 @@ if TYPE_CHECKING:  # a module is changed while it is imported: it cannot be impo
 _TRAJECTORY = re.compile(r"t\d+-\d+;")
 
 
-def arrivals_file(run: Path) -> Path:
-    return run / "ledger" / "arrivals.jsonl"
-
-
-def trained_file(run: Path) -> Path:
-    return run / "ledger" / "trained.jsonl"
-
-
-def calls_file(run: Path) -> Path:
-    return run / "ledger" / "calls.jsonl"
-
-
-def engines_file(run: Path) -> Path:
-    return run / "ledger" / "engines.jsonl"
-
-
-def faults_file(run: Path) -> Path:
-    return run / "ledger" / "faults.jsonl"
+def ledger_file(run: Path, name: str) -> Path:
+    """File `name`.jsonl of the ledger of a run."""
+    return run / "ledger" / f"{name}.jsonl"
 
 
 LEDGER: Final = {
@@ -121,8 +106,8 @@ class NotingLauncher:
 
     def __init__(self, launcher: EngineLauncher, run: Path) -> None:
         self._launcher = launcher
-        self._arrivals = Account(arrivals_file(run))
-        self._engines = Account(engines_file(run))
+        self._arrivals = Account(ledger_file(run, "arrivals"))
+        self._engines = Account(ledger_file(run, "engines"))
         self._life = uuid.uuid4().hex
 
     async def launch(self, index: int) -> EngineClient:
@@ -165,7 +150,7 @@ class NotingLink:
     def __init__(self, link: RolloutLink, run: Path) -> None:
         self._link = link
         self._lineage = 0
-        self._account = Account(trained_file(run))
+        self._account = Account(ledger_file(run, "trained"))
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage

@@ -37,14 +37,7 @@ from megatron_async.trajectory.types import CHUNK_TOKENS
 from tests.crash.checks import Rules
 from tests.crash.evidence import Evidence, Seen, gather, look, open_names
 from tests.crash.injection import injected
-from tests.crash.ledger import (
-    LEDGER,
-    RUN_VARIABLE,
-    Account,
-    arrivals_file,
-    calls_file,
-    faults_file,
-)
+from tests.crash.ledger import LEDGER, RUN_VARIABLE, Account, ledger_file
 
 Target = Literal["trainer", "manager", "engine", "scorer", "worker", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
@@ -154,7 +147,7 @@ def of_episodes(root: Path, name: str) -> dict[str, Any]:
         "task": {"kind": "seeds", "name": "", "path": ""},
         "environment": {
             "name": f"{environment}:Noted",
-            "arguments": {"ledger": str(calls_file(root / name))},
+            "arguments": {"ledger": str(ledger_file(root / name, "calls"))},
         },
         "episode": {"step_seconds": 20.0},
         "sampling": {"max_new_tokens": 40},
@@ -335,7 +328,7 @@ class RunUnderFire:
             self.resume(*overrides)
         else:
             self._kill_one(target)
-        arrivals = arrivals_file(self.directory.path)
+        arrivals = ledger_file(self.directory.path, "arrivals")
         size = arrivals.stat().st_size if arrivals.exists() else 0
         if patient:
             self.wait_for_progress()
@@ -422,7 +415,7 @@ class RunUnderFire:
         if engine is not None:
             [port] = [word for word in engine.cmdline() if word.startswith("--port=")]
             url = f"http://127.0.0.1:{port.removeprefix('--port=')}"
-        Account(faults_file(self.directory.path)).add(kind=kind, engine=url)
+        Account(ledger_file(self.directory.path, "faults")).add(kind=kind, engine=url)
 
     def _kill_tree(self) -> None:
         assert self._process is not None

@@ -32,7 +32,7 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 from tests.crash.checks import weights_of
-from tests.crash.ledger import Account, trained_file
+from tests.crash.ledger import Account, ledger_file
 
 _KEPT_CHECKPOINTS = 2
 _CHECKPOINT_STEPS = 2
@@ -72,7 +72,7 @@ class Trainer:
         """`model`: what engines generate with weights that are right."""
         self._config, self._directory, self._model = config, directory, model
         self._call = ManagerCalls(manager).call
-        self._account = Account(trained_file(directory.path))
+        self._account = Account(ledger_file(directory.path, "trained"))
         self.lineage, self.step = 0, 0
         self.pause_seconds = 0.0
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -42,11 +42,12 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 from tests.crash.checks import Rules, audit
+from tests.crash.disk import Edges
 from tests.crash.engines import EngineThread, FaultyLauncher, Served
 from tests.crash.evidence import Seen, gather, look
 from tests.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
 from tests.crash.hostile_reward import COMMAND_VARIABLE, reward_of
-from tests.crash.ledger import Account, NotingLauncher, faults_file
+from tests.crash.ledger import Account, NotingLauncher, ledger_file
 from tests.crash.run import answer_decoder, lag_bound, of_episodes
 from tests.crash.scorers import PlainScorer, ScorerProcesses, text_of
 from tests.crash.trainer import Trainer
@@ -170,16 +171,6 @@ class Result:
         return self.slow_seconds > SILENCE_SECONDS / 4
 
 
-class Edges(Protocol):
-    """Disk and clock that can fail (`disk.py`)."""
-
-    def disk(self, kind: str = "") -> None: ...
-
-    def jump(self, seconds: float) -> None: ...
-
-    def heal(self) -> None: ...
-
-
 class World:
     """One run and its faults."""
 
@@ -202,7 +193,7 @@ class World:
         self._lineage = -1
         self._enough = asyncio.Event()
         self._gauges = (Gauge(), Gauge())
-        self._account = Account(faults_file(folder))
+        self._account = Account(ledger_file(folder, "faults"))
         self._began = time.monotonic()
         self._waits: set[asyncio.Task[None]] = set()
         self.injected: list[Injected] = []

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from megatron_async.config.load import build_simulation, merge, parse_override
-from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
-from megatron_async.scheduler.events import EngineLoad
-from megatron_async.scheduler.warnings import STREAK, Cause, Watch
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.show import comments, warnings
 from megatron_async.simulate.sweep import Point
@@ -47,7 +44,6 @@ class Advice:
 FULL = ("schedule.preset=pipeline", "schedule.concurrency=160", "simulate.kv_capacity_tokens=6000")
 STORM = (*FULL, "simulate.admission_reserve_tokens=0", "simulate.load_report_seconds=0.5")
 AHEAD = ("schedule.preset=pipeline", "schedule.concurrency=160")
-USED = re.compile(r"schedule\.|simulate\.|task\.scorer_workers")  # docs/simulator.md has the list
 ROOM = (("schedule.concurrency=16",), ("simulate.kv_capacity_tokens=60000",))
 ADVICE = [
     Advice(
@@ -180,21 +176,3 @@ def test_a_response_that_does_not_fit_names_what_makes_room(
     large = ("simulate.model=llama-3-70b", "simulate.gpu.name=A6000")
     with pytest.raises(UserError, match=remedy):
         point(*large, *settings)
-
-
-def test_what_the_scheduler_warns_of_names_settings_of_a_simulation() -> None:
-    watch = Watch(ScheduleConfig(overlap=True))
-    given = []
-    for step in range(STREAK):
-        given += watch.load(EngineLoad("engine0", 1.0, 9), running=10, in_flight=20)
-        given += watch.published(step, batch_waits=False)
-        for cause in Cause:
-            watch.new_groups(cause)
-        given += watch.taken(step, unscored=8)
-    summary = replace(point().summary, warnings={warn.name: warn.message for warn in given})
-    lines = warnings([Point((), build_simulation(SMALL), summary)])
-    assert len(lines) == 4
-    for line in lines:
-        named = re.findall(r"\b(?:engines|simulate|task|trainer|schedule)\.\w+", line)
-        assert named
-        assert not [name for name in named if not USED.match(name)], line

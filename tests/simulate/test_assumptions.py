@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.simulate.assumptions import (
     CODE_CONSTANTS,
@@ -29,23 +27,6 @@ def test_the_docs_list_every_constant_with_its_default() -> None:
     written = [line for line in section.splitlines() if line.startswith("| `")]
     now = [row(constant) for constant in (*setting_constants(SimulateConfig()), *CODE_CONSTANTS)]
     assert written == now, "the rows must be:\n" + "\n".join(now)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "simulate.chunk_tokens",
-        "simulate.load_report_seconds",
-        "simulate.efficiency.links",
-        "simulate.reward.scorer_seconds",
-        "GATED_BYTES",
-        "OPTIMIZER_BYTES",
-        "ENOUGH_THROUGHPUT",
-        "KV_FILL",
-    ],
-)
-def test_the_output_names_it(name: str) -> None:
-    assert sum(line.startswith(f"{name}: ") for line in assumptions(config("copris"))) == 1
 
 
 def test_the_value_is_that_of_the_run() -> None:

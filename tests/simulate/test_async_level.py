@@ -90,14 +90,3 @@ def test_k_2_leaves_room_for_a_slow_broadcast(share: float) -> None:
     assert two.trainer_idle < IDLE
     assert two.step_seconds == pytest.approx(train + update, rel=IDLE)
     assert one.step_seconds > 1.10 * two.step_seconds
-
-
-def test_no_level_hides_the_broadcast_itself() -> None:
-    """Here engines are paused, and the trainer waits, for all of it: it is added to every step."""
-    train = generation_seconds(SPREAD_LENGTHS)
-    fast, slow = (
-        run(2, SPREAD_LENGTHS, train=train, update=update, in_flight=2 * BATCH)
-        for update in (0.0, train)
-    )
-    assert slow.step_seconds - fast.step_seconds == pytest.approx(train, rel=2 * IDLE)
-    assert slow.engine_idle > 0.4

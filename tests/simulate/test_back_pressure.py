@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megatron_async.config.load import build_simulation, merge
 from megatron_async.simulate.build import build_world
 from megatron_async.simulate.world import World
@@ -47,27 +45,3 @@ def test_without_a_limit_lag_would_grow_at_every_step() -> None:
     """The negative control: scores are what bounds this run."""
     unlimited = lags(run("copris", ring_batches=10_000))
     assert unlimited[29] > 25 and unlimited[59] > 50
-
-
-@pytest.mark.parametrize("overflow", ["block", "drop_oldest"])
-@pytest.mark.parametrize("preset", ["copris", "pipeline", "async"])
-def test_no_more_waits_than_the_ring_and_what_was_begun(preset: str, overflow: str) -> None:
-    world = run(preset, overflow=overflow)
-    begun = 24  # requests in flight, each perhaps the last of its group
-    assert world.scheduler.view().finished_groups <= 2 * 8 + begun
-    assert max(lags(world)) <= 4
-
-
-def test_scorers_follow_the_queue_within_their_limit() -> None:
-    slow, fast = run("copris"), run("copris", scorers=64)
-    assert slow.scorers.count == 1
-    assert 2 <= fast.scorers.count < 64
-    assert fast.statistics.marks[-1].at < 0.3 * slow.statistics.marks[-1].at
-    assert fast.statistics.warnings == {}
-
-
-def test_a_draining_schedule_is_never_held_back() -> None:
-    """`sync` starts one batch, less than the ring takes."""
-    world = run("sync", scorers=1)
-    assert max(lags(world)) == 0
-    assert "scoring_backlog" not in world.statistics.warnings

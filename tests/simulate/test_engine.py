@@ -99,36 +99,6 @@ def test_a_full_cache_preempts_and_loses_nothing(
     assert engine.kv == 0 and not engine._waiting
 
 
-def test_preemption_happens_at_the_capacity_only() -> None:
-    for capacity, preempted in ((2 * 140 + 1, False), (2 * 140 - 1, True)):
-        engine = make(capacity)
-        for i in range(2):
-            engine.submit(SimulatedRequest(i, i, 40, 0, 100))
-        drive(engine)
-        assert (engine.counters.preemptions > 0) is preempted
-
-
-def test_members_of_a_group_share_their_prompt() -> None:
-    shared, apart = make(), make()
-    for i in range(4):
-        shared.submit(SimulatedRequest(i, 7, 100, 0, 10))
-        apart.submit(SimulatedRequest(i, i, 100, 0, 10))
-    shared.admit()
-    apart.admit()
-    assert (shared.kv, apart.kv) == (100, 400)
-    assert (shared.counters.prefilled, apart.counters.prefilled) == (100, 400)
-    assert shared.cancel([0]) == [(0, [])]
-    assert shared.kv == 100
-
-
-def test_a_resumed_request_prefills_what_it_had() -> None:
-    engine = make()
-    engine.submit(SimulatedRequest(0, 0, 100, 50, 10))
-    engine.admit()
-    assert engine.counters.prefilled == engine.counters.resumed_prefill == 150
-    assert engine.stall == pytest.approx(150 * PREFILL)
-
-
 def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
     engine = make()
     engine.submit(SimulatedRequest(0, 0, 1, 0, 100))
@@ -179,17 +149,6 @@ def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> 
     assert engine.kv == 100
     engine.cancel([1, 2])
     assert engine.kv == 0
-
-
-def test_a_cancelled_request_in_the_queue_never_runs() -> None:
-    engine = make(capacity=200)
-    engine.submit(SimulatedRequest(0, 0, 100, 0, 50))
-    engine.submit(SimulatedRequest(1, 1, 100, 0, 50))
-    engine.admit()
-    assert list(engine.running) == [0] and len(engine._waiting) == 1
-    assert engine.cancel([1]) == [(1, [])]
-    assert engine.cancel([1]) == []
-    assert list(drive(engine)) == [0]
 
 
 @pytest.mark.parametrize("cancelled", [range(2), range(4), range(6)])

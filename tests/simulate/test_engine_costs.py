@@ -1,18 +1,26 @@
-"""Cost models: the roofline's limits, measured tables, memory."""
+"""Cost models of engines and trainers: limits of the roofline, measured tables, memory, padding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_async.config.load import build_simulation
+from megatron_async.config.load import build_simulation, merge
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
-from megatron_async.models.shape import SHAPES, shape_from_config
-from megatron_async.simulate.build import engine_costs, fitting_recompute, memory_of_trainer
+from megatron_async.launcher.derived import Machine, derive
+from megatron_async.models.shape import SHAPES
+from megatron_async.simulate.assumptions import assumptions
+from megatron_async.simulate.build import (
+    engine_costs,
+    fitting_recompute,
+    memory_of_trainer,
+    trainer_costs,
+)
 from megatron_async.simulate.engine_costs import (
     FORMAT,
     FORMAT_VERSION,
@@ -23,19 +31,18 @@ from megatron_async.simulate.engine_costs import (
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
     TrainerMemory,
-    activation_bytes,
     kv_capacity_tokens,
     offloaded_bytes,
     trainer_memory,
     trainer_state_bytes,
 )
 from megatron_async.simulate.recomputation import (
-    attention_bytes,
     by_work,
-    feed_forward_bytes,
     kept_bytes,
     recomputed_passes,
 )
+from megatron_async.simulate.trainer_costs import TrainerCosts
+from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
 PEAK = EfficiencyConfig(
     memory_bandwidth=1,
@@ -76,20 +83,6 @@ def test_small_batches_are_bound_by_memory_large_ones_by_compute() -> None:
     assert engine.decode(1)[1] == pytest.approx(SEVEN.kv_bytes_per_token / gpu.memory_bandwidth)
 
 
-def test_tensor_parallelism_divides_the_work_and_adds_communication() -> None:
-    gpu = DATA_SHEETS["H100"]
-    one, eight = (RooflineEngine(SEVEN, gpu, PEAK, tp, 10**6).decode(64) for tp in (1, 8))
-    assert one[0] / 8 < eight[0] < one[0]
-    assert eight[1] == pytest.approx(one[1] / 8)
-
-
-def test_prefill_grows_faster_than_its_tokens() -> None:
-    engine = RooflineEngine(SEVEN, DATA_SHEETS["A100"], PEAK, 1, 10**6)
-    short, long = (engine.prefill(n, n * n / 2) for n in (1000, 16000))
-    assert short == pytest.approx(2 * SEVEN.active_parameters * 1000 / 312e12, rel=0.05)
-    assert 16 * short < long < 32 * short
-
-
 def test_kv_capacity_is_what_weights_leave() -> None:
     left = 80e9 * 0.9 - 2 * SEVEN.parameters
     assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 0.0) == int(left // 57344)
@@ -126,26 +119,6 @@ def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:
     assert alone.optimizer_step == 4 * SEVEN.parameters / 2 == 16 * many.optimizer_step
     assert alone.peak == alone.state + alone.optimizer_step > alone.state + alone.activations
     assert many.peak == many.state + many.activations > many.state + many.optimizer_step
-
-
-def test_recomputation_saves_activations() -> None:
-    layout = ParallelConfig(ranks=2, tensor=2)
-    kept, recomputed = (
-        activation_bytes(SEVEN, layout, microbatch_tokens=16384, logit_tokens=0, recompute=r)
-        for r in ("none", "all")
-    )
-    assert recomputed < kept / 8
-
-
-def test_a_layer_keeps_norms_attention_and_feed_forward() -> None:
-    """Qwen2.5-7B: 28 heads of 128 in 3,584, 4 of them of keys, a width of 18,944."""
-    keys = 4 / 28
-    projected, rotated, output = 1 + 2 * keys, 1 + keys, 1
-    attention = 8 + 2 * (projected + rotated + output)
-    assert attention_bytes(SEVEN) == pytest.approx(attention)
-    assert feed_forward_bytes(SEVEN) == pytest.approx(6 * 18944 / 3584)
-    experts = SHAPES["qwen3-30b-a3b"]
-    assert feed_forward_bytes(experts) == pytest.approx(8 * (6 * 768 / 2048 + 4))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +186,6 @@ def test_a_measured_table_is_interpolated_and_continued() -> None:
     assert costs.prefill(300, 0.0) == pytest.approx(0.005)
 
 
-def test_a_request_whose_prompt_is_cached_still_costs_something() -> None:
-    costs = fit_engine_costs(table())
-    assert costs.prefill(0, 0.0) == pytest.approx(0.002)
-
-
 def test_one_context_a_batch_is_enough() -> None:
     decode = [{"batch": 4, "kv_tokens": 100, "seconds": 0.01}]
     assert fit_engine_costs(table(decode=decode)).decode(4) == pytest.approx((0.01, 0.0))
@@ -255,11 +223,58 @@ def test_a_missing_cost_model_is_named(tmp_path: Path) -> None:
         read_engine_costs(tmp_path / "nothing.yaml")
 
 
-def test_a_config_without_a_size_is_named() -> None:
-    with pytest.raises(UserError, match="hidden_size"):
-        shape_from_config({"num_attention_heads": 4}, Path("config.json"))
+H100 = Machine("cuda", "H100", 80e9)
 
 
-def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"engines\.tensor 1"):
-        engine_costs(build_simulation({"simulate": {"model": "llama-3-70b"}}))
+def costs(**simulate: object) -> TrainerCosts:
+    settings = {"model": "qwen2.5-0.5b", "gpu": {"name": "A100"}, **simulate}
+    return trainer_costs(build_simulation({"parallel": {"ranks": 1}, "simulate": settings}))
+
+
+def test_padding_goes_to_the_longest_of_the_batch_not_of_the_update() -> None:
+    padded = costs(padding="batch").batch_seconds([300, 100, 100, 200], 2)
+    assert padded == pytest.approx(costs().batch_seconds([300] * 4, 2))
+
+
+def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
+    simulated = {"trainer_seconds_per_update": 3.0, "extra_forward_passes": 2.0}
+    once = costs(**simulated)
+    thrice = replace(once, epochs=3)
+    without = costs(trainer_seconds_per_update=3.0)
+    passes = once.batch_seconds([100] * 4, 2) - without.batch_seconds([100] * 4, 2)
+    overhead = once.settings.efficiency.batch_overhead_seconds
+    trained = without.batch_seconds([100] * 4, 2) - overhead
+    expected = overhead + 3 * trained + passes
+    assert passes > 0 and thrice.batch_seconds([100] * 4, 2) == pytest.approx(expected)
+    config = build_simulation({"simulate": {"model": "qwen2.5-0.5b"}, "algorithm": {"epochs": 3}})
+    assert trainer_costs(config).epochs == 3
+
+
+def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
+    """Stages send in turn (tests/weight_sync/test_stages.py), each from one leader."""
+    simulated = {"model": "llama-3-70b", "gpu": {"name": "H100"}}
+
+    def update(**layout: object) -> TrainerCosts:
+        engines = {"count": 4, "tensor": 8}
+        return trainer_costs(
+            build_simulation({"parallel": layout, "engines": engines, "simulate": simulated})
+        )
+
+    alone = update(ranks=1)
+    for layout in ({"ranks": 16, "tensor": 8, "pipeline": 2}, {"ranks": 32, "pipeline": 4}):
+        assert update(**layout).publish_seconds == alone.publish_seconds
+    share = alone.settings.efficiency
+    sent = alone.publish_seconds - share.weight_update_overhead_seconds
+    assert sent == pytest.approx(2 * 70.55e9 / (alone.gpu.network * share.weight_update), rel=0.01)
+    assert SENDERS_AT_ONCE == 1, "count the links of all who send at once"
+
+
+def test_a_simulation_recomputes_what_a_start_would_choose() -> None:
+    model = {"simulate": {"model": "qwen2.5-7b"}, "parallel": {"ranks": 8, "tensor": 2}}
+    sizes = {"trainer": {"microbatch_tokens": 20480}}
+    config = build_simulation(merge(model, sizes))
+    assert trainer_costs(config).recompute == derive(config, H100).config.trainer.recompute
+    assert isinstance(trainer_costs(config).recompute, int)
+    assert f"trainer.recompute: {trainer_costs(config).recompute}" in assumptions(config)
+    given = build_simulation(merge(model, {"trainer": {"recompute": "none"}}))
+    assert trainer_costs(given).recompute == "none"

@@ -76,13 +76,6 @@ def test_open_episodes_beyond_the_slots_keep_these_busy_while_tools_run() -> Non
     assert busy(64) < 0.65
 
 
-def test_more_turns_and_slower_tools_make_longer_steps() -> None:
-    plain = simulate(build_simulation(settings("sync"))).step_seconds
-    for slower in ({"turns": 8}, {"tool_seconds": 3.0}):
-        changes = {"simulate": {"episode": slower}}
-        assert simulate(build_simulation(settings("sync", **changes))).step_seconds > 1.3 * plain
-
-
 def source(**changes: Any) -> EpisodeSource:
     drawn = SimulatedEpisodeConfig(**{**TOOLS, **changes})
     return EpisodeSource(drawn, LengthConfig(median=50), group_size=3, longest=90, seed=1)

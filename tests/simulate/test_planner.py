@@ -50,26 +50,6 @@ def test_the_estimate_is_near_the_simulation() -> None:
     assert best.step_seconds == pytest.approx(best.summary.step_seconds, rel=0.25)
 
 
-def test_a_model_that_needs_sharding_gets_it() -> None:
-    settings = merge(SEVEN, {"simulate": {"model": "llama-3-70b", "gpus": 64, "steps": 5}})
-    best = make_plan(settings, 1).candidates[0]
-    assert best.trainer.layout.tensor * best.trainer.layout.pipeline >= 8
-    assert best.engines.tensor >= 4
-
-
-def test_shared_gpus_have_runner_ups_too() -> None:
-    settings = merge(
-        SEVEN,
-        {
-            "schedule": {"preset": "copris"},
-            "simulate": {"placement": "colocated", "offload": True, "steps": 6},
-        },
-    )
-    plan = make_plan(settings, 3)
-    assert len(plan.candidates) == 3
-    assert {c.trainer.layout.ranks for c in plan.candidates} == {16}
-
-
 def test_a_lag_bound_limits_the_requests_in_flight() -> None:
     settings = merge(
         SEVEN,
@@ -122,31 +102,6 @@ def test_plan_compares_all_schedules_when_the_file_names_none() -> None:
     assert {c.config.schedule.preset for c in asked.candidates} == {"sync", "pipeline"}
 
 
-def test_plan_prefers_the_simpler_layout_when_speeds_are_within_two_percent() -> None:
-    settings = merge(
-        SEVEN,
-        {
-            "sampling": {"max_new_tokens": 16384},
-            "schedule": {"preset": "copris", "groups_per_batch": 64},
-            "simulate": {"model": "llama-3-70b", "gpus": 32, "lengths": {"median": 4096}},
-        },
-    )
-    settings = merge(settings, {"simulate": {"placement": "colocated", "offload": True}})
-    candidates = make_plan(settings, 9).candidates
-    best = candidates[0]
-    as_fast = [
-        other
-        for other in candidates
-        if other.summary and best.summary and other.complexity < best.complexity
-    ]
-    assert len(candidates) > 1 and best.summary is not None
-    for other in as_fast:
-        assert other.summary is not None
-        assert other.summary.tokens_per_second < 0.98 * best.summary.tokens_per_second
-    fastest = max(c.summary.tokens_per_second for c in candidates if c.summary)
-    assert best.summary.tokens_per_second >= 0.98 * fastest
-
-
 @pytest.mark.parametrize("preset", ["pipeline", "copris"])
 def test_plan_prints_settings_that_a_run_accepts(preset: str) -> None:
     [best, *_] = make_plan(merge(SEVEN, {"simulate": {"gpus": 8}}), 1, [preset]).candidates
@@ -180,13 +135,6 @@ def test_overlap_on_shared_gpus_is_refused() -> None:
     plan = make_plan(settings, 1, ["all"])
     assert {c.config.schedule.preset for c in plan.candidates} == {"sync", "rapid", "copris"}
     assert len(plan.unusable) == 2
-
-
-def test_one_gpu_is_shared_when_nothing_else_is_possible() -> None:
-    one = {"model": "qwen2.5-0.5b", "gpus": 1}
-    plan = make_plan(merge(SEVEN, {"simulate": one}), 1, ["all"])
-    assert {c.config.simulate.placement for c in plan.candidates} == {"colocated"}
-    assert not any(c.refused for c in plan.candidates)
 
 
 def test_plans_that_a_run_refuses_come_last() -> None:

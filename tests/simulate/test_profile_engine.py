@@ -12,7 +12,6 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.simulate.engine_costs import fit_engine_costs
 from megatron_async.simulate.profile_engine import (
     Arrival,
-    EngineProfiler,
     Load,
     decode_seconds,
     profile,
@@ -32,13 +31,6 @@ def test_decode_time_is_per_step_while_all_run() -> None:
     seconds, middle = decode_seconds(together)
     assert seconds == pytest.approx(0.01)
     assert 20 < middle < 50
-
-
-def test_time_before_the_last_request_started_does_not_count() -> None:
-    alone = [Arrival(0.001 * n, n) for n in range(1, 33)]
-    crowded = [Arrival(0.032 + 0.01 * n, 32 + n) for n in range(1, 33)]
-    late = [Arrival(0.032 + 0.01 * n, n) for n in range(1, 40)]
-    assert decode_seconds([alone + crowded, late])[0] == pytest.approx(0.01)
 
 
 def test_requests_that_never_ran_together_are_refused() -> None:
@@ -65,39 +57,6 @@ def test_costs_under_load_are_never_negative() -> None:
     short, long = Load(40, 1.0, 100, 100, 0.0), Load(40, 3.0, 100, 200, 0.0)
     assert request_seconds(short, long, 0.0) == 0.0
     assert short.step_seconds(1.0, 0.0) == 0.0
-
-
-def test_a_load_counts_only_while_every_client_has_a_request() -> None:
-    model = SimulatedEngineModel(step_seconds=0.004, seconds_per_request=0.0, stream_interval=4)
-
-    async def measure() -> Load:
-        engine = SimulatedEngine(model=model)
-        try:
-            return await EngineProfiler(engine, 32).load(8, 16, 16)
-        finally:
-            await engine.close()
-
-    measured = asyncio.run(measure())
-    assert measured.requests >= 64
-    assert measured.kv_tokens == 8 * 32
-    # eight tokens a step and no more; what comes on top of the steps depends on the machine
-    assert measured.seconds >= 0.9 * measured.tokens / 8 * 0.004
-    assert 0.4 < measured.tokens / measured.requests / 16 < 2.5
-
-
-@pytest.mark.parametrize("batch", [1, 8])
-def test_a_decode_step_at_rest(batch: int) -> None:
-    model = SimulatedEngineModel(step_seconds=0.002, seconds_per_request=0.0005, stream_interval=4)
-
-    async def measure() -> dict[str, float]:
-        engine = SimulatedEngine(model=model)
-        try:
-            return await EngineProfiler(engine, 32).decode(batch, 16)
-        finally:
-            await engine.close()
-
-    # sleeping never takes less than asked for; how much more depends on the machine
-    assert asyncio.run(measure())["seconds"] >= 0.95 * (0.002 + 0.0005 * batch)
 
 
 def test_the_whole_cost_model_of_an_engine() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +9,10 @@ import pytest
 from megatron_async.config.load import build_simulation, merge
 from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
-from megatron_async.scheduler.record import Recorder, read_record, replay
+from megatron_async.scheduler.record import Recorder
 from megatron_async.simulate.build import build_world, simulate
 from megatron_async.simulate.statistics import BatchLag, Statistics
 from megatron_async.simulate.world import World
-from megatron_async.trajectory.types import PolicyVersion
 
 SMALL: dict[str, Any] = {
     "parallel": {"ranks": 2},
@@ -95,76 +92,10 @@ def test_the_lag_bound_holds(level: int) -> None:
         assert max(lag.lag_max for lag in world.statistics.lags) > 0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_lag_in_samples_is_that_in_versions_times_the_batch(preset: str) -> None:
-    """All batches are of one size here."""
-    settings = config(preset)
-    summary = simulate(settings)
-    size = settings.schedule.groups_per_batch * settings.schedule.group_size
-    assert summary.lag_samples_max == size * summary.lag_max
-    stays_on_policy = preset in ("sync", "rapid")
-    assert (summary.lag_samples_mean == 0) == stays_on_policy
-    assert summary.lag_samples_mean <= summary.lag_samples_max
-
-
-def test_kept_and_recomputed_caches_differ() -> None:
-    keep, recompute = (
-        simulate(build_simulation(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))
-        for kv in ("keep", "recompute")
-    )
-    assert keep.recomputed == 0
-    assert recompute.recomputed == recompute.recomputed_at_update > 0
-
-
-def test_a_full_cache_shows_as_preemption_and_by_name() -> None:
-    tight = {"kv_capacity_tokens": 6000, "load_report_seconds": 0.5, "admission_reserve_tokens": 0}
-    base = merge(SMALL, {"simulate": tight})
-    few, many = (
-        simulate(
-            build_simulation(merge(base, {"schedule": {"preset": "pipeline", "concurrency": n}}))
-        )
-        for n in (4, 160)
-    )
-    assert few.recomputed_at_preemption == 0
-    assert many.recomputed_at_preemption > 0.1
-    assert "recomputation_storm" in many.warnings
-
-
 def test_busy_and_idle_add_up_on_shared_gpus() -> None:
     summary = simulate(config("copris", placement="colocated", offload=True))
     step = summary.rollout_seconds + summary.train_seconds + summary.update_seconds
     assert step == pytest.approx(summary.step_seconds, rel=1e-6)
-
-
-def test_generation_and_training_overlap_only_where_the_schedule_asks_for_it() -> None:
-    base = {"trainer_seconds_per_token": 2e-4, "warmup_steps": 6, "steps": 16}
-    whole = {name: simulate(config(name, **base)) for name in ("copris", "pipeline")}
-    assert whole["copris"].step_seconds > whole["copris"].train_seconds * 1.05
-    assert whole["pipeline"].trainer_idle < 0.05
-
-
-def test_a_recorded_simulation_replays(tmp_path: Path) -> None:
-    settings = config("async")
-    stream = io.StringIO()
-    recorder = Recorder(stream, settings.schedule, first_step=0, version=PolicyVersion(0, 0))
-    run(settings, recorder)
-    path = tmp_path / "0.jsonl"
-    path.write_text(stream.getvalue())
-    assert replay(path) is None
-    _, exchanges = read_record(path)
-    assert sum(1 for _ in exchanges) > 1000
-
-
-def test_dynamic_sampling_filters_and_counts_the_waste() -> None:
-    settings = merge(SMALL, {"schedule": {"preset": "copris", "dynamic_sampling": True}})
-    summary = simulate(build_simulation(settings))
-    assert summary.dropped["filtered"] > 0
-    assert 0.1 < summary.wasted < 0.9
-
-
-def test_overlap_on_shared_gpus_is_refused() -> None:
-    with pytest.raises(UserError, match=r"schedule\.overlap true .* colocated"):
-        build_world(config("pipeline", placement="colocated"))
 
 
 def test_unequal_shared_gpus_are_refused() -> None:

@@ -109,6 +109,13 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
         task_of(tmp_path, None, path=str(path))
 
 
+def sft(folder: Path, *rows: dict[str, Any]) -> FileConfig:
+    """A file of these demonstrations."""
+    path = folder / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FileConfig(path=str(path))
+
+
 TALK = [
     {"role": "user", "content": "2+2"},
     {"role": "assistant", "content": "(hm)4"},
@@ -132,11 +139,11 @@ def learned(task: TextTask, file: FileConfig) -> list[tuple[str, str]]:
 
 def test_of_a_conversation_the_assistants_turns_are_learned(tmp_path: Path) -> None:
     task = task_of(tmp_path)
-    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    ((text, kept),) = learned(task, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    file = sft(tmp_path, {"messages": TALK})
+    ((text, kept),) = learned(task, file)
     assert kept == "(hm)4<eos>5<eos>"
     assert text == ("<user>2+2<eos>\n<assistant>(hm)4<eos>\n<user>and 1<eos>\n<assistant>5<eos>")
-    (example,) = task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    (example,) = task.worked_examples(10, file)
     assert example.response_ids[-1] == EOS_ID
 
 
@@ -168,9 +175,8 @@ def test_calls_and_thoughts_are_learned(
     tmp_path: Path, call: dict[str, Any], content: dict[str, Any]
 ) -> None:
     task = task_of(tmp_path, SHOWS_ALL)
-    file = tmp_path / "sft.jsonl"
-    file.write_text(json.dumps({"messages": calling(call, **content)}) + "\n")
-    ((_, kept),) = learned(task, FileConfig(path=str(file)))
+    file = sft(tmp_path, {"messages": calling(call, **content)})
+    ((_, kept),) = learned(task, file)
     assert kept == f'{content.get("content") or ""}[mul {{"a": 2}}]<eos>(so)4<eos>'
 
 
@@ -180,15 +186,6 @@ def test_a_prompt_keeps_the_calls_and_thoughts_of_its_messages(tmp_path: Path) -
     path.write_text(json.dumps({"prompt": messages, "answer": 2}) + "\n")
     text = prompt_of(task_of(tmp_path, SHOWS_ALL, path=str(path)))
     assert '<assistant>[mul {"a": 2}]<eos>' in text and "<assistant>(so)4<eos>" in text
-
-
-def test_calls_in_parquet_lose_the_fields_that_they_do_not_have(tmp_path: Path) -> None:
-    messages = calling(CALL)
-    columns = [{"messages": [{**dict.fromkeys(("tool_calls", "content")), **m} for m in messages]}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / "sft.parquet")
-    task = task_of(tmp_path, SHOWS_ALL)
-    ((_, kept),) = learned(task, FileConfig(path=str(tmp_path / "sft.parquet")))
-    assert kept == '[mul {"a": 2}]<eos>(so)4<eos>'
 
 
 @pytest.mark.parametrize(
@@ -205,11 +202,10 @@ def test_a_field_that_the_template_leaves_out_is_refused_by_name(
     tmp_path: Path, name: str, value: Any
 ) -> None:
     talk = [TALK[0], {"role": "assistant", "content": "4", name: value}]
-    file = tmp_path / "sft.jsonl"
-    file.write_text(json.dumps({"messages": talk}) + "\n")
+    file = sft(tmp_path, {"messages": talk})
     task = task_of(tmp_path, TEMPLATE.replace("<", "<thinking ", 1))
     with pytest.raises(UserError, match=rf"sft.jsonl:1: .*`{name}`, which the chat template of"):
-        task.worked_examples(1, FileConfig(path=str(file)))
+        task.worked_examples(1, file)
     prompts = tmp_path / "chat.jsonl"
     prompts.write_text(json.dumps({"prompt": [*talk, TALK[2]], "answer": 2}) + "\n")
     with pytest.raises(UserError, match=rf"chat.jsonl:1: .*`{name}`, which the chat template of"):
@@ -227,10 +223,9 @@ def test_a_field_that_the_template_leaves_out_is_refused_by_name(
 )
 def test_calls_that_cannot_be_read_are_refused(tmp_path: Path, calls: Any, sentence: str) -> None:
     talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-    file = tmp_path / "sft.jsonl"
-    file.write_text(json.dumps({"messages": talk}) + "\n")
+    file = sft(tmp_path, {"messages": talk})
     with pytest.raises(UserError, match=f"sft.jsonl:1, .*message 2: {sentence}"):
-        task_of(tmp_path, SHOWS_ALL).worked_examples(1, FileConfig(path=str(file)))
+        task_of(tmp_path, SHOWS_ALL).worked_examples(1, file)
 
 
 def test_objects_in_parquet_have_no_fields_of_other_objects(tmp_path: Path) -> None:
@@ -251,8 +246,8 @@ def test_objects_in_parquet_have_no_fields_of_other_objects(tmp_path: Path) -> N
 
 def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
     talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
-    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
-    ((_, kept),) = learned(task_of(tmp_path), FileConfig(path=str(tmp_path / "sft.jsonl")))
+    file = sft(tmp_path, {"messages": talk})
+    ((_, kept),) = learned(task_of(tmp_path), file)
     assert kept == "5<eos>"
 
 
@@ -260,8 +255,8 @@ def test_tools_that_the_template_does_not_use_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"messages": TALK[:2], "tools": [{"type": "function"}]}
-    (tmp_path / "sft.jsonl").write_text(2 * (json.dumps(row) + "\n"))
-    task_of(tmp_path).worked_examples(2, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    file = sft(tmp_path, row, row)
+    task_of(tmp_path).worked_examples(2, file)
     assert caplog.text.count("the chat template of model.path leaves out `tools`") == 1
     assert "sft.jsonl:1" in caplog.text
 
@@ -271,40 +266,38 @@ def test_tools_reach_the_template_as_schemas(tmp_path: Path, as_text: bool) -> N
     tools = [{"type": "function", "function": {"name": "mul"}}]
     template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + TEMPLATE
     row = {"messages": TALK[:2], "tools": json.dumps(tools) if as_text else tools}
-    file = tmp_path / "sft.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    ((text, _),) = learned(task_of(tmp_path, template), FileConfig(path=str(file)))
+    file = sft(tmp_path, row)
+    ((text, _),) = learned(task_of(tmp_path, template), file)
     assert text.startswith("mul;<user>")
-    file.write_text(json.dumps({**row, "tools": "[1]"}) + "\n")
+    file = sft(tmp_path, {**row, "tools": "[1]"})
     with pytest.raises(UserError, match=r"`tools` is \[1\]; it must be a list of JSON schemas"):
-        task_of(tmp_path, template).worked_examples(1, FileConfig(path=str(file)))
+        task_of(tmp_path, template).worked_examples(1, file)
 
 
 def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_path: Path) -> None:
     task = task_of(tmp_path, FORGETFUL)
-    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    file = sft(tmp_path, {"messages": TALK})
     with pytest.raises(UserError, match=r"sft.jsonl:1: .* does not show message 2 as it"):
-        task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": TALK[:2]}) + "\n")
-    assert learned(task, FileConfig(path=str(tmp_path / "one.jsonl")))[0][1] == "(hm)4<eos>"
+        task.worked_examples(10, file)
+    assert learned(task, sft(tmp_path, {"messages": TALK[:2]}))[0][1] == "(hm)4<eos>"
 
 
 def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
-    row = {"question": "2+2", "answer": "2+2=4\n#### 4"}
-    (tmp_path / "sft.jsonl").write_text(json.dumps(row) + "\n")
+    file = sft(tmp_path, {"question": "2+2", "answer": "2+2=4\n#### 4"})
     task = task_of(tmp_path, None)
-    file = FileConfig(path=str(tmp_path / "sft.jsonl"), layout="gsm8k")
-    assert learned(task, file) == [("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")]
+    assert learned(task, file.model_copy(update={"layout": "gsm8k"})) == [
+        ("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")
+    ]
     with pytest.raises(UserError, match=r"sft\.data .*:1: there is no column `response`"):
-        task.worked_examples(10, FileConfig(path=file.path))
+        task.worked_examples(10, file)
 
 
 def test_held_out_questions_are_not_learned(tmp_path: Path) -> None:
     lines = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(200)]
     lines += [{"messages": [{"role": "user", "content": one["prompt"]}, TALK[1]]} for one in lines]
-    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = sft(tmp_path, *lines)
     task = task_of(tmp_path, heldout=0.25)
-    examples = task.worked_examples(400, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    examples = task.worked_examples(400, file)
     assert 240 < len(examples) < 360
     prompts = {TOKENIZER.decode(e.prompt_ids.tolist()) for e in examples}
     assert len(prompts) == len(examples) / 2  # both forms of a question are on the same side
@@ -320,8 +313,8 @@ def test_a_held_out_conversation_is_not_learned_in_another_form(tmp_path: Path) 
     ]
     texts = []
     for rows in forms:
-        (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        examples = task.worked_examples(200, FileConfig(path=str(tmp_path / "sft.jsonl")))
+        file = sft(tmp_path, *rows)
+        examples = task.worked_examples(200, file)
         ids = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
         texts.append({TOKENIZER.decode(one.tolist()) for one in ids})
     assert 60 < len(texts[1]) < len(texts[0]) < 180

@@ -114,10 +114,5 @@ def test_another_split_is_a_changed_setting_and_no_changed_file(tmp_path: Path) 
     assert data_changes(before, now) == []
 
 
-def test_another_path_is_a_changed_setting_and_no_changed_file(tmp_path: Path) -> None:
-    before = data_identity(config_of(tmp_path))
-    assert data_changes(before, data_identity(config_of(tmp_path / "new"), before)) == []
-
-
 def test_a_task_without_files_has_none(tmp_path: Path) -> None:
     assert data_identity(build_config({})) == {}

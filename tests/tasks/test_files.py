@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tracemalloc
 from collections import Counter
@@ -100,16 +99,6 @@ def test_what_the_datasets_library_saved_is_read_without_it() -> None:
     assert train.where(45).endswith("train/data-00001-of-00002.arrow, row 6")
 
 
-def test_a_large_parquet_file_is_mapped_and_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_parquet(tmp_path / "large.parquet", SUMS)
-    whole = FileProblems(config(path))
-    monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
-    mapped = FileProblems(config(path))
-    assert questions(mapped, 0, 100) == questions(whole, 0, 100)
-
-
 def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +160,24 @@ def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
     for split, sentence in [("", "has several splits"), ("dev", "has no split 'dev'")]:
         with pytest.raises(UserError, match=f"{sentence}: set split to one of test, train"):
             ProblemFile(FileConfig(path=str(tmp_path), split=split), "eval.sets.held.path")
+
+
+def test_both_sides_together_are_the_file(tmp_path: Path) -> None:
+    problems = FileProblems(config(write_jsonl(tmp_path / "s.jsonl", SUMS), heldout_share=0.3))
+    train = set(questions(problems, 0, 300))
+    with pytest.raises(UserError, match="has only") as caught:
+        problems.heldout(101)
+    heldout_size = int(str(caught.value).partition("has only ")[2].split()[0])
+    assert len(train) + heldout_size == len(SUMS)
+    assert not train & {p.question for p in problems.heldout(heldout_size)}
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.path .*nowhere.* cannot be read"):
+        FileProblems(config(tmp_path / "nowhere"))
+    (tmp_path / "empty").write_text("\n\n")
+    with pytest.raises(UserError, match="holds no lines"):
+        FileProblems(config(tmp_path / "empty"))
 
 
 def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
@@ -284,15 +291,6 @@ def test_a_solution_without_a_closed_box_is_refused_by_line(tmp_path: Path, solu
         FileProblems(config(path, layout="math", heldout_share=0))
 
 
-def test_what_a_reward_of_code_or_proofs_needs_is_metadata(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "mbpp.jsonl", [MBPP])
-    problem = FileProblems(config(path, layout="mbpp_plus", heldout_share=0)).train(0)
-    assert problem.payload["metadata"]["test"] == "assert f(3) == 3"
-    path = write_jsonl(tmp_path / "minif2f.jsonl", [MINIF2F])
-    problem = FileProblems(config(path, layout="minif2f", heldout_share=0)).train(0)
-    assert problem.payload["metadata"]["header"] == "import Mathlib\n\n"
-
-
 def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
     row = {"q": "1+1", "gold": {"value": 2, "level": 3}, "p": 5}
     path = write_jsonl(tmp_path / "own.jsonl", [row])
@@ -312,7 +310,16 @@ def asked(role: str, content: Any) -> dict[str, Any]:
     ("row", "sentence"),
     [
         ({"question": "x", "answer": "1"}, r"there is no column `prompt` among \['answer', 'quest"),
+        ({"prompt": ["x"], "answer": "1"}, "`prompt` must be a text or a number"),
         ({"prompt": "x", "answer": True}, "`answer` must be a text or a number, got True"),
+        ({"prompt": "x", "answer": " "}, "`answer` is empty"),
+        ({**SUMS[0], "priority": "high"}, "`priority` must be a whole number, got 'high'"),
+        ({**SUMS[0], "priority": True}, "`priority` must be a whole number, got True"),
+        ({**SUMS[0], "priority": 1.5}, "`priority` must be a whole number, got 1.5"),
+        (
+            {**SUMS[0], "priority": 1000001},
+            "`priority` must be between -1000000 and 1000000, got 1000001",
+        ),
         (
             {
                 "prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}],
@@ -368,13 +375,6 @@ def test_columns_whose_names_contain_binary_are_read(tmp_path: Path, extra: Any)
 def test_columns_of_bytes_are_refused_at_any_depth(tmp_path: Path, column: Any) -> None:
     path = write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "answer": "y", "z": column}])
     with pytest.raises(UserError, match=r"column 'z' holds .*binary"):
-        FileProblems(config(path))
-
-
-def test_columns_of_images_are_refused(tmp_path: Path) -> None:
-    row = {"prompt": "what is this", "answer": "a cat", "image": {"bytes": b"\x89PNG", "path": "a"}}
-    path = write_parquet(tmp_path / "images.parquet", [row])
-    with pytest.raises(UserError, match=r"column 'image' holds .*binary.*such as images"):
         FileProblems(config(path))
 
 
@@ -461,11 +461,3 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=sentence):
             DataConfig.model_validate(given_)
-
-
-def test_an_order_does_not_depend_on_how_far_it_was_read(tmp_path: Path) -> None:
-    problems = FileProblems(config(write_jsonl(tmp_path / "s.jsonl", SUMS), heldout_share=0.2))
-    forwards = questions(problems, 0, 160)
-    backwards = [problems.train(i).question for i in reversed(range(160))]
-    assert forwards == list(reversed(backwards))
-    assert all(a != b for a, b in itertools.pairwise(forwards[:70]))

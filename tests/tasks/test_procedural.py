@@ -1,8 +1,9 @@
-"""Procedural tasks: a fixed order, a held-out side that training cannot reach, honest scores."""
+"""Procedural tasks and seeds: fixed orders, unreachable held-out sides, honest scores."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -11,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async.config import build_config
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import is_heldout
-from megatron_async.tasks.chain_sum import ChainSums
+from megatron_async.tasks.build import build_source
+from megatron_async.tasks.chain_sum import (
+    ChainSums,
+    chain_sum_direct,
+    chain_sum_full,
+)
 from megatron_async.tasks.procedural import ProceduralProblems, ProceduralScorer
 from tests.wanted import needs
 
@@ -170,7 +177,6 @@ def test_other_tasks_work_without_worked_answers() -> None:
         ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"params": {"min_terms": 0}}, "min_terms must be at least 1, got 0"),
         ({"kind": "reasoning_gym"}, r"task\.name is empty"),
-        ({"params": {"max_digits": 5000}}, "max_digits must be at most 1000, got 5000"),
         ({"params": {"max_digits": "3"}}, "max_digits must be an integer, got '3'"),
         pytest.param(
             {
@@ -181,6 +187,7 @@ def test_other_tasks_work_without_worked_answers() -> None:
             "max_terms must be >= min_terms",
             marks=needs_reasoning_gym,
         ),
+        ({"params": {"direct_share": 1.7}}, r"direct_share must be from 0 to 1, got 1\.7"),
         ({"params": {"seed": 5}}, "may not set 'seed'"),
         ({"params": {"mixture": []}}, r"task\.params\.mixture must be a list"),
         ({"params": {"mixture": [{"min_terms": 2}]}}, "needs a positive `weight`"),
@@ -197,6 +204,83 @@ def test_too_few_held_out_problems_are_reported() -> None:
         ProceduralProblems(tiny).heldout(50)
 
 
-def test_a_problems_metadata_reaches_its_scorer() -> None:
-    problem = PROBLEMS.train(3)
-    assert problem.payload["metadata"]["expression"] in problem.question
+NUMBERS = st.integers(0, 999)
+CHAINS = st.tuples(NUMBERS, st.lists(st.tuples(st.sampled_from("+-"), NUMBERS), max_size=20))
+
+
+def _text(chain: tuple[int, list[tuple[str, int]]]) -> str:
+    head, steps = chain
+    return " ".join([str(head), *(f"{op} {number}" for op, number in steps)])
+
+
+@given(CHAINS)
+def test_every_step_is_true_and_the_last_is_the_answer(
+    chain: tuple[int, list[tuple[str, int]]],
+) -> None:
+    expression = _text(chain)
+    steps, _, answer = chain_sum_full(expression).partition("#")
+    written = [step for step in steps.split(";") if step]
+    assert len(written) == len(chain[1])
+    for step in written:
+        left, _, right = step.partition("=")
+        assert eval(left) == int(right)
+    assert int(answer) == eval(re.sub(r"\b0+(\d)", r"\1", expression))
+
+
+def test_the_forms_are_the_documented_ones() -> None:
+    assert chain_sum_full("4 - 1 + 2") == "4-1=3;3+2=5#5"
+    assert chain_sum_direct("4 - 1 + 2") == "#5"
+    assert chain_sum_full("7") == "#7"
+
+
+@pytest.mark.parametrize("text", ["", "-1 + 2", "3 * 4", "1 + ", "1 + x"])
+def test_what_is_no_chain_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a chain of sums"):
+        chain_sum_full(text)
+
+
+def test_the_share_of_direct_answers_is_the_one_asked_for() -> None:
+    sums = ChainSums(seed=1, direct_share=0.3)
+    texts = [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
+    assert set(texts) == {"#5", "4-1=3;3+2=5#5"}
+    assert 0.27 < texts.count("#5") / 4000 < 0.33
+    assert texts == [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
+
+
+def test_the_scorer_gives_every_worked_answer_full_score() -> None:
+    config = TaskConfig(answer_marker="#", params={"direct_share": 0.3})
+    scorer = ProceduralScorer(config)
+    for problem, text in ProceduralProblems(config).worked(300):
+        assert scorer.score(problem.payload, text)[0] == 1.0
+
+
+def test_rows_are_seeds_and_none_is_on_both_sides() -> None:
+    source = build_source(TaskConfig(kind="seeds", heldout_share=0.3))
+    again = build_source(TaskConfig(kind="seeds", heldout_share=0.3))
+    train = [source.train(index) for index in range(300)]
+    heldout = source.heldout(100)
+    assert [again.train(index) for index in range(300)] == train
+    assert again.heldout(100) == heldout
+    seeds = [{problem.payload["metadata"]["seed"] for problem in side} for side in (train, heldout)]
+    assert len(seeds[0]) == 300
+    assert len(seeds[1]) == 100
+    assert not seeds[0] & seeds[1]
+    assert source.counts(7) == (None, 7)
+
+
+def test_seeds_have_no_end() -> None:
+    with pytest.raises(UserError, match="has no end of them"):
+        build_source(TaskConfig(kind="seeds")).heldout(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"task": {"kind": "seeds"}}, "set environment.name"),
+        ({"environment": {"name": "Guess"}}, "environment.name is 'Guess'; it must be"),
+        ({"episode": {"max_turns": 3}}, "episode.max_turns is set and"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_config(settings)

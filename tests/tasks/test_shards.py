@@ -75,12 +75,6 @@ def test_a_split_with_a_missing_or_compressed_shard_is_refused(
         names_in(folder_of(tmp_path, *names))
 
 
-def test_a_compressed_file_is_refused_by_name(tmp_path: Path) -> None:
-    file = folder_of(tmp_path, "train.jsonl.gz") / "train.jsonl.gz"
-    with pytest.raises(UserError, match=r"train\.jsonl\.gz is compressed; decompress it"):
-        open_rows(str(file), "", "task.path")
-
-
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     hidden = [".cache/huggingface/train.jsonl", ".train.jsonl", "a/.ipynb_checkpoints/x.json"]
     assert names_in(folder_of(tmp_path, "train.jsonl", *hidden)) == ["train.jsonl"]

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_async.config.data import FileConfig
 from megatron_async.config.evaluation import EvalConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.tasks import build_task
-from megatron_async.tasks.base import Problem
 from megatron_async.tasks.text_task import load_tokenizer, response_text
 
 TOKENIZER = character_tokenizer()
@@ -50,12 +48,6 @@ def test_prompts_are_the_template_in_tokens(model: str) -> None:
     assert task.stop_token_ids == (EOS_ID,)
 
 
-def test_a_resumed_position_asks_what_an_uninterrupted_run_asks(model: str) -> None:
-    whole = build_task(_config(), model).train_prompts(0, 30)
-    resumed = build_task(_config(), model).train_prompts(17, 13)
-    assert [p.payload for p in resumed] == [p.payload for p in whole[17:]]
-
-
 def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> None:
     task = build_task(_config(), model)
     for example in task.worked_examples(20):
@@ -63,25 +55,6 @@ def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> Non
         response = TOKENIZER.decode(example.response_ids[:-1].tolist())
         assert example.response_ids[-1] == EOS_ID
         assert int(response.rpartition("#")[2]) == eval(prompt.rstrip("="))
-
-
-def test_worked_examples_can_come_from_a_file(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "sft.jsonl"
-    path.write_text(json.dumps({"prompt": "1+1", "response": "2"}) + "\n")
-    task = build_task(_config(prompt_template="{question}"), model)
-    (example,) = task.worked_examples(10, FileConfig(path=str(path)))
-    assert TOKENIZER.decode(example.prompt_ids.tolist()) == "1+1"
-    assert example.response_ids.tolist() == [*TOKENIZER.encode("2"), EOS_ID]
-
-
-def test_a_prompt_is_as_urgent_as_its_line_in_the_file(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"prompt": "1+1", "answer": 2, "priority": -4}) + "\n")
-    config = _config(
-        kind="files", name="exact", path=str(path), params={}, prompt_template="{question}"
-    )
-    (prompt,) = build_task(config, model).train_prompts(0, 1)
-    assert prompt.priority == -4
 
 
 def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path) -> None:
@@ -99,11 +72,6 @@ def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path
     assert chat.stop_token_ids == (EOS_ID, 5)
     plain = build_task(_config(chat_template="never"), str(tmp_path))
     assert "<user>" not in TOKENIZER.decode(plain.train_prompts(0, 1)[0].token_ids.tolist())
-
-
-def test_a_template_that_does_not_fit_is_refused_at_the_start(model: str) -> None:
-    with pytest.raises(UserError, match=r"prompt_template '\{expr\}=' does not fit.*question"):
-        build_task(_config(prompt_template="{expr}="), model)
 
 
 def test_code_that_a_model_directory_brings_along_is_never_run(tmp_path: Path) -> None:
@@ -143,11 +111,6 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
-        build_task(_config(), str(tmp_path))
-
-
 def _file_of(folder: Path, questions: list[str], **changes: Any) -> TaskConfig:
     path = folder / "questions.jsonl"
     rows = [json.dumps({"prompt": question, "answer": 1}) for question in questions]
@@ -167,11 +130,6 @@ def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
     assert "sampling.max_new_tokens 100 is more than the 160" in str(refused.value)
 
 
-def test_it_may_be_dropped_instead_when_its_turn_comes(tmp_path: Path, model: str) -> None:
-    config = _file_of(tmp_path, ["1+1=", "2" * 70], long_prompts="drop")
-    build_task(config, model).check_lengths(160, 100)
-
-
 def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_line(
     tmp_path: Path, model: str
 ) -> None:
@@ -187,36 +145,11 @@ def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_li
     build_task(config, model, evaluation).check_evaluation(0, "held", 69)
 
 
-def test_a_held_out_prompt_that_no_engine_takes_is_refused_by_its_line(
-    tmp_path: Path, model: str
-) -> None:
-    config = _file_of(tmp_path, [f"{i}+1=" for i in range(40)], heldout_share=0.5)
-    task = build_task(config, model)
-    task.check_evaluation(3, "heldout", 5)
-    with pytest.raises(UserError, match=r"questions\.jsonl:\d+: the prompt has [45] tokens"):
-        task.check_evaluation(3, "heldout", 3)
-
-
 def test_of_problems_without_end_the_first_is_looked_at(model: str) -> None:
     task = build_task(_config(), model)
     task.check_lengths(160, 100)
     with pytest.raises(UserError, match="problem 0: the prompt has"):
         task.check_lengths(101, 100)
-
-
-def test_only_what_may_be_too_long_is_tokenized(tmp_path: Path, model: str) -> None:
-    """A token is at least a byte."""
-    task = build_task(_file_of(tmp_path, [f"{i}+1=" for i in range(50)] + ["5" * 58]), model)
-    tokenized = []
-    encode = task.prompt_ids  # type: ignore[attr-defined]
-
-    def noted(problem: Problem) -> Any:
-        tokenized.append(problem.question)
-        return encode(problem)
-
-    task.prompt_ids = noted  # type: ignore[attr-defined]
-    task.check_lengths(160, 100)
-    assert tokenized == ["5" * 58]
 
 
 MARKS = ["<think>", "</think>", "<tool_call>"]
@@ -235,12 +168,3 @@ def test_a_response_keeps_all_but_its_end_and_padding_tokens(
         assert response_text(tokenizer, [*ids, *end], (EOS_ID,)) == written
     skipped = response_text(tokenizer, [*ids, EOS_ID], (EOS_ID,), skip_special=True)
     assert skipped == ("345" if marks else written)
-
-
-def test_a_setting_leaves_special_tokens_out_of_responses(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.save_pretrained(tmp_path)
-    ids = tokenizer.encode("<think>3</think>4", add_special_tokens=False)
-    assert build_task(_config(), str(tmp_path)).text(ids) == "<think>3</think>4"
-    assert build_task(_config(skip_special_tokens=True), str(tmp_path)).text(ids) == "34"
