@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import schedules, versus_trl
-from benchmarks.reporting import append, command_line, missing, read, spread, table
+from benchmarks.reporting import append, command_line, missing, read
 
 
 def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
@@ -19,16 +19,6 @@ def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
     wanted = [{"seed": seed, "sizes": {"steps": steps}} for seed in (1, 2) for steps in (8, 16)]
     append(file, {**wanted[1], "seconds": 3.5})
     assert missing(wanted, read(file)) == [wanted[0], wanted[2], wanted[3]]
-
-
-def test_a_table_has_a_cell_for_each_column() -> None:
-    assert table("a | b", [(1, "x"), (2, "y")]) == "| a | b |\n|---|---|\n| 1 | x |\n| 2 | y |"
-
-
-def test_a_range_is_shown_where_there_are_several_values() -> None:
-    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
-    assert spread([1234.4], 0) == "1,234"
-    assert spread([]) == "-"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +32,6 @@ def test_a_range_is_shown_where_there_are_several_values() -> None:
 def test_the_result_file_is_left_out(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/store.py", *given])
     assert command_line("benchmarks.store") == "python -m benchmarks.store --steps 8 --full"
-
-
-def test_what_a_shell_would_read_otherwise_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--name", "two words"])
-    assert command_line("benchmarks.store") == "python -m benchmarks.store --name 'two words'"
 
 
 def versus_row(system: str, seed: int, step: float, accuracies: list[float]) -> dict[str, Any]:
@@ -76,12 +61,6 @@ def test_systems_are_compared_seed_by_seed() -> None:
     trl = next(line for line in text.splitlines() if line.startswith("| tail | trl"))
     assert "| 2 | 15 (10 to 20) | 5.00 (4.00 to 6.00) | 208 (167 to 250) | 0.500" in trl
     assert trl.endswith("| 60, 1 never |")
-
-
-def test_a_system_without_its_pair_has_no_ratio() -> None:
-    text = versus_trl.table([versus_row("trl", 1, 6.0, [0.6, 0.9])])
-    assert "| tail | trl | 1 |" in text
-    assert "by seed" not in text
 
 
 def schedule_row(
@@ -174,13 +153,6 @@ def test_every_schedule_makes_the_same_number_of_updates(preset: str, tmp_path: 
     assert settings["steps"] * schedule["updates_per_batch"] == 36
     trajectories = schedule["groups_per_batch"] * schedule["group_size"]
     assert trajectories / schedule["updates_per_batch"] == 32
-
-
-def test_pairs_alternate() -> None:
-    wanted = schedules.pieces(schedules.parsed(["--presets", "sync", "copris"]))
-    assert len(wanted) == 5 * 2 * 2
-    assert [piece["preset"] for piece in wanted] == ["sync", "copris"] * 10
-    assert {piece["sizes"]["warm_up"] for piece in wanted} == {12}
 
 
 def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:

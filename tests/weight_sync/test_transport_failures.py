@@ -69,31 +69,6 @@ def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
     ]
 
 
-def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL's returns only when all ranks have called it, and engines wait for its announcement."""
-    engine = FakeEngine("works")
-    start_broadcast = _Link.start
-    sent = []
-
-    def blocks(link: _Link, tensor: torch.Tensor) -> None:
-        deadline = time.monotonic() + 5
-        while not sent and not engine.calls:
-            assert time.monotonic() < deadline, "no engine has had the announcement"
-            time.sleep(0.01)
-        sent.append(tensor.nbytes)
-        start_broadcast(link, tensor)
-
-    monkeypatch.setattr(_Link, "start", blocks)
-    sender = _sender()
-    with serving(engine, "engine") as address:
-        sender.connect([address])
-        sender.send(_buckets(), VERSION)
-        sender.close()
-    assert sent == [256 * 64 * 4, 128 * 2]
-
-
 class Confused(FakeEngine):
     """Answers the question for its parameters with what a test wants."""
 
