@@ -32,10 +32,12 @@ def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
         writer.write(0, {"a": np.float32(1.5)})
         writer.write(0, {"eval/accuracy": 0.25}, kind="eval", scored_by="exact")
         writer.histogram(0, "h", np.arange(5))
+        writer.warn(4, "queue_overflow", "generation outruns training")
     assert read_metrics(tmp_path / "m.jsonl")[0]["a"] == 1.5
     (evaluation,) = read_metrics(tmp_path / "m.jsonl", kind="eval")
     assert (evaluation["eval/accuracy"], evaluation["scored_by"]) == (0.25, "exact")
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
+    assert b"warning/queue_overflow" in events and b"generation outruns training" in events
 
 
 def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
@@ -171,13 +173,6 @@ def test_warning_is_shown_once_and_is_no_step(tmp_path: Path, capsys) -> None:  
         progress.update({})
     assert capsys.readouterr().out.count("warning mean_weight: it is 7") == 1
     assert read_metrics(path) == []
-
-
-def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "m.jsonl", board(tmp_path), lineage=0) as writer:
-        writer.warn(4, "queue_overflow", "generation outruns training")
-    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
-    assert b"warning/queue_overflow" in events and b"generation outruns training" in events
 
 
 def test_entropy_growth_needs_a_steady_large_rise() -> None:
