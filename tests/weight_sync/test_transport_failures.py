@@ -68,10 +68,10 @@ def _sender(timeout_seconds: float = 20.0) -> DistributedSender:
     return DistributedSender(settings, EngineConfig(), torch.device("cpu"))
 
 
-def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
+def _buckets() -> list[list[tuple[str, torch.Tensor]]]:
     return [
-        [("x.weight", torch.full((256, 64), fill))],
-        [("y.weight", torch.full((128,), fill, dtype=torch.bfloat16))],
+        [("x.weight", torch.full((256, 64), 3.0))],
+        [("y.weight", torch.full((128,), 5.0, dtype=torch.bfloat16))],
     ]
 
 
@@ -174,13 +174,31 @@ def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mo
     sender.close()
 
 
-class Heedless(FakeEngine):
-    """Answers an announcement at once, and never receives the bucket."""
+RELEASED = threading.Event()
+
+
+class Engine(FakeEngine):
+    """Answers an announced bucket by its mode.
+
+    `receives`: as if it had the bucket. `cannot receive`: as SGLang reports a failed receive.
+    `refuses`: with another error. `hangs`: never, but it is healthy. `lost`: no call is answered.
+    """
+
+    def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.mode == "lost":
+            RELEASED.wait(30)
+        return super().do_health(body)
 
     def do_update_weights_from_distributed(
         self, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        return (400, {}) if self.mode == "refuses" else (200, {})
+        if self.mode == "cannot receive":
+            return 400, {"message": "Failed to receive weights: NCCL error: remote process exited"}
+        if self.mode == "refuses":
+            return 400, {"message": "out of memory"}
+        if self.mode in ("hangs", "lost"):
+            RELEASED.wait(30)
+        return 200, {}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +209,8 @@ class Heedless(FakeEngine):
             1.0,
             r"did not enter the first broadcast within weights\.timeout_sec",
         ),
-        (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
-        (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
+        (Engine("receives"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
+        (Engine("refuses"), 20.0, r"engine engine .*answered 400"),
     ],
     ids=["waits for nothing", "has answered", "refuses"],
 )
@@ -242,33 +260,6 @@ def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
     with pytest.raises(ComponentFailure, match=r"left out 'y\.weight'"):
         sender.send(_buckets()[:1], VERSION)
     sender.close()
-
-
-RELEASED = threading.Event()
-
-
-class Engine(FakeEngine):
-    """Answers an announced bucket by its mode.
-
-    `receives`: it has the bucket. `cannot receive`: as SGLang reports a failed receive. `refuses`:
-    with another error. `hangs`: never, but it is healthy. `lost`: no call is answered.
-    """
-
-    def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if self.mode == "lost":
-            RELEASED.wait(30)
-        return super().do_health(body)
-
-    def do_update_weights_from_distributed(
-        self, body: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]]:
-        if self.mode == "cannot receive":
-            return 400, {"message": "Failed to receive weights: NCCL error: remote process exited"}
-        if self.mode == "refuses":
-            return 400, {"message": "out of memory"}
-        if self.mode in ("hangs", "lost"):
-            RELEASED.wait(30)
-        return 200, {}
 
 
 @pytest.fixture
