@@ -62,16 +62,22 @@ def test_lines_with_a_flipped_byte_in_a_name_are_left_out(tmp_path: Path) -> Non
         assert [line["x"] for line in read_metrics(path)] == [0, 2]
 
 
-def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_progress_prints_each_step_and_each_warning_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.jsonl"
     with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
         writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
+        for step in range(3):
+            writer.warn(step, "mean_weight", "it is 7")
         progress.update({})
         progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
         progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
     out = capsys.readouterr().out
     assert out.count("sft    3/9") == 1
     assert out.count("queue_underflow") == 1
+    assert out.count("warning mean_weight: it is 7") == 1
+    assert read_metrics(path) == [], "a warning is no step"
 
 
 def test_progress_goes_on_with_a_file_that_was_removed_and_made_again(
@@ -94,7 +100,8 @@ def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
 ) -> None:
     path, starting = tmp_path / "m.jsonl", "engines load the model, trainer ranks start\n"
     with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
-        for up in (None, 0, 1, 2, 2):
+        # None: the status came too late; an engine is lost, and comes back.
+        for up in (None, 0, 1, 2, 2, None, 1, None, 2):
             progress.update({} if up is None else {**STATUS, "engines_up": up})
         assert capsys.readouterr().out == starting + "engines 2/2 generate\n"
         writer.write(3, {name: value for name, value in LARGE.items() if name != "kind"})
@@ -105,16 +112,6 @@ def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
         progress.update({})
         progress.update(None)
     assert capsys.readouterr().out == starting, "a run that ended before its first step"
-
-
-def test_the_start_is_shown_once_also_when_an_engine_is_lost_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Progress(tmp_path / "m.jsonl", 10, "lines") as progress:
-        for up in (0, 2, 1, 2):
-            progress.update({**STATUS, "engines_up": up})
-            progress.update({})  # too slow to answer
-    assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_status_line_names_queues_and_buffers() -> None:
@@ -163,16 +160,6 @@ def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: 
     assert all(text in shown for text in (*words, "64 in generation"))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert max(len(line) for line in plain.splitlines() if "│" in line) <= 80
-
-
-def test_warning_is_shown_once_and_is_no_step(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    path = tmp_path / "m.jsonl"
-    with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
-        for step in range(3):
-            writer.warn(step, "mean_weight", "it is 7")
-        progress.update({})
-    assert capsys.readouterr().out.count("warning mean_weight: it is 7") == 1
-    assert read_metrics(path) == []
 
 
 def test_entropy_growth_needs_a_steady_large_rise() -> None:
