@@ -55,10 +55,12 @@ def _buckets(engine: EngineUnderTest, model: str) -> list[list[tuple[str, torch.
     return [tensors[start : start + 5] for start in range(0, len(tensors), 5)]
 
 
-def _send(engine: EngineUnderTest, sender: WeightSender, model: str, version: Any) -> Any:
+def _send(
+    engine: EngineUnderTest, sender: WeightSender, model: str, version: Any, noise: float = 0.0
+) -> Any:
     engine.post("pause_generation", {"mode": "retract"})
     try:
-        return sender.send(iter(_buckets(engine, model)), version)
+        return sender.send((_changed(b, noise) for b in _buckets(engine, model)), version)
     finally:
         engine.post("continue_generation", {"torch_empty_cache": False})
 
@@ -152,6 +154,8 @@ def _rounded_on_disk(engine: EngineUnderTest, model: str, folder: Path, noise: f
 
 
 def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
+    if noise == 0.0:
+        return bucket
     generator = torch.Generator().manual_seed(7)
     return [(n, t + noise * torch.randn(t.shape, generator=generator)) for n, t in bucket]
 
@@ -237,17 +241,9 @@ def test_differences_bring_the_rounded_weights_and_are_small(
     sender = _sender("delta", tmp_path)
     sender.connect([engine.address])
 
-    def send(noise: float, version: PolicyVersion) -> Any:
-        engine.post("pause_generation", {"mode": "retract"})
-        try:
-            buckets = [_changed(bucket, noise) for bucket in _buckets(engine, "b")]
-            return sender.send(buckets, version)
-        finally:
-            engine.post("continue_generation", {"torch_empty_cache": False})
-
-    whole = send(0.0, PolicyVersion(2, 0))
+    whole = _send(engine, sender, "b", PolicyVersion(2, 0))
     first = engine.checksum()
-    step = send(1e-6, PolicyVersion(2, 1))
+    step = _send(engine, sender, "b", PolicyVersion(2, 1), noise=1e-6)
     second = engine.checksum()
     assert engine.run(lambda client: client.version()) == PolicyVersion(2, 1)
     assert step.sent_bytes < 0.2 * whole.sent_bytes
