@@ -180,6 +180,7 @@ def test_a_trained_checkpoint_gives_the_trainers_outputs_in_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 def test_the_script_for_jobs_converts_a_run_or_shows_its_usage(
     trained: TrainedRun, tmp_path: Path
 ) -> None:

@@ -214,6 +214,7 @@ def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.one_core
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
 def test_engines_of_a_node_share_no_gpu(placement: str, tmp_path: Path) -> None:
     config = settings(8, 3, tensor=2, transport="tensor", placement=placement)
