@@ -100,6 +100,25 @@ def test_every_layout_and_transport_brings_every_tensor_bit_for_bit(
                 assert torch.equal(tensor, wanted), (number, name)
 
 
+def test_each_stage_sends_its_own_layers_over_its_own_group(
+    model_dir: Path, tmp_path: Path, engines: tuple[list[FakeEngine], list[str]]
+) -> None:
+    both, urls = engines
+    run_ranks(publish, 2, model_dir, tmp_path, [(PP2, "distributed")], urls, timeout_seconds=60)
+    for engine in both:
+        assert [call for call in engine.calls if "layers.0." in " ".join(call[1])]
+        groups = list(dict.fromkeys(group for group, _ in engine.calls))
+        assert len(groups) == 2, "one group for each stage, in order"
+        by_group = {
+            group: {name for g, names in engine.calls if g == group for name in names}
+            for group in groups
+        }
+        first, second = (by_group[group] for group in groups)
+        assert "model.embed_tokens.weight" in first and "model.norm.weight" in second
+        assert all(".layers.1." not in name for name in first)
+        assert all(".layers.0." not in name for name in second)
+
+
 @pytest.mark.parametrize("transport", ["distributed", "tensor"])
 @pytest.mark.parametrize("refused", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_an_engine_that_fails_at_any_stage_is_left_out_on_all_ranks(
