@@ -19,6 +19,7 @@ from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
+from megatron_async.environments.worker import Rehearsed
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.tasks.build import build_task
@@ -131,30 +132,30 @@ def test_what_is_imitated_is_what_the_environment_would_show(prepared: RunConfig
         assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
 
 
+def rehearsed(config: RunConfig) -> Rehearsed:
+    """Play one episode with made-up answers, as preflight does before a run starts."""
+    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
+    # Within this process the limit of a worker's memory would be this process's.
+    config = config.with_section("episode", memory_mib=1 << 20)
+    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+    return asyncio.run(workers.rehearse(prompt.payload))
+
+
 def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunConfig) -> None:
-    """What preflight plays before a run starts."""
     file = Path(prepared.environment.name.partition(":")[0])
     assert len(file.read_text().splitlines()) < 30
-    task = build_task(prepared.task, prepared.model.path, plays=True)
-    [prompt] = task.train_prompts(0, 1)
-    # Within this process the limit of a worker's memory would be this process's.
-    config = prepared.with_section("episode", memory_mib=1 << 20)
-    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
-    played = asyncio.run(workers.rehearse(prompt.payload))
+    played = rehearsed(prepared)
     assert not played.differs
     assert played.text.endswith(">")
 
 
 def test_the_agent_of_an_example_is_short_and_can_be_played(tmp_path: Path) -> None:
-    """What preflight plays before a run starts: the program over HTTP, with made-up answers."""
+    """The program calls the policy over HTTP."""
     build_tiny_model(tmp_path / "model", seed=1)
     folder = EXAMPLES / "agent"
     config = load_config(folder / "config.yaml", [f"model.path={tmp_path / 'model'}"])
     assert len((folder / "agent.py").read_text().splitlines()) < 30
-    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
-    config = config.with_section("episode", memory_mib=1 << 20)
-    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
-    played = asyncio.run(workers.rehearse(prompt.payload))
+    played = rehearsed(config)
     assert "Guess my number, 1 to 100." in played.text
     assert played.observation > 0, "a wrong answer gets a hint"
 
@@ -191,14 +192,11 @@ def test_a_process_beside_a_worker_plays_the_episodes_of_a_taskset(
     command = json.dumps([sys.executable, str(tmp_path / "stub.py"), *argument])
     settings = [f"model.path={tmp_path / 'model'}", f"agent.arguments.command={command}"]
     config = load_config(EXAMPLES / "taskset" / "config.yaml", settings)
-    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
-    config = config.with_section("episode", memory_mib=1 << 20)
-    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
     if sentence:
         with pytest.raises(EnvironmentFault, match=sentence):
-            asyncio.run(workers.rehearse(prompt.payload))
+            rehearsed(config)
     else:
-        assert "Task " in asyncio.run(workers.rehearse(prompt.payload)).text
+        assert "Task " in rehearsed(config).text
 
 
 def test_the_page_on_environments_shows_the_examples() -> None:

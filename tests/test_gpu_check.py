@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,11 @@ from benchmarks.gpu_check.check import (
     Figures,
     ResultFile,
     Stage,
-    reason_to_skip,
     result_of,
     run_apart,
     run_here,
 )
 from benchmarks.gpu_check.checks import CHECKS, PART_SECONDS
-from benchmarks.gpu_check.ipc_child import digest, load, named_tensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 
@@ -61,11 +58,6 @@ def test_without_a_gpu_every_check_has_a_line_and_its_reason(
         assert line["status"] == "skipped" and line["reason"].startswith("no CUDA device")
         assert line["versions"]["torch"] == torch.__version__
     assert list(tmp_path.iterdir()) == []  # a CPU has no results
-
-
-def test_what_cannot_be_imported_is_the_reason(tmp_path: Path) -> None:
-    check = Check("x", 1, 1, ending_in(ValueError()), ("json", "no_such.module"), cpu_too=True)
-    assert reason_to_skip(check, rehearse=False) == "cannot be imported: no_such.module"
 
 
 def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
@@ -109,16 +101,6 @@ def test_a_check_that_hangs_ends_at_its_limit() -> None:
     assert (result.status, result.reason) == ("failed", "had not ended after 0 s")
 
 
-def test_the_stand_in_reads_what_the_sender_writes() -> None:
-    from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
-
-    bucket = [("a", torch.randn(3, 5)), ("b", torch.randn(7).to(torch.bfloat16))]
-    named = named_tensors(load(serialise(flat_copy(bucket, by_value=True))))
-    assert {name: digest(tensor) for name, tensor in named} == {
-        name: digest(tensor) for name, tensor in bucket
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize(
@@ -128,19 +110,3 @@ def test_the_stand_in_reads_what_the_sender_writes() -> None:
 def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
     result = run_here(named(name), rehearse=True)
     assert (result.status, result.reason) == ("ok", "")
-
-
-@pytest.mark.slow
-@pytest.mark.one_core
-def test_a_window_that_bfloat16_ignores_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_async.trainer import attention_kernels
-
-    whole = attention_kernels._per_sequence
-
-    def wrong(stream: Any) -> Any:
-        ignored = stream.query_THD.dtype is torch.bfloat16
-        return whole(stream._replace(window=None) if ignored else stream)
-
-    monkeypatch.setattr(attention_kernels, "_per_sequence", wrong)
-    result = run_here(named("trainer_window"), rehearse=True)
-    assert result.status == "failed" and "bfloat16" in result.reason

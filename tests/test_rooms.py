@@ -89,17 +89,6 @@ def test_no_import_runs_down(room: str) -> None:
     assert not wrong
 
 
-def test_tests_parse_source_in_one_place() -> None:
-    """CPython 3.11's parser fails by itself now and then; `tests.syntax` asks it once more."""
-    tests = Path(__file__).parent
-    found = [
-        str(path.relative_to(tests))
-        for path in sorted(tests.rglob("*.py"))
-        if re.search(r"\bast\.parse\(", path.read_text())
-    ]
-    assert found == ["syntax.py"]
-
-
 def test_only_places_import_ray() -> None:
     """In no other file does it matter whether a process of the run is an actor."""
     found = {

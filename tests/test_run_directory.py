@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.config import RunConfig, build_config
+from megatron_async.config import build_config
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.disk import CannotWrite
 from megatron_async.launcher.claim import new_run
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
@@ -25,13 +24,6 @@ def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Pat
     assert (settings.seed, settings.steps) == (7, 9)
     directory.save_config(settings)
     assert RunDirectory.find(directory.path, [])[1].steps == 9, "an override lasts"
-
-
-def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    config = build_config({"name": "a", "root": str(tmp_path)})
-    RunDirectory.create(config)
-    with pytest.raises(UserError, match=r"exists already.*'a'.*--resume"):
-        RunDirectory.create(config)
 
 
 def test_a_start_that_failed_is_set_aside_by_the_next_of_its_name(tmp_path: Path) -> None:
@@ -64,36 +56,6 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
         RunDirectory.find(nowhere, [])
     with pytest.raises(UserError, match=f"^--resume {nowhere}: there is no run"):
         RunDirectory.find(nowhere, [], "--resume")
-
-
-def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = build_config({"name": "a", "root": str(tmp_path / "file")})
-    with pytest.raises(UserError, match=r"run directory .* cannot be written: Not a directory"):
-        RunDirectory.create(config)
-
-
-def test_a_start_that_cannot_write_its_settings_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: RunDirectory, __: RunConfig) -> None:
-        raise CannotWrite("No space left on device")
-
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(RunDirectory, "save_config", full)
-    config = build_config(
-        {"name": "a", "root": str(tmp_path / "runs"), "model": {"path": str(tmp_path)}}
-    )
-    with pytest.raises(UserError, match="No space left"), new_run(config, "a test"):
-        pass
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_settings_are_looked_at_without_writing_them(tmp_path: Path) -> None:
-    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
-    written = directory.config_file.read_text()
-    assert RunDirectory.find(directory.path, ["steps=9"])[1].steps == 9
-    assert directory.config_file.read_text() == written
 
 
 def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: Path) -> None:

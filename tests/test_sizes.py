@@ -17,17 +17,6 @@ MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their til
 MOST_CODE_LINES = 39_871
 
 
-def test_comments_blank_lines_and_docstrings_are_no_code() -> None:
-    source = '"""Module."""\n\nX = 1  # why\n"""Of X."""\n# alone\ndef f() -> None:\n    """F."""\n'
-    assert code_lines(source) == 2
-    assert code_lines("x = (\n    1,\n)\ny = '''a\nb'''\n") == 5
-
-
-def test_lines_of_a_method_are_counted_with_those_of_functions_in_it() -> None:
-    source = "class A:\n    def f(self):\n        # why\n        def g():\n            return 1\n"
-    assert list(code_lines_of_functions(source)) == [("f", 3), ("g", 2)]
-
-
 def test_a_file_has_few_lines_of_code_or_a_reason() -> None:
     counts = {p.relative_to(ROOT).as_posix(): code_lines(p.read_text()) for p in product_files()}
     long = {name for name, count in counts.items() if count > MOST_CODE_LINES_OF_A_FILE}

@@ -30,6 +30,7 @@ def algorithm_of(recipe: str, **algorithm: Any) -> Algorithm:
     return build_algorithm(config)
 
 
+REJECTION = {"preset": "disabled", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
 # Everything that is computed over more than one sequence occurs in one of these.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{recipe: (recipe, {}) for recipe in RECIPES},
@@ -67,6 +68,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rapid_loo": (
         "rapid",
         {"rapid": {"leave_one_out": True}, "kl": {"reward_coef": 0.1}},
+    ),
+    "rapid_decoupled": ("rapid", {"rapid": {"eta": 1.5}, "correction": {"preset": "disabled"}}),
+    "rapid_rejected": (
+        "rapid",
+        {"rapid": {"eta": 1e9}, "kl": {"reward_coef": 0.1}, "correction": REJECTION},
+    ),
+    "whitened": ("copris", {"advantage": {"estimator": "reinforce_pp"}, "correction": REJECTION}),
+    "shaped": (
+        "copris",
+        {
+            "advantage": {"estimator": "pg"},
+            "kl": {"reward_coef": 0.5},
+            "overlong": {"buffer_share": 0.5, "penalty": 2.0},
+        },
     ),
     "gspo": (
         "grpo",
@@ -148,101 +163,70 @@ def first_of_each(batch: DeviceBatch) -> list[float]:
     return [float(batch.advantages_T[i]) for i in batch.cu_seqlens_S1[:-1]]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("leave_one_out", [False, True])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_rapid_advantages_follow_the_current_policy(leave_one_out: bool, decoupled: bool) -> None:
-    algorithm = algorithm_of(
-        "rapid",
-        rapid={"leave_one_out": leave_one_out, "eta": 1.5},
-        correction={"preset": "disabled" if decoupled else "bypass"},
-    )
-    batch, _ = algorithm.prepare(device_batch(seed=4))
-    assert batch.advantages_T is None
-    behaviour_T = batch.old_logprobs_T if decoupled else batch.rollout_logprobs_T
-    assert behaviour_T is not None
-    for seed in (1, 2):
-        logprobs_T = current_logprobs(batch, seed)
-        prepared, _ = algorithm.prepare_minibatch(batch, logprobs_T)
-        expected = oracle.advantages(
-            "rapid",
-            batch.rewards_S.tolist(),
-            batch.group_ids_S.tolist(),
-            eta=1.5,
-            log_weights=response_logs(batch, logprobs_T, behaviour_T),
-            leave_one_out=leave_one_out,
-        )
-        assert first_of_each(prepared) == pytest.approx(expected)
+def shaped_rewards(algorithm: Algorithm, batch: DeviceBatch, anchor_T: torch.Tensor) -> list[float]:
+    """Rewards less the KL to the reference of all tokens, and less the penalty of length."""
+    kl, overlong = algorithm.config.kl, algorithm.config.overlong
+    rewards = batch.rewards_S.tolist()
+    if kl.reward_coef:
+        assert batch.ref_logprobs_T is not None
+        distances = response_logs(batch, anchor_T, batch.ref_logprobs_T)
+        rewards = [r - kl.reward_coef * d for r, d in zip(rewards, distances, strict=True)]
+    if overlong.buffer_share:
+        lengths = (batch.cu_seqlens_S1.diff() - batch.prompt_lengths_S).tolist()
+        buffer = 6 * overlong.buffer_share
+        shares = [min(max((n - 6 + buffer) / buffer, 0.0), 1.0) for n in lengths]
+        rewards = [r - overlong.penalty * s for r, s in zip(rewards, shares, strict=True)]
+    return rewards
 
 
-def test_rapid_advantages_use_the_rewards_from_before_rejection() -> None:
-    """The KL to the reference is that of all tokens, also of those that are not trained."""
-    rejection = {"preset": "disabled", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
-    algorithm = algorithm_of(
-        "rapid", kl={"reward_coef": 0.1}, correction=rejection, rapid={"eta": 1e9}
-    )
-    uploaded = device_batch(seed=6)
-    assert uploaded.old_logprobs_T is not None and uploaded.ref_logprobs_T is not None
-    distances = response_logs(uploaded, uploaded.old_logprobs_T, uploaded.ref_logprobs_T)
-    rewards = [
-        reward - 0.1 * distance
-        for reward, distance in zip(uploaded.rewards_S.tolist(), distances, strict=True)
-    ]
-    batch, metrics = algorithm.prepare(uploaded)
-    assert int((batch.loss_mask_T != 0).sum()) < int((uploaded.loss_mask_T != 0).sum())
-    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
-    logprobs_T = current_logprobs(batch)
-    prepared, _ = algorithm.prepare_minibatch(batch, logprobs_T)
-    expected = oracle.advantages(
-        "rapid",
-        rewards,
-        batch.group_ids_S.tolist(),
-        eta=1e9,
-        log_weights=response_logs(batch, logprobs_T, uploaded.old_logprobs_T),
-        leave_one_out=False,
-    )
-    assert first_of_each(prepared) == pytest.approx(expected)
-
-
-def test_decoupled_correction_reaches_weights_mask_and_denominators() -> None:
-    correction = {
-        "preset": "decoupled_token_is",
-        "rollout_rs": "seq_mean_k2",
-        "rollout_rs_threshold": 0.5,
-    }
-    batch = device_batch(seed=6)
-    algorithm = algorithm_of("copris", correction=correction)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_batch_is_prepared_as_the_formulas_have_it(variant: str) -> None:
+    """Mask and weights of decoupled correction, rewards, and advantages of the current policy."""
+    recipe, settings = VARIANTS[variant]
+    algorithm, batch = algorithm_of(recipe, **settings), device_batch(seed=6)
+    correction, estimator = algorithm.config.correction, algorithm.config.advantage.estimator
+    anchor_T, logprobs_T = batch.rollout_logprobs_T, current_logprobs(batch)
     prepared, metrics = algorithm.prepare(batch)
-    rows = oracle_rows(replace(batch, advantages_T=batch.loss_mask_T), batch.loss_mask_T)
-    expected = oracle.correction(rows, level="token", options=["seq_mean_k2"], thresholds=[0.5])
-    trained_T = batch.loss_mask_T != 0
-    keep = [k for row in expected.keep for k in row]
-    assert prepared.loss_mask_T[trained_T].tolist() == keep
-    assert 0 < sum(keep) < len(keep)
-    weights = [w for row in expected.weights or [] for w in row]
-    assert prepared.is_weights_T is not None
-    np.testing.assert_allclose(prepared.is_weights_T[trained_T], weights)
-    for name, value in expected.metrics.items():
-        assert_close(metrics[name], value, name)
-    _, denominators = algorithm.prepare_minibatch(prepared)
-    assert denominators.tokens == sum(keep)
-    assert algorithm.correction_metrics(prepared, current_logprobs(batch)) == {}
-
-
-def test_whitening_counts_the_tokens_that_rejection_kept() -> None:
-    batch = device_batch(seed=6)
-    correction = {
-        "preset": "disabled",
-        "rollout_rs": "token_k2",
-        "rollout_rs_threshold": 0.05,
-    }
-    estimator = {"estimator": "reinforce_pp"}
-    prepared, _ = algorithm_of("copris", advantage=estimator, correction=correction).prepare(batch)
-    kept = [round(n) for n in response_logs(prepared, batch.loss_mask_T, 0 * batch.loss_mask_T)]
-    assert 0 < sum(kept) < int(batch.loss_mask_T.sum())
-    expected = oracle.advantages(
-        "reinforce_pp", batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=kept
-    )
-    assert first_of_each(prepared) == pytest.approx(expected)
+    prepared, denominators = algorithm.prepare_minibatch(prepared, logprobs_T)
+    if algorithm.needs_old_logprobs:
+        assert batch.old_logprobs_T is not None
+        anchor_T = batch.old_logprobs_T
+        rows = oracle_rows(replace(batch, advantages_T=batch.loss_mask_T), batch.loss_mask_T)
+        rejection = correction.rollout_rs or ""
+        expected = oracle.correction(
+            rows,
+            level=correction.rollout_is,
+            threshold=correction.rollout_is_threshold,
+            normalize=correction.rollout_is_batch_normalize,
+            options=[option for option in rejection.split(",") if option],
+            thresholds=str(correction.rollout_rs_threshold).split(",") if rejection else [],
+        )
+        trained_T = batch.loss_mask_T != 0
+        keep = [k for row in expected.keep for k in row]
+        assert prepared.loss_mask_T[trained_T].tolist() == keep
+        assert denominators.tokens == sum(keep)
+        assert not rejection or 0 < sum(keep) < len(keep)
+        weights_T = prepared.is_weights_T
+        assert (weights_T is None) == (expected.weights is None)
+        if weights_T is not None:
+            weights = [w for row in expected.weights or [] for w in row]
+            np.testing.assert_allclose(weights_T[trained_T], weights)
+        for name, value in expected.metrics.items():
+            assert_close(metrics[name], value, name)
+        assert algorithm.correction_metrics(prepared, logprobs_T) == {}
+    rewards = shaped_rewards(algorithm, batch, anchor_T)
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    if estimator != "none":
+        advantages = oracle.advantages(
+            estimator,
+            rewards,
+            batch.group_ids_S.tolist(),
+            tokens=[int(count) for count in prepared.trained_S],
+            log_weights=response_logs(prepared, logprobs_T, anchor_T),
+            eta=algorithm.config.rapid.eta,
+            leave_one_out=algorithm.config.rapid.leave_one_out,
+        )
+        assert first_of_each(prepared) == pytest.approx(advantages)
 
 
 def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
@@ -288,24 +272,6 @@ def test_reported_weights_are_those_of_the_loss() -> None:
     assert "rollout_corr/kl" in algorithm_of("pg").correction_metrics(batch, logprobs_T)
     untrained = replace(batch, loss_mask_T=0 * batch.loss_mask_T)
     assert icepop.correction_metrics(untrained, logprobs_T) == {}
-
-
-def test_reference_kl_and_length_are_taken_off_the_reward() -> None:
-    batch = device_batch(seed=1)
-    assert batch.ref_logprobs_T is not None
-    algorithm = algorithm_of(
-        "copris",
-        advantage={"estimator": "pg"},
-        kl={"reward_coef": 0.5},
-        overlong={"buffer_share": 0.5, "penalty": 2.0},
-    )
-    prepared, metrics = algorithm.prepare(batch)
-    distance = response_logs(batch, batch.rollout_logprobs_T, batch.ref_logprobs_T)
-    length = (batch.cu_seqlens_S1.diff() - batch.prompt_lengths_S).tolist()
-    penalty = [2.0 * min(max((n - 3) / 3, 0.0), 1.0) for n in length]
-    rewards = batch.rewards_S.numpy() - 0.5 * np.array(distance) - penalty
-    assert first_of_each(prepared) == pytest.approx((rewards - rewards.mean()).tolist())
-    assert metrics["reward/mean"] == pytest.approx(rewards.mean())
 
 
 def test_the_share_of_uninformative_groups_is_reported() -> None:

@@ -17,19 +17,18 @@ from megatron_async_kernels.loss_types import (
 )
 from megatron_async_kernels.triton_loss_spec import loss_spec
 
-from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
-from megatron_async.config import build_config
+from megatron_async.algorithms.algorithm import Algorithm
 from megatron_async.config.model import ModelConfig
-from megatron_async.config.recipes import RECIPES
 from megatron_async.trainer.capabilities import Capabilities, choose
 from tests.algorithms.batches import current_logprobs, device_batch
+from tests.algorithms.test_algorithm import VARIANTS, algorithm_of
 
 CUDA = torch.device("cuda")
 RULE = RejectionRule("token", "k1", -1.0, 1.0)
 
-# Every recipe as it is, then what no recipe has: entropy, rules in the loss, weights, gspo.
+# Those of the algorithm, and what none of them has: entropy, and rules in the loss of a ratio.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{recipe: (recipe, {}) for recipe in RECIPES},
+    **VARIANTS,
     "entropy": ("copris", {"entropy_coef": 0.05}),
     "rules": (
         "copris",
@@ -41,26 +40,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "weights": ("grpo", {"correction": {"preset": "decoupled_token_is"}}),
-    "normalized": (
-        "pipeline_rl",
-        {"correction": {"preset": "bypass_pg_is", "rollout_is_batch_normalize": True}},
-    ),
-    "gspo": ("grpo", {"loss": {"name": "gspo", "clip_low": 0.01}}),
 }
-
-
-def algorithm_of(name: str) -> Algorithm:
-    recipe, settings = SETTINGS[name]
-    return build_algorithm(
-        build_config(
-            {
-                "algorithm": {"recipe": recipe, **settings},
-                "schedule": {"groups_per_batch": 64},
-                "sampling": {"max_new_tokens": 6},
-            }
-        )
-    )
 
 
 def microbatch(algorithm: Algorithm, seed: int) -> tuple[LossInputs, Denominators]:
@@ -92,7 +72,8 @@ def assert_same(actual: LossOutput, expected: LossOutput, tolerance: float) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_on_cuda_the_loss_is_that_of_the_cpu(name: str) -> None:
-    algorithm = algorithm_of(name)
+    recipe, settings = SETTINGS[name]
+    algorithm = algorithm_of(recipe, **settings)
     inputs, denominators = microbatch(algorithm, 0)
     expected = policy_loss(inputs, algorithm.loss_config, denominators)
     streams = {name: x for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}

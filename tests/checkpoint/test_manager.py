@@ -58,9 +58,6 @@ def assert_bit_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert torch.equal(ours[name], tensor), name
 
 
-# ------------------------------------------------------------ host memory
-
-
 # ------------------------------------------------------------ resuming
 
 

@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_async.config import build_config, dump, load_config
+from megatron_async.config import build_config, load_config
 from megatron_async.config.load import build_simulation, load_simulation, parse_override
-from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
 from megatron_async.config.simulate import SimulateConfig, SimulationConfig
 from megatron_async.errors import UserError
 
@@ -52,20 +49,13 @@ def test_a_base_that_includes_itself_is_refused(tmp_path: Path) -> None:
         load_config(file)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_a_legal_configuration(recipe: str) -> None:
-    assert build_config({"algorithm": {"recipe": recipe}}).algorithm.recipe == recipe
-
-
-@pytest.mark.parametrize("preset", SCHEDULE_PRESETS)
-def test_every_preset_is_a_legal_configuration(preset: str) -> None:
-    assert build_config({"schedule": {"preset": preset}}).schedule.preset == preset
-
-
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["schedule.concurency=4"], r"unknown setting schedule\.concurency \(value 4\)"),
+        (
+            ["schedule.concurency=4"],
+            r"unknown setting schedule\.concurency \(value 4\); did you mean schedule\.concurrency",
+        ),
         (["schedule.group_size=0"], r"schedule\.group_size is 0: .*greater than or equal to 1"),
         (
             ["trainer.recompute=some"],
@@ -75,7 +65,6 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
         (["algorithm.recipe=magic"], r"algorithm\.recipe is 'magic'"),
         (["parallel.ranks=3", "parallel.tensor=2"], r"ranks 3 is not divisible by tensor 2"),
         (["parallel.sequence=true"], r"parallel\.sequence true needs parallel\.tensor > 1"),
-        (["sampling.top_p=0.9"], r"allow_biased_behaviour"),
         (["optimizer.lr=fast"], r"optimizer\.lr is 'fast'"),
         (["optimizer.betas=[1.5, 2]"], r"optimizer: betas must be .* less than 1, got \[1\.5, 2"),
         (
@@ -83,8 +72,6 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
             r"sft\.optimizer: min_lr 1 is above lr ",
         ),
         (["name=../evil"], r"name is '\.\./evil'; .* set root to have it elsewhere"),
-        (["name=/tmp/evil"], r"name is '/tmp/evil'; it must be the name of one directory"),
-        (["name=.."], r"name is '\.\.'; it must be the name of one directory"),
         (['name="a\\nb"'], r"it must be the name of one directory, printable"),
         ([f"name={'é' * 101}"], r"name is 'éé.* of at most 200 bytes"),
         ([f"eval.sets={{{'x' * 101}: {{path: a}}}}"], r"eval\.sets has the name .* 100 at most"),
@@ -93,11 +80,6 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
             ["optimizer.betas=[no, 0.9]"],
             r"optimizer\.betas is \[False, 0\.9\]: true and false, also yes, no",
         ),
-        (
-            ["engines.max_total_tokens=on"],
-            r"engines\.max_total_tokens is True: true and false, also yes, no",
-        ),
-        (["seed=-1"], r"seed is -1: input should be greater than or equal to 0"),
         (
             ["agent.command=[python, play.py, 5]"],
             r"^agent\.command\.2 is 5: .*; write it in quotes",
@@ -155,19 +137,6 @@ def test_an_override_that_is_no_yaml_is_answered_with_quotes() -> None:
     assert quoted == {"task": {"prompt_template": "{question} at {level}"}}
 
 
-@given(st.floats(1e-9, 1.0), st.sampled_from(list(SCHEDULE_PRESETS)), st.integers(1, 64))
-def test_dump_and_load_are_inverse(lr: float, preset: str, concurrency: int) -> None:
-    import yaml
-
-    config = build_config(
-        {
-            "optimizer": {"lr": lr},
-            "schedule": {"preset": preset, "concurrency": concurrency, "groups_per_batch": 32},
-        }
-    )
-    assert build_config(yaml.safe_load(dump(config))) == config
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     simulates = path.parent.name == "simulate"
@@ -203,13 +172,3 @@ def test_simulation_has_the_placement_of_its_run_unless_it_sets_one() -> None:
     assert (shared.placement, shared.offload) == ("colocated", True)
     own = build_simulation({**run, "simulate": {"placement": "disaggregated"}}).simulate
     assert own.placement == "disaggregated"
-
-
-def test_every_setting_is_documented() -> None:
-    def walk(model: type, where: str) -> None:
-        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
-            assert field.description, f"{where}{name} has no description"
-            if hasattr(field.annotation, "model_fields"):
-                walk(field.annotation, f"{where}{name}.")
-
-    walk(SimulationConfig, "")

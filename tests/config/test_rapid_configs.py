@@ -81,17 +81,3 @@ def test_minif2f_with_a_stand_in_for_lean(tmp_path: Path, monkeypatch: pytest.Mo
     assert load("minif2f", MINIF2F, tmp_path).reward[0].arguments["send"] == "code"
     proof = "```lean4\nimport Mathlib\ntheorem mathd_algebra_1 : 1 + 1 = 2 := by\n  norm_num\n```"
     assert scores(config, proof, proof.replace("norm_num", "sorry")) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(("name", "generations"), [("math", 32), ("mbpp", 4), ("minif2f", 4)])
-def test_the_numbers_are_those_of_the_method(name: str, generations: int) -> None:
-    config = load_config(ROOT / "configs" / f"rapid-{name}.yaml")
-    schedule = config.schedule
-    assert config.algorithm.recipe == "rapid" and schedule.preset == "rapid"
-    assert (schedule.group_size, schedule.updates_per_batch) == (4, 8)
-    per_update = schedule.groups_per_batch * schedule.group_size // schedule.updates_per_batch
-    assert per_update == generations
-    assert (config.sampling.max_new_tokens, config.optimizer.lr) == (2048, 1e-6)
-    teacher = config.sft.teacher
-    assert (teacher.samples, teacher.temperature, teacher.top_p) == (5, 0.7, 0.95)
-    assert (teacher.epochs, config.sft.optimizer.lr) == (3, 2e-5)

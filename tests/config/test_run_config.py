@@ -39,11 +39,6 @@ def test_a_file_that_no_run_wrote_is_refused_as_a_runs(file: Path) -> None:
         load_run_config(file)
 
 
-def test_a_resume_without_changes_is_the_same_run(file: Path) -> None:
-    config = load_config(file, ON_TOP)
-    assert differences(config, load_run_config(stored(file, config))) == []
-
-
 @pytest.mark.parametrize("preset", SCHEDULE_PRESETS)
 @pytest.mark.parametrize("before", ["copris", "pipeline", "rapid"])
 def test_a_preset_takes_effect_and_what_was_set_stays(file: Path, before: str, preset: str) -> None:

@@ -56,10 +56,7 @@ def _weights(name: str, value: float, *, whole: bool = False) -> Damage:
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json asks for (128, 16)"),
-    "wrong layer count": (_config(num_hidden_layers=3), "config.json asks for 3 layers"),
     "layers as text": (_config(num_hidden_layers="two"), "num_hidden_layers is 'two'"),
-    "rope without factor": (_config(rope_scaling={"type": "linear"}), "rope_scaling.factor"),
-    "lone surrogate": (_config(model_type="\ud800"), r"model_type '\ud800'"),
     "not UTF-8": (_bytes("config.json", b'{"\xff": 1}'), "is not UTF-8 text"),
     "cut weights": (_cut_weights, "model.safetensors cannot be read"),
     "damaged tokenizer": (_bytes("tokenizer.json", b"[1"), "has no readable tokenizer"),
@@ -83,10 +80,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "zeros": (_weights("model.embed_tokens.weight", 0.0, whole=True), "weight is all zero"),
     "a norm of zeros": (_weights("model.norm.weight", 0.0, whole=True), "norm.weight is all zero"),
-    "yes as a number": (
-        _bytes("run.yaml", b"steps: yes\n"),
-        "steps is True: true and false, also yes, no",
-    ),
     "deep run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
     "line separators and a bad line": (
         _bytes("data.jsonl", '{"prompt": "a\u2028b", "answer": 1}\n{"prompt": 1}\n'.encode()),
@@ -109,15 +102,19 @@ def _damaged(whole: Path, folder: Path, damage: Damage) -> list[str]:
     return ["--config", str(folder / "run.yaml")]
 
 
-def _is_refusal(code: object, printed: str, sentence: str, folder: Path) -> None:
-    lines = printed.strip().splitlines()
-    assert code == 2 and len(lines) == 1, printed
-    assert lines[0].startswith("error: ") and sentence in lines[0]
-    assert not (folder / "runs").exists(), "nothing may be half-written"
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_train_refuses_before_anything_starts(
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *((["train"], name) for name in DAMAGES),
+        (["sft", "--out", "out"], "line separators and a bad line"),
+        (["eval"], "a NaN"),
+        (["simulate"], "not UTF-8"),
+        (["plan"], "layers as text"),
+        (["launch", "--dry-run"], "deep run file"),
+    ],
+)
+def test_command_refuses_damaged_input_before_anything_starts(
+    command: list[str],
     name: str,
     whole: Path,
     tmp_path: Path,
@@ -126,13 +123,18 @@ def test_train_refuses_before_anything_starts(
 ) -> None:
     damage, sentence = DAMAGES[name]
     arguments = _damaged(whole, tmp_path, damage)
-    monkeypatch.setattr(sys, "argv", ["megatron-async", "train", *arguments])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megatron-async", *command, *arguments])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    _is_refusal(end.value.code, capsys.readouterr().err, sentence, tmp_path)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and sentence in line
+    assert not (tmp_path / "runs").exists(), "nothing may be half-written"
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["cut weights", "a NaN", "an infinity", "zeros"])
+@pytest.mark.parametrize("name", ["cut weights", "a NaN"])
 @pytest.mark.parametrize("role", ["eval", "a teacher", "a checkpoint to start from"])
 def test_weights_are_looked_at_wherever_they_come_in(
     name: str, role: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,36 +153,6 @@ def test_weights_are_looked_at_wherever_they_come_in(
     done = CliRunner().invoke(cli.app, command)
     assert isinstance(done.exception, UserError) and sentence in str(done.exception)
     assert not (tmp_path / "to").exists() and not (tmp_path / "good/runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.one_core
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (["train"], "wrong hidden size"),
-        (["train"], "cut weights"),
-        (["sft", "--out", "out"], "line separators and a bad line"),
-        (["eval"], "a NaN"),
-        (["simulate"], "not UTF-8"),
-        (["plan"], "layers as text"),
-        (["launch", "--dry-run"], "deep run file"),
-    ],
-)
-def test_commands_refuse_as_processes(
-    command: list[str], name: str, whole: Path, tmp_path: Path
-) -> None:
-    damage, sentence = DAMAGES[name]
-    arguments = _damaged(whole, tmp_path, damage)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_async.cli", *command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
-    _is_refusal(done.returncode, done.stderr, sentence, tmp_path)
-    assert not (tmp_path / "out").exists()
 
 
 def test_command_is_refused_when_the_file_system_encoding_is_ascii() -> None:

@@ -120,13 +120,10 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
     [
         ({"rope_scaling": '{"type": "linear"}'}, r"rope_scaling\.factor is None; .*positive"),
         ({"rope_scaling": '["linear"]'}, r"rope_scaling is \['linear'\]; it must be a mapping"),
-        ({"rope_scaling": '"linear"'}, "rope_scaling is 'linear'; it must be a mapping"),
         ({"rope_scaling": '{"full_attention": {"rope_theta": 5.0}}'}, "must be one for all layers"),
         ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor is 0.5, which is not supported"),
-        ({"final_logit_softcapping": "30.0"}, "final_logit_softcapping is 30.0, which is not"),
         ({"quantization_config": '{"quant_method": "fp8"}'}, "quantization_config is .*not supp"),
         ({"rope_theta": "null"}, "rope_theta is None; it must be a positive number"),
-        ({"rope_theta": "1e999"}, "rope_theta is inf; it must be a positive number"),
         ({"hidden_size": "9" * 30}, r"hidden_size is 9+\.*9+; .* from 1 to 2147483647"),
         ({"hidden_size": "9" * 5000}, "is not valid JSON: it holds a number of thousands"),
         ({"vocab_size": "NaN"}, "is not valid JSON: NaN is not a JSON number"),
@@ -137,7 +134,6 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
         ({"hidden_size": "16"}, r"embed_tokens\.weight has shape \(128, 8\), .* \(128, 16\)"),
         ({"num_hidden_layers": "3"}, r"layers\.2\..* is missing; config\.json asks for 3 layers"),
         ({"num_hidden_layers": "1"}, r"layers\.1\..* is unknown .* the 1 layers that config\.json"),
-        ({"num_hidden_layers": "99999"}, r"layers\.2\..* is missing"),
     ],
 )
 def test_a_config_that_cannot_be_is_one_sentence(

@@ -123,12 +123,9 @@ def test_a_name_that_is_no_file_is_refused() -> None:
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("state.json", {}),
         ("state.json", {"_data_files": 3}),
-        ("state.json", {"_data_files": [{"name": "x"}]}),
         ("state.json", {"_data_files": [[]]}),
         ("dataset_dict.json", {"splits": None}),
-        ("dataset_dict.json", {"splits": [""]}),
         ("dataset_dict.json", {"splits": ["."]}),
         ("dataset_dict.json", {"splits": [{}]}),
     ],

@@ -110,11 +110,10 @@ class SlurmCluster:
         self,
         script: Path,
         *arguments: str,
-        options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ) -> str:
-        """Job id. `options` are sbatch's, `arguments` the script's."""
-        command = ["sbatch", "--parsable", *options, str(script), *arguments]
+        """Job id. `arguments` are the script's."""
+        command = ["sbatch", "--parsable", str(script), *arguments]
         out = self.call(command, environment)
         return out.strip().split(";")[0]
 

@@ -95,17 +95,16 @@ def contents(directory: RunDirectory) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("train", "--resume", "{run}", "steps=9"),
-        ("train", "--resume", "{run}", "--from-step", "1"),
-        ("launch", "--resume", "{run}", "--gpus-per-node", "0", "steps=9"),
-        ("launch", "--resume", "{run}", "--gpus-per-node", "0", "--from-step", "1"),
-        ("rollout", "{run}", "--ray-address", "127.0.0.1:1"),
-    ],
-    ids=lambda command: " ".join(command[:3]),
-)
+RESUMES = [
+    ("train", "--resume", "{run}", "steps=9"),
+    ("train", "--resume", "{run}", "--from-step", "1"),
+    ("launch", "--resume", "{run}", "--gpus-per-node", "0", "steps=9"),
+    ("launch", "--resume", "{run}", "--gpus-per-node", "0", "--from-step", "1"),
+    ("rollout", "{run}", "--ray-address", "127.0.0.1:1"),
+]
+
+
+@pytest.mark.parametrize("command", RESUMES, ids=" ".join)
 def test_a_second_launch_of_a_live_run_changes_nothing_and_names_the_first(
     run: RunDirectory, live: subprocess.Popen[str], command: tuple[str, ...]
 ) -> None:
@@ -287,16 +286,7 @@ class TestDisk:
             assert self.files(disk.path) == []
             disk.make_room()
 
-    @pytest.mark.parametrize(
-        "words",
-        [
-            ("train", "--resume", "{run}", "steps=9"),
-            ("train", "--resume", "{run}", "--from-step", "1"),
-            ("launch", "--resume", "{run}", "--gpus-per-node", "0", "steps=9"),
-            ("rollout", "{run}", "--ray-address", "127.0.0.1:1"),
-        ],
-        ids=lambda words: " ".join(words[:3]),
-    )
+    @pytest.mark.parametrize("words", RESUMES, ids=" ".join)
     def test_going_on_with_a_run_is_a_sentence_and_changes_nothing(
         self, config: RunConfig, disk: SmallDisk, words: tuple[str, ...]
     ) -> None:

@@ -213,26 +213,15 @@ def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
     return [gpus.split(",") for gpus in seen]
 
 
-def arrangement(config: RunConfig) -> tuple[int, int, str]:
-    """All that decides which GPUs an engine gets: engines on one node, GPUs of each, placement."""
-    engines = config.engines
-    return min(engines.count, len(GPUS) // engines.tensor), engines.tensor, engines.placement
-
-
 @pytest.mark.slow
-def test_engines_of_a_node_share_no_gpu(tmp_path: Path) -> None:
-    """Of a run over several nodes: as many engines as one node takes. Each arrangement once."""
-    configs = [load_config(ROOT / "configs" / f"{name}.yaml") for name in NAMES]
-    arrangements = {arrangement(config): config for config in configs}
-    assert {placement for *_, placement in arrangements} == {"colocated", "disaggregated"}
-    for index, ((engines, tensor, _), config) in enumerate(arrangements.items()):
-        assert engines >= 1
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        seen = placed(config, engines, folder)
-        assert all(len(gpus) == tensor for gpus in seen), config.name
-        every = [gpu for gpus in seen for gpu in gpus]
-        assert len(set(every)) == len(every) and set(every) <= set(GPUS), config.name
+@pytest.mark.one_core
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_engines_of_a_node_share_no_gpu(placement: str, tmp_path: Path) -> None:
+    config = settings(8, 3, tensor=2, transport="tensor", placement=placement)
+    seen = placed(config, 3, tmp_path)
+    assert [len(gpus) for gpus in seen] == [2, 2, 2]
+    every = [gpu for gpus in seen for gpu in gpus]
+    assert len(set(every)) == len(every) and set(every) <= set(GPUS)
 
 
 @pytest.mark.parametrize("name", NAMES)

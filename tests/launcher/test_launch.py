@@ -136,18 +136,12 @@ def test_commands_by_hand_quote_paths(
     [
         (["name=back\\slash"], GPUS, "back.*slash'; Slurm cannot write logs to a path with a back"),
         (
-            ['root="/tmp/two\\nlines"'],
-            GPUS,
-            "the run directory is '/tmp/two.nlines/job'; Slurm cannot",
-        ),
-        (
             [],
             replace(GPUS, sbatch_options=("--a=x\n#SBATCH --b=y",)),
             r"is '--a=x.n#SBATCH --b=y';",
         ),
         ([], replace(GPUS, sbatch_options=("--qos=a --account=b",)), "Repeat --sbatch for each"),
         ([], replace(GPUS, sbatch_options=("partition=gpu",)), "must be one printable --NAME=VAL"),
-        ([], replace(GPUS, time_limit="1:00:00\n#"), "is '--time=1:00:00.n#'; it must be one"),
     ],
 )
 def test_launch_refuses_before_anything_is_written_when_slurm_cannot_read_a_text(

@@ -1,14 +1,12 @@
-"""A live run: a second launch leaves it alone, and it restarts killed trainer ranks in place.
+"""A live run restarts killed trainer ranks in place, as often as it is allowed and no more.
 
-As often as it is allowed and no more: no restart is lost to what the attempt before has left.
+No restart is lost to what the attempt before has left.
 """
 
 from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,8 +17,6 @@ from tests.crash.run import RunFailed, RunUnderFire, configuration, prepare
 from tests.places.test_child_process import wait_for
 
 KILLS = 3
-
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 
@@ -38,31 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunUnderFire]:
         yield run
     finally:
         run.close()
-
-
-def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnderFire) -> None:
-    directory = run.directory
-    settings, lineage = directory.config_file.read_text(), (directory.path / "lineage").read_text()
-    engines = {process.pid for process in run.processes("engine")}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "megatron_async.cli", "train"),
-            *("--resume", str(directory.path), "steps=3"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert re.fullmatch(
-        rf"error: {directory.path} is in use by process \d+ on host \S+ \(megatron-async train, "
-        r"started .*\): wait for its end, or end it first\n",
-        done.stderr,
-    ), done.stderr
-    assert directory.config_file.read_text() == settings
-    assert (directory.path / "lineage").read_text() == lineage
-    run.wait_for_progress()
-    assert {process.pid for process in run.processes("engine")} == engines
 
 
 def test_run_warns_of_each_restart_when_ranks_are_killed(run: RunUnderFire) -> None:

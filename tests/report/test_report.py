@@ -8,18 +8,17 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
 from megatron_async.config import build_config
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.report.data import read_run
+from megatron_async.report.data import ReportSample, read_run
 from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
     PANELS,
-    _logarithmic,
     accuracy,
     endings,
     evaluation_reward,
@@ -216,25 +215,6 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (0.9, 1.2, []),  # left to the library
-        (0.5, 5.0, ["0.5", "1", "2", "5"]),
-        (1.0, 5000.0, ["1", "10", "100", "1000"]),
-        (0.5, 5e8, ["1", "1000", "1e+06"]),
-    ],
-)
-def test_labels_of_a_logarithmic_axis_leave_each_other_room(
-    low: float, high: float, labels: list[str]
-) -> None:
-    figure = go.Figure(go.Scatter(x=[0, 1], y=[low, high]))
-    _logarithmic(figure)
-    axis = figure.layout.yaxis
-    ticks = zip(axis.tickvals or (), axis.ticktext or (), strict=True)
-    assert [text for value, text in ticks if low <= value <= high] == labels
-
-
 def test_segments_are_coloured_by_policy_version(page: str) -> None:
     shown = re.findall(r'background:(#\w+)55" title="policy (version \d) on engine0', page)
     assert {version for _, version in shown} == {"version 0", "version 1"}
@@ -281,13 +261,25 @@ def test_a_run_of_episodes_shows_turns_tool_times_and_where_they_ended(played: P
     assert re.search("Seconds of an environment.s reply", body(text))
 
 
+def evaluated(folder: Path, rows_by_step: dict[int, list[dict[str, Any]]]) -> Path:
+    """Make a run whose evaluations have kept these responses."""
+    run = make_run(folder, "evaluated")
+    (run / "evaluations").mkdir()
+    for step, rows in rows_by_step.items():
+        text = "\n".join(map(json.dumps, rows))
+        (run / "evaluations" / f"held-out-{step}.jsonl").write_text(text)
+    return run
+
+
+def of_evaluation(run: Path) -> list[ReportSample]:
+    """Return the samples of evaluations that the report shows."""
+    return [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+
+
 def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "evaluated")
-    folder = run / "evaluations"
-    folder.mkdir()
-    for step, response in ((0, "old"), (12, "nineteen"), (3, "older")):
-        row = {"question": "7+12=", "answer": "19", "response": response, "reward": 1.0}
-        (folder / f"held-out-{step}.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"question": "7+12=", "answer": "19", "reward": 1.0}
+    responses = ((0, "old"), (12, "nineteen"), (3, "older"))
+    run = evaluated(tmp_path, {step: [{**row, "response": text}] for step, text in responses})
     text = body(report_page([read_run(run)]))
     assert "evaluation held-out" in text and "nineteen" in text and "policy version 12" in text
     assert ">old<" not in text and ">older<" not in text, "the newest alone"
@@ -296,21 +288,16 @@ def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None
 def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
     tmp_path: Path,
 ) -> None:
-    run = make_run(tmp_path, "evaluated")
-    (run / "evaluations").mkdir()
     rows = [
         {"question": f"{i}=", "response": f"#{i}", "reward": float(i != 7), "parts": {"form": 1.0}}
         for i in range(9)
     ]
-    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    shown = of_evaluation(evaluated(tmp_path, {3: rows}))
     assert [sample.pieces[0].text for sample in shown] == ["#7", "#0", "#1"]
     assert [sample.facts for sample in shown] == ["reward 0, form 1"] + ["reward 1, form 1"] * 2
 
 
 def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "evaluated")
-    (run / "evaluations").mkdir()
     row = {
         "question": "2+2?",
         "prompt": "user: 2+2? Think.",
@@ -324,8 +311,7 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
     }
     scored = {"parts": {"score": 0.0, "answered": 0.0}, "versions": ["0.17"]}
     rows = [row, {**row, "truncated": False, **scored}]
-    (run / "evaluations" / "held-out-17.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    one, other = [s for s in read_run(run).samples if s.why == "evaluation held-out"]
+    one, other = of_evaluation(evaluated(tmp_path, {17: rows}))
     assert one.prompt == "user: 2+2? Think."
     facts = "reward 0, scorer error, form 0.25, right answer 4, cut at the length limit"
     assert (one.facts, other.facts) == (facts, "reward 0, no answer found, right answer 4")
@@ -334,11 +320,8 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
 
 
 def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "evaluated")
-    (run / "evaluations").mkdir()
     rows = [{"question": "1=", "response": "#1", "reward": reward} for reward in (1.0, None)]
-    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    shown = of_evaluation(evaluated(tmp_path, {3: rows}))
     assert [sample.facts for sample in shown] == ["no score", "reward 1"]
 
 
@@ -402,20 +385,16 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 def test_it_reads_well_on_a_screen_and_on_a_telephone(
     run: Path, played: Path, tmp_path: Path
 ) -> None:
-    one, two, long = (tmp_path / f"{name}.html" for name in ("one", "two", "long"))
+    one, long, game = (tmp_path / f"{name}.html" for name in ("one", "long", "game"))
     other = make_run(tmp_path, f"other_{'x' * 90}", steps=30)
     with MetricsWriter(RunDirectory(other).metrics_file, lineage=1) as metrics:
         metrics.warn(5, "scorer_errors", f"at /home/{'rewards_of_mine' * 9}.py:41")
     one.write_text(report_page([read_run(run)]))
-    two.write_text(
-        report_page([read_run(run), read_run(make_run(tmp_path / "more", "third", steps=30))])
-    )
     long.write_text(report_page([read_run(run), read_run(other)]))
-    game = tmp_path / "game.html"
     game.write_text(report_page([read_run(played)]))
     found = [
         flaw
-        for flaw in flaws([one, two, long, game], tmp_path)
+        for flaw in flaws([one, long, game], tmp_path)
         if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
     ]
     assert not found, "\n".join(found)
@@ -431,12 +410,6 @@ def test_the_head_shows_what_defines_the_run_and_the_reward_of_evaluations(run: 
     assert cells["learning rate"] == "1e-06 (adam, constant)"
     assert cells["machine"] == "2 CPU cores; 1 trainer ranks"
     assert cells["held-out mean reward at the start / after RL"] == "0.500 / 0.500"
-
-
-def test_every_figure_has_a_line_about_a_good_curve(page: str) -> None:
-    assert all(panel.good for panel in PANELS)
-    figures = len(re.findall(r"Plotly\.newPlot\(", body(page)))
-    assert page.count("<p class=good>Good: ") == figures > 8
 
 
 def test_the_band_of_the_reward_is_the_interval_of_its_mean(run: Path) -> None:

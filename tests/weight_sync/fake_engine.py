@@ -1,11 +1,10 @@
 """A weight receiver in a process of its own that fails on command; speaks SGLang's endpoints.
 
-    python -m tests.weight_sync.fake_engine MODE [NAMES.json]
+    python -m tests.weight_sync.fake_engine MODE
 
 It prints its port, joins the update group as an engine would, and at the first announced bucket
-`dies` (exits), `hangs` (never answers, never receives), `refuses` (answers 400, receives nothing)
-`drops` (receives, keeps nothing) or `works` (receives; its checksum is the sum of the bytes). It
-has the parameters in NAMES.json, or two of its own. `serving` runs one in this process.
+`dies` (exits), `refuses` (answers 400, receives nothing) or `works` (receives; its checksum is the
+sum of the bytes). `serving` runs one in this process.
 
 It is not the server of engines/simulated, which imports no torch, keeps no weights and generates:
 of its endpoints only `health` would serve here. The others receive tensors in calls that block,
@@ -20,7 +19,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -118,8 +116,6 @@ class FakeEngine:
     ) -> tuple[int, dict[str, Any]]:
         if self.mode == "dies":
             os._exit(1)
-        if self.mode == "hangs":
-            time.sleep(600)
         if self.mode == "refuses" or self.refuses in body["names"]:
             return 400, {"message": "no room for these weights"}
         self.calls.append((body["group_name"], tuple(body["names"])))
@@ -143,8 +139,6 @@ class FakeEngine:
                 )
             except (RuntimeError, ValueError) as error:
                 return 400, {"message": f"Failed to receive weights: {error}"}
-        if self.mode == "drops":
-            return 200, {}
         self.received.append(int(flat.sum()))
         for name, dtype, shape, part in zip(
             body["names"], body["dtypes"], body["shapes"], flat.split(sizes), strict=True
@@ -214,8 +208,7 @@ def serving(engine: FakeEngine, name: str) -> Iterator[EngineAddress]:
 
 
 def main() -> None:
-    known = json.loads(Path(sys.argv[2]).read_text()) if len(sys.argv) > 2 else KNOWN
-    server = server_of(FakeEngine(sys.argv[1], known))
+    server = server_of(FakeEngine(sys.argv[1]))
     print(server.server_address[1], flush=True)
     # A test that dies must not leave this behind.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

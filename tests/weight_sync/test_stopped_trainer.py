@@ -10,7 +10,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress
+from megatron_async.weight_sync.transports.distributed import DistributedSender
 from tests.weight_sync.fake_engine import FakeEngine, serving
 
 LIMIT_SECONDS = 3.0
@@ -38,7 +43,7 @@ def test_an_update_goes_on_after_a_stop_that_was_longer_than_its_limit() -> None
 
     engine.do_begin_weight_update = stop_then_begin  # type: ignore[method-assign]
     with serving(engine, "engine") as address:
-        command = [sys.executable, "-m", "tests.weight_sync.stopped_sender", address.url]
+        command = [sys.executable, "-m", "tests.weight_sync.test_stopped_trainer", address.url]
         trainer = subprocess.Popen(
             [*command, str(LIMIT_SECONDS)], stderr=subprocess.PIPE, text=True
         )
@@ -46,3 +51,17 @@ def test_an_update_goes_on_after_a_stop_that_was_longer_than_its_limit() -> None
     assert trainer.returncode == 0, errors
     assert stopped and stopped[0] > LIMIT_SECONDS
     assert engine.version == "0.1" and len(engine.received) == 2
+
+
+def send_one_version(url: str, seconds: float) -> None:
+    """The trainer: it publishes to the engine at `url`."""
+    settings = WeightsConfig(timeout_seconds=seconds)
+    sender = DistributedSender(settings, EngineConfig(), torch.device("cpu"))
+    sender.connect([EngineAddress("engine", url)])
+    buckets = [[("x.weight", torch.ones(256, 64))], [("y.weight", torch.ones(128))]]
+    sender.send(buckets, PolicyVersion(0, 1))
+    sender.close()
+
+
+if __name__ == "__main__":
+    send_one_version(sys.argv[1], float(sys.argv[2]))

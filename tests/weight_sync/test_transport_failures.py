@@ -1,4 +1,7 @@
-"""A broken engine must not hang the trainer: each failure ends in one error within its limit."""
+"""A broken engine must not hang the trainer: each failure ends in one error within its limit.
+
+An engine that is late or slow but well gets its weights.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +24,9 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync import lost_engines
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls, call
 from megatron_async.weight_sync.lost_engines import raise_lost
+from megatron_async.weight_sync.transports import base as transport
+from megatron_async.weight_sync.transports import distributed
+from megatron_async.weight_sync.transports.base import seconds_to_give_up
 from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from tests.weight_sync.fake_engine import FakeEngine, serving
 
@@ -62,36 +68,11 @@ def _sender(timeout_seconds: float = 20.0) -> DistributedSender:
     return DistributedSender(settings, EngineConfig(), torch.device("cpu"))
 
 
-def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
+def _buckets() -> list[list[tuple[str, torch.Tensor]]]:
     return [
-        [("x.weight", torch.full((256, 64), fill))],
-        [("y.weight", torch.full((128,), fill, dtype=torch.bfloat16))],
+        [("x.weight", torch.full((256, 64), 3.0))],
+        [("y.weight", torch.full((128,), 5.0, dtype=torch.bfloat16))],
     ]
-
-
-def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL's returns only when all ranks have called it, and engines wait for its announcement."""
-    engine = FakeEngine("works")
-    start_broadcast = _Link.start
-    sent = []
-
-    def blocks(link: _Link, tensor: torch.Tensor) -> None:
-        deadline = time.monotonic() + 5
-        while not sent and not engine.calls:
-            assert time.monotonic() < deadline, "no engine has had the announcement"
-            time.sleep(0.01)
-        sent.append(tensor.nbytes)
-        start_broadcast(link, tensor)
-
-    monkeypatch.setattr(_Link, "start", blocks)
-    sender = _sender()
-    with serving(engine, "engine") as address:
-        sender.connect([address])
-        sender.send(_buckets(), VERSION)
-        sender.close()
-    assert sent == [256 * 64 * 4, 128 * 2]
 
 
 class Confused(FakeEngine):
@@ -193,13 +174,31 @@ def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mo
     sender.close()
 
 
-class Heedless(FakeEngine):
-    """Answers an announcement at once, and never receives the bucket."""
+RELEASED = threading.Event()
+
+
+class Engine(FakeEngine):
+    """Answers an announced bucket by its mode.
+
+    `receives`: as if it had the bucket. `cannot receive`: as SGLang reports a failed receive.
+    `refuses`: with another error. `hangs`: never, but it is healthy. `lost`: no call is answered.
+    """
+
+    def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.mode == "lost":
+            RELEASED.wait(30)
+        return super().do_health(body)
 
     def do_update_weights_from_distributed(
         self, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        return (400, {}) if self.mode == "refuses" else (200, {})
+        if self.mode == "cannot receive":
+            return 400, {"message": "Failed to receive weights: NCCL error: remote process exited"}
+        if self.mode == "refuses":
+            return 400, {"message": "out of memory"}
+        if self.mode in ("hangs", "lost"):
+            RELEASED.wait(30)
+        return 200, {}
 
 
 @pytest.mark.parametrize(
@@ -210,8 +209,8 @@ class Heedless(FakeEngine):
             1.0,
             r"did not enter the first broadcast within weights\.timeout_sec",
         ),
-        (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
-        (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
+        (Engine("receives"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
+        (Engine("refuses"), 20.0, r"engine engine .*answered 400"),
     ],
     ids=["waits for nothing", "has answered", "refuses"],
 )
@@ -263,33 +262,6 @@ def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
     sender.close()
 
 
-RELEASED = threading.Event()
-
-
-class Engine(FakeEngine):
-    """Answers an announced bucket by its mode.
-
-    `receives`: it has the bucket. `cannot receive`: as SGLang reports a failed receive. `refuses`:
-    with another error. `hangs`: never, but it is healthy. `lost`: no call is answered.
-    """
-
-    def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if self.mode == "lost":
-            RELEASED.wait(30)
-        return super().do_health(body)
-
-    def do_update_weights_from_distributed(
-        self, body: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]]:
-        if self.mode == "cannot receive":
-            return 400, {"message": "Failed to receive weights: NCCL error: remote process exited"}
-        if self.mode == "refuses":
-            return 400, {"message": "out of memory"}
-        if self.mode in ("hangs", "lost"):
-            RELEASED.wait(30)
-        return 200, {}
-
-
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Limits of a fraction of a second; engines that wait are released after the test."""
@@ -330,3 +302,174 @@ def test_only_the_engine_that_caused_a_failed_broadcast_is_found(
             found = error.engine_ids
         calls.close()
     assert list(found) == at_fault
+
+
+# ------------------------------------------------------------ engines that are late, slow or frozen
+#
+# NCCL is stood in for by gloo whose first broadcast of a group blocks until all engines enter it.
+# Delays are far below the limits: an engine that is late but in time is not at fault.
+
+DELAY_SECONDS = 0.4
+Answer = tuple[int, dict[str, Any]]
+
+
+class Entering(FakeEngine):
+    """Shows when it enters a broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__("works")
+        self.entered = threading.Event()
+
+    def do_update_weights_from_distributed(self, body: dict[str, Any]) -> Answer:
+        self.entered.set()
+        return super().do_update_weights_from_distributed(body)
+
+
+class LateJoiner(Entering):
+    """Enters the group when the others have waited for it."""
+
+    def do_init_weights_update_group(self, body: dict[str, Any]) -> Answer:
+        time.sleep(DELAY_SECONDS)
+        return super().do_init_weights_update_group(body)
+
+
+class SlowReceiver(Entering):
+    """Takes its time over every call of an update."""
+
+    def do_begin_weight_update(self, body: dict[str, Any]) -> Answer:
+        time.sleep(DELAY_SECONDS)
+        return super().do_begin_weight_update(body)
+
+    def do_update_weights_from_distributed(self, body: dict[str, Any]) -> Answer:
+        time.sleep(DELAY_SECONDS)
+        return super().do_update_weights_from_distributed(body)
+
+    def do_end_weight_update(self, body: dict[str, Any]) -> Answer:
+        time.sleep(DELAY_SECONDS)
+        return super().do_end_weight_update(body)
+
+
+class Holds(Entering):
+    """Does not answer the calls in `held` until it is let go."""
+
+    def __init__(self, *held: str) -> None:
+        super().__init__()
+        self.held = held
+        self.let_go = threading.Event()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Answer:
+        if path.strip("/") not in self.held:
+            return super().answer(path, body)
+        assert self.let_go.wait(60)
+        return 400, {}
+
+
+Hold = Callable[[Sequence[Entering]], list[float]]
+
+
+@pytest.fixture
+def hold_until_entered(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """Makes the first broadcast of each group wait for these engines; seconds that it waited."""
+
+    def hold(engines: Sequence[Entering]) -> list[float]:
+        start, met, held = _Link.start, set(), []
+
+        def as_nccl(link: _Link, tensor: torch.Tensor) -> None:
+            if link.name not in met:
+                met.add(link.name)
+                began = time.monotonic()
+                for engine in engines:
+                    assert engine.entered.wait(60), "it has had no announcement"
+                held.append(time.monotonic() - began)
+            start(link, tensor)
+
+        monkeypatch.setattr(_Link, "start", as_nccl)
+        return held
+
+    return hold
+
+
+def require_loaded(engine: FakeEngine) -> None:
+    for name, tensor in (item for bucket in _buckets() for item in bucket):
+        torch.testing.assert_close(engine.loaded[name], tensor)
+
+
+@pytest.mark.slow
+def test_a_late_joiner_and_a_slow_receiver_get_every_update(hold_until_entered: Hold) -> None:
+    engines = [Entering(), LateJoiner(), SlowReceiver()]
+    held = hold_until_entered(engines)
+    weights = _sender(60.0)
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(serving(e, f"e{i}")) for i, e in enumerate(engines)]
+        for number in (1, 2):
+            weights.connect(addresses)
+            report = weights.send(_buckets(), PolicyVersion(0, number))
+            assert report.buckets == 2
+            for engine in engines:
+                require_loaded(engine)
+                assert engine.version == f"0.{number}" and not engine.session
+                engine.loaded.clear()
+        weights.close()
+    assert len(held) == 1, "one group for both updates"
+    assert held[0] > DELAY_SECONDS / 2, "the slow one was waited for"
+
+
+@pytest.mark.slow
+def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_entered: Hold) -> None:
+    slow, hangs = SlowReceiver(), Holds("update_weights_from_distributed")
+    hold_until_entered([slow, hangs])
+    weights = _sender(4.0)
+    with serving(slow, "slow") as first, serving(hangs, "hangs") as second:
+        weights.connect([first, second])
+        began = time.monotonic()
+        try:
+            with pytest.raises(EngineCallError) as caught:
+                weights.send(_buckets(), VERSION)
+        finally:
+            hangs.let_go.set()
+            hangs.entered.set()
+        assert caught.value.engine_ids == ("hangs",)
+        # The limit, and what closing waits for (CLEANUP_SECONDS, twice).
+        assert time.monotonic() - began < 4.0 + 2 * 20.0 + 5.0
+        weights.connect([first])
+        weights.send(_buckets(), VERSION)
+        require_loaded(slow)
+        weights.close()
+
+
+def test_the_other_ranks_wait_longer_than_a_sender_whose_every_wait_runs_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are to hear what it waited for."""
+    for module in (transport, distributed):
+        monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(transport, "HEALTH_SECONDS", 0.5)
+    weights = _sender(1.0)
+    update = ("update_weights_from_distributed", "end_weight_update")
+    engine = Holds(*update, "destroy_weights_update_group")
+    with serving(engine, "frozen") as address:
+        began = time.monotonic()
+        try:
+            weights.connect([address])
+            with pytest.raises(EngineCallError, match="frozen"):
+                weights.send([[pair for bucket in _buckets() for pair in bucket]], VERSION)
+        finally:
+            engine.let_go.set()
+        took = time.monotonic() - began
+    assert 1.0 + 0.5 + 0.5 < took < seconds_to_give_up(weights.settings)
+
+
+def test_an_engine_that_never_joins_is_waited_for_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "JOIN_SECONDS", 1.5)
+    engine = Holds("init_weights_update_group")
+    with serving(engine, "absent") as address:
+        began = time.monotonic()
+        try:
+            with pytest.raises(EngineCallError, match=r"init_weights_update_group .*within 1\.5 s"):
+                _sender(60.0).connect([address])
+        finally:
+            engine.let_go.set()
+        assert time.monotonic() - began < 1.5 + 1.0 + 2.0

@@ -1,16 +1,80 @@
-"""Comparisons in pieces, the tables of recorded rows, and the command in a result file."""
+"""Programs of benchmarks: their settings load, and their tables and counts are right.
+
+The control's rewards of episodes are shuffled; comparisons are made in pieces, pair by pair; what a
+kill costs is counted by processes that are killed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import schedules, versus_trl
-from benchmarks.reporting import append, command_line, missing, read, spread, table
+from benchmarks.episodes import ROOT, name_of, pieces, row_of, settings_of, table
+from benchmarks.reporting import append, command_line, missing, read
+from benchmarks.restart import counters
+from benchmarks.restart.__main__ import goals
+from benchmarks.restart.run import losses
+from benchmarks.shuffled import Shuffled
+from megatron_async.config import load_config
+from megatron_async.scoring.rewards import Sample
+from megatron_async.telemetry.metrics import MetricsWriter
+
+
+@pytest.mark.parametrize("key", pieces(["guessing_game", "calculator"], 3, 2), ids=name_of)
+def test_every_run_is_its_example_with_a_schedule_and_a_seed(
+    key: dict[str, object], tmp_path: Path
+) -> None:
+    settings = settings_of(key, tmp_path, tmp_path / "model")
+    config = load_config(ROOT / "examples" / str(key["example"]) / "config.yaml", settings)
+    assert config.plays
+    assert (config.schedule.preset, config.seed) == (key["preset"], key["seed"])
+    assert config.scorers.of_groups == key["shuffled"]
+    assert config.eval_sets()[0].samples == 1, "so that evaluations have the true rewards"
+
+
+def test_shuffled_rewards_are_those_of_the_group_in_another_order() -> None:
+    seed = 7
+    number = str(random.Random(seed).randint(1, 100))
+    answers = [number, "x", "101", number, "0", "-", "", number]
+    for of in ("game", "product"):
+        samples = [Sample(text, answer=number, metadata={"seed": seed}) for text in answers]
+        shuffled = Shuffled(of)
+        own = [float(text == number) for text in answers]
+        totals = []
+        for _ in range(20):
+            scored = shuffled(samples)
+            assert [parts["true"] for _, parts in scored] == own
+            given = own if of == "game" else [0.0] * len(own)
+            totals.append([value + g for (value, _), g in zip(scored, given, strict=True)])
+        assert all(sorted(total) == sorted(own) for total in totals)
+        assert len({tuple(total) for total in totals}) > 10
+        alone = samples[0]
+        assert shuffled([alone])[0][0] == (0.0 if of == "game" else 1.0), "as in an evaluation"
+
+
+def test_a_row_has_the_success_before_and_after(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with MetricsWriter(file, lineage=0) as metrics:
+        for step, share in ((0, 0.4), (2, 0.9)):
+            found = {"accuracy": share, "accuracy_low": share, "accuracy_high": share}
+            found["answers"] = 256.0
+            metrics.write(step, {f"eval/{k}": v for k, v in found.items()}, kind="eval")
+        for step, turns in ((0, 5.0), (1, 6.0)):
+            metrics.write(step, {"rollout/turns_mean": turns, "rollout/lag_max": 1.0})
+    row = row_of(file)
+    assert (row["before"], row["after"], row["turns_last"]) == (0.4, 0.9, 6.0)
+    key = {"example": "calculator", "preset": "copris", "seed": 1, "shuffled": False}
+    assert "| calculator | copris | own | 1 | 40.0 | 90.0 | 50.0 |" in table([{**key, **row}])
+    poor = {**key, **row, "after": 0.5}
+    assert "Below 30 points: calculator-copris-1." in table([poor])
 
 
 def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
@@ -19,16 +83,6 @@ def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
     wanted = [{"seed": seed, "sizes": {"steps": steps}} for seed in (1, 2) for steps in (8, 16)]
     append(file, {**wanted[1], "seconds": 3.5})
     assert missing(wanted, read(file)) == [wanted[0], wanted[2], wanted[3]]
-
-
-def test_a_table_has_a_cell_for_each_column() -> None:
-    assert table("a | b", [(1, "x"), (2, "y")]) == "| a | b |\n|---|---|\n| 1 | x |\n| 2 | y |"
-
-
-def test_a_range_is_shown_where_there_are_several_values() -> None:
-    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
-    assert spread([1234.4], 0) == "1,234"
-    assert spread([]) == "-"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +96,6 @@ def test_a_range_is_shown_where_there_are_several_values() -> None:
 def test_the_result_file_is_left_out(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/store.py", *given])
     assert command_line("benchmarks.store") == "python -m benchmarks.store --steps 8 --full"
-
-
-def test_what_a_shell_would_read_otherwise_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--name", "two words"])
-    assert command_line("benchmarks.store") == "python -m benchmarks.store --name 'two words'"
 
 
 def versus_row(system: str, seed: int, step: float, accuracies: list[float]) -> dict[str, Any]:
@@ -76,12 +125,6 @@ def test_systems_are_compared_seed_by_seed() -> None:
     trl = next(line for line in text.splitlines() if line.startswith("| tail | trl"))
     assert "| 2 | 15 (10 to 20) | 5.00 (4.00 to 6.00) | 208 (167 to 250) | 0.500" in trl
     assert trl.endswith("| 60, 1 never |")
-
-
-def test_a_system_without_its_pair_has_no_ratio() -> None:
-    text = versus_trl.table([versus_row("trl", 1, 6.0, [0.6, 0.9])])
-    assert "| tail | trl | 1 |" in text
-    assert "by seed" not in text
 
 
 def schedule_row(
@@ -176,13 +219,6 @@ def test_every_schedule_makes_the_same_number_of_updates(preset: str, tmp_path: 
     assert trajectories / schedule["updates_per_batch"] == 32
 
 
-def test_pairs_alternate() -> None:
-    wanted = schedules.pieces(schedules.parsed(["--presets", "sync", "copris"]))
-    assert len(wanted) == 5 * 2 * 2
-    assert [piece["preset"] for piece in wanted] == ["sync", "copris"] * 10
-    assert {piece["sizes"]["warm_up"] for piece in wanted} == {12}
-
-
 def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:
     options = argparse.Namespace(model=tmp_path, steps=20, every=5)
     short, tail = (
@@ -193,3 +229,57 @@ def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:
     assert short.task.params["mixture"] != tail.task.params["mixture"]
     assert (tail.seed, tail.task.train_seed, tail.eval.every_steps) == (3, 3, 5)
     assert tail.algorithm.kl.loss_coef == pytest.approx(0)  # TRL's beta
+
+
+_WRITES = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks.restart.counters import Counters
+
+one = Counters(Path(sys.argv[1]))
+one.trajectories[[0, 7]] = [3, 5]
+one.waited(0.25)
+one.waited(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_counters_survive_a_sigkill(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITES, str(tmp_path / "lives" / "engine-1")]
+    assert subprocess.run(command, check=False).returncode == -9
+    [found] = counters.read_counters(tmp_path / "lives", "engine")
+    assert found.trajectories[[0, 6, 7]].tolist() == [3, 0, 5]
+    assert (found["events"], found["seconds"], found["longest"]) == (2, 0.75, 0.5)
+    assert found["first"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "trajectory"),
+    [("t17-3;", 17), ("5f0c.12;t17-3;", 17), ("eval.t17.0;", None), ("5f0c.12;check;", None)],
+)
+def test_trajectory_of_a_request_is_in_its_name(name: str, trajectory: int | None) -> None:
+    assert counters.trajectory_of(name) == trajectory
+
+
+def test_losses_are_of_unfinished_responses_only() -> None:
+    """Prompts of 5: lost 3 of 20; finished; lost all 7 of 7; never started; none yet generated."""
+    generated = np.array([25.0, 40, 12, 0, 0])
+    started = np.array([5.0, 5, 5, 0, 5])
+    resumed = np.array([22.0, 0, 5, 5, 5])
+    assert losses(generated, started, resumed).tolist() == [3, 7, 0]
+    with pytest.raises(ValueError, match="1 responses have tokens that were not generated"):
+        losses(generated - 5, started, resumed)
+
+
+def row(lost: int, back: float) -> dict[str, Any]:
+    times = {"engine_pauses": 0, "blocked": 0, "batch": 2 * back, "trained": 3 * back}
+    return {"kind": "kill", "number": 0, "lost_largest": lost, "first_token": back, **times}
+
+
+def test_every_goal_is_that_of_the_worst_run() -> None:
+    good, worse = row(64, 30.0), row(65, 31.0)
+    assert "| 64 | 64.0 | yes |" in goals([good])
+    assert "first token | 30 | 30.0 | yes |" in goals([good])
+    assert "| 64 | 65.0 | **no** |" in goals([good, worse])
+    assert "first token | 30 | 31.0 | **no** |" in goals([worse, good])
+    assert "is trained | 30 | 93.0 | **no** |" in goals([worse, good])
