@@ -14,7 +14,7 @@ MOST_CODE_LINES_OF_A_FILE = 400
 LONGER_FILES: dict[str, str] = {}
 MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
 # It rises only by what an issue grants, and is lowered when the count has fallen.
-MOST_CODE_LINES = 39_871
+MOST_CODE_LINES = 39_826
 
 
 def test_a_file_has_few_lines_of_code_or_a_reason() -> None:

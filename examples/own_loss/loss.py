@@ -1,7 +1,7 @@
 """A loss of one's own: PPO whose clip narrows as a token's policy grows old.
 
-The function gets one microbatch of whole sequences as packed streams of T tokens (untrained tokens
-are 0) and returns the loss of each token, [T], in plain torch. Autograd differentiates it;
+The function gets the trained tokens of a microbatch of whole sequences, as packed streams of T
+tokens, and returns the loss of each token, [T], in plain torch. Autograd differentiates it;
 masking, averaging over all ranks and microbatches, KL and entropy bonus stay the trainer's.
 """
 

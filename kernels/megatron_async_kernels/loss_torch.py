@@ -298,7 +298,7 @@ def _metrics(
         for x_S in (seq_weight_S, seq_log_S.clamp(max=math.log(config.staleness_clip)))
     )
     distance_T = (stream.logprobs_T - stream.ref_T).double() * float(stream.has_ref)
-    A_T = stream.advantages_T.double()
+    A_T, lag_T = stream.advantages_T.double(), stream.lag_T
     x_T = terms.coefficient_T.double()
     per_token = {
         "tokens": mask_T,
@@ -319,6 +319,8 @@ def _metrics(
         "advantage_sq": A_T.square() * mask_T,
         "ref_k1": distance_T * mask_T,
         "ref_k3": divergence(-distance_T, "k3") * mask_T,
+        "lag": lag_T.double() * mask_T,
+        "off_policy_tokens": (lag_T > 0) * mask_T,
     }
     totals = dict(zip(per_token, torch.stack(list(per_token.values())).sum(dim=1), strict=True))
     policy, kl, entropy = parts_3.unbind()
@@ -339,10 +341,11 @@ def _metrics(
         _largest(-log_T, trained_T),
         _largest(total_S, nonempty_S),
         _largest(-total_S, nonempty_S),
+        _largest(lag_T.double(), trained_T),
     ]
     return LossMetrics(
         torch.stack([totals[name].double() for name in SUM_NAMES]),
-        _by_lag(mask_T, weight_T, log_T, stream.lag_T),
+        _by_lag(mask_T, weight_T, log_T, lag_T),
         torch.stack(maxima),
     )
 

@@ -225,6 +225,8 @@ SUM_NAMES: tuple[str, ...] = (
     "advantage_sq",  # sum m A^2
     "ref_k1",  # sum m (p - ref), 0 without reference
     "ref_k3",  # sum m (exp(-x) - 1 + x), x = c(p - ref)
+    "lag",  # sum m lag
+    "off_policy_tokens",  # sum m [lag > 0]
 )
 LAG_SUM_NAMES: tuple[str, ...] = ("lag_tokens", "lag_weight", "lag_weight_sq", "lag_log_ratio")
 MAX_NAMES: tuple[str, ...] = (
@@ -232,6 +234,7 @@ MAX_NAMES: tuple[str, ...] = (
     "log_ratio_neg_min",  # max -L
     "seq_log_weight_max",  # max_i sum_i m L
     "seq_log_weight_neg_min",  # max_i -sum_i m L
+    "lag_max",
 )
 
 

@@ -70,9 +70,10 @@ def token_pass_kernel(
     ratio_sum, ratio_log_sum, used_sum, used_sq = zeros, zeros, zeros, zeros
     n_above, n_below, n_dual = zeros, zeros, zeros
     entropy_sum, advantage_sum, advantage_sq = zeros, zeros, zeros
-    distance_sum, distance_k3 = zeros, zeros
+    distance_sum, distance_k3, lag_sum, n_off = zeros, zeros, zeros, zeros
     log_max = zeros - float("inf")
     log_neg_min = zeros - float("inf")
+    lag_max = zeros - float("inf")
     bins = tl.arange(0, LAG_STRIDE)
     bin_tokens = tl.zeros((LAG_STRIDE,), dtype=tl.float32)
     bin_weight = tl.zeros((LAG_STRIDE,), dtype=tl.float32)
@@ -162,6 +163,11 @@ def token_pass_kernel(
             if SPEC.has_lag:
                 lag_of = tl.load(lag + lanes, mask=inside, other=0).to(tl.int32)
                 lag_of = tl.where(trained, lag_of, 0)
+                lag_sum += lag_of.to(tl.float32)
+                n_off += tl.where(lag_of > 0, on, 0.0)
+                lag_max = tl.maximum(
+                    lag_max, tl.where(trained, lag_of.to(tl.float32), float("-inf"))
+                )
                 bin_of = tl.minimum(tl.maximum(lag_of, 0), NUM_LAGS - 1)
                 # Few lags occur in one block, so only those between its extremes are summed.
                 lowest = tl.min(tl.where(trained, bin_of, NUM_LAGS), axis=0)
@@ -219,6 +225,9 @@ def token_pass_kernel(
     tl.store(extreme, tl.max(log_max, axis=0))
     tl.store(extreme + 1, tl.max(log_neg_min, axis=0))
     if SPEC.has_lag:
+        tl.store(row + SPEC.at.lag, tl.sum(lag_sum, axis=0))
+        tl.store(row + SPEC.at.off_policy_tokens, tl.sum(n_off, axis=0))
+        tl.store(extreme + 4, tl.max(lag_max, axis=0))
         by_lag = row + LAG_OFFSET + bins
         tl.store(by_lag, bin_tokens)
         tl.store(by_lag + LAG_STRIDE, bin_weight)

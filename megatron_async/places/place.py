@@ -25,9 +25,18 @@ What a run places, and how it comes back after a kill:
 | `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: the score is requested again |
 | `EnvironmentProcess`, `AgentProcess` | unlimited | `HeldEpisodes` | snapshot or stored answers |
 
-On one machine, `local.py` restarts processes, and a `ScorerWorker` lives in the manager's process
-and restarts its scorer process itself. torchrun restarts a killed trainer rank with all others
-(`trainer.max_restarts`); each then restores the newest checkpoint and attaches to the manager.
+- Manager: the trainer attaches on the same lineage and publishes its weights to the new engines.
+- Engine: its trajectories continue on other engines. A new engine serves nothing before it has the
+  current weights. The run ends when no engine is left and none may be restarted.
+- Scorer: on one machine, a `ScorerWorker` lives in the manager's process and restarts its scorer
+  process. A score is requested twice, an asynchronous one three times; then it counts as failed.
+- Environment or agent: each call is made three times at most, the last time with no other call on
+  that worker. An episode that cannot be restored starts from its beginning.
+- Trainer rank: it is not placed here. torchrun restarts all ranks, `trainer.max_restarts` times (0
+  by default); they restore the newest checkpoint on a new lineage and attach to the manager, which
+  has kept generating (`train_loop/attempt.py`).
+
+On one machine, `local.py` restarts processes, on several machines Ray does.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine

@@ -1,8 +1,9 @@
 """The weight update as the scheduler sees it: engines are made ready, then weights change.
 
 Invariants
-- `AllowUpdate` is emitted once for each request, and only when no request runs (`weight_update:
-  boundary`, or a boundary action that ends requests) or after `PauseEngines` (`in_flight`).
+- `AllowUpdate` is emitted once for each update. With `weight_update: in_flight`, `PauseEngines`
+  comes before it. Unless `in_flight` is combined with `boundary: continue`, it waits until no
+  request runs.
 - Between the request and the publication nothing is submitted (`closed`).
 - `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before.
 """

@@ -102,7 +102,7 @@ def pack_groups(
 def _numbers(
     segments: Sequence[Segment], step: int, lineage: int, branch_points: Mapping[int, int]
 ) -> IntArray:
-    """The policy number of each segment; ValueError for one that is not older than `step`."""
+    """Return the policy number of each segment. Raises ValueError for one above `step`."""
     version_R = np.array(
         [
             NO_VERSION

@@ -2,13 +2,13 @@
 
     sender = make_sender(config.weights, config.engines, torch.device("cpu"), directory)
     sender.connect(addresses)                     # again whenever the set of engines changes
-    report = sender.send(buckets, version)        # the engines are paused
+    report = sender.send(buckets, version)        # the engines are idle or paused
     sender.close()
 
 Invariants
-- Engines are paused by whoever calls `send`; nothing is generated between its first and its last
-  bucket. The version is announced with the last bucket, so no token is ever labelled with weights
-  that were only partly there.
+- The caller of `send` keeps the engines idle or paused; nothing is generated between its first and
+  its last bucket. The version is announced with the last bucket, so no token is ever labelled with
+  weights that were only partly there.
 - Names are checked against the engines' own parameters before they are sent, completeness after.
 - Every wait has a limit. After any failure the engines that are left hold an undefined mixture:
   `send` raises `EngineCallError` (its `engine_ids` are the engines at fault), the connection is
