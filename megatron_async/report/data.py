@@ -2,7 +2,7 @@
 
 Invariants
 - Reads the run directory and writes nothing; a run that still goes on can be looked at.
-- What the run does not have (no evaluation, an old version's metrics) is empty, never an error.
+- What the run does not have (an evaluation, a metric) is empty, never an error.
 """
 
 import random

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
-from megatron_async.commands import machine_checks
+from megatron_async.commands import doctor, machine_checks
 from megatron_async.commands.machine_checks import MachineFacts, checks, look
 from megatron_async.errors import UserError
 
@@ -85,6 +85,13 @@ def test_a_driver_that_is_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     found = {check.name: check.problem for check in checks(look())}
     assert found["driver"] == "CUDA 13.0 needs 580 or newer"
+
+
+def test_doctor_shows_what_is_wrong_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "look", lambda: replace(GOOD, driver="570.86.15"))
+    lines = [line.strip() for line in doctor.report_lines()]
+    for check in checks(replace(GOOD, driver="570.86.15")):
+        assert str(check) in lines, check.name
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     LEFT,
     DropReason,
+    PolicyVersion,
 )
 from tests.store.test_episodes import forked
-from tests.trajectory.builders import STORE, prompt, scored_group
+from tests.trajectory.builders import STORE, append, current, prompt, scored_group
 
 EXPORTED, KEPT = 8, 62  # trajectories, in groups of two
 
@@ -198,3 +199,35 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
     policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"
     assert f"turn 1, follows turn 0 segment 2: environment, 1 tokens, mask 0 5 {policy}" in text
     assert "turn 2 ended by stop, reward 1" in text
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> StoreReader:
+    """Group 0 batched, group 1: one partial over two versions, one dropped."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        group = await scored_group(store, count=30)
+        store.mark_batched([group.group_id], 0)
+        store.add_group(prompt(5), 2)
+        store.begin_request(2)
+        append(store, 2, 0, 3)
+        append(store, 2, 3, 4, PolicyVersion(0, 2))
+        store.append(
+            current(store, 2), [9], [0.0], PolicyVersion(0, 2), "env", from_environment=True
+        )
+        store.end_request(current(store, 2))
+        store.drop(3, DropReason.STALE)
+        await store.close()
+
+    asyncio.run(scenario())
+    return StoreReader(tmp_path / STORE)
+
+
+def test_the_listing_counts_and_shows_each_trajectory(reader: StoreReader) -> None:
+    text = printed(view.listing(reader.summaries()))
+    assert "4 trajectories: 1 partial, 2 batched, 1 dropped" in text
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert rows[0] == ["0", "0", "30", "0", "batched", "(step", "0)", "0.0", "stop"]
+    assert rows[2] == ["2", "1", "8", "partial", "0.0", "to", "0.2"]
+    assert rows[3] == ["3", "1", "0", "dropped", "(stale)"]

@@ -72,6 +72,7 @@ def test_a_base_that_includes_itself_is_refused(tmp_path: Path) -> None:
             r"sft\.optimizer: min_lr 1 is above lr ",
         ),
         (["name=../evil"], r"name is '\.\./evil'; .* set root to have it elsewhere"),
+        (["name=.."], r"name is '\.\.'; it must be the name of one directory"),
         (['name="a\\nb"'], r"it must be the name of one directory, printable"),
         ([f"name={'é' * 101}"], r"name is 'éé.* of at most 200 bytes"),
         ([f"eval.sets={{{'x' * 101}: {{path: a}}}}"], r"eval\.sets has the name .* 100 at most"),

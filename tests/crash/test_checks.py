@@ -8,6 +8,10 @@ tokens, which were written again. Engine 0 hung and was started again by the onl
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +20,19 @@ import pytest
 
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
+from tests.crash.__main__ import plan_of_kills
 from tests.crash.checks import (
     CHECKS,
     Rules,
     audit,
     lag_of,
     part_step,
+    surviving_batches,
+    surviving_path,
     tokens_lost,
+    weights_of,
 )
-from tests.crash.episodes import Call, Episode
+from tests.crash.episodes import Call, Episode, repeats, went_on
 from tests.crash.evidence import (
     Attach,
     Batch,
@@ -33,10 +41,10 @@ from tests.crash.evidence import (
     Launch,
     Request,
     Seen,
+    read_arrivals,
 )
-from tests.crash.fault_programme import PRESETS, is_due_to_a_slow_machine
 from tests.crash.faults import Injected
-from tests.crash.world import Result, episode_settings, rules_of, settings
+from tests.crash.run import PARTS
 
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)
 STOP, LENGTH = 2, 8
@@ -124,21 +132,30 @@ def with_batches(*batches: Batch) -> Evidence:
     return replace(honest(), batches=[*honest().batches, *batches])
 
 
-def two_streams(change: int) -> Evidence:
+def two_streams(change: int, restart: bool = False) -> Evidence:
     """Trajectory 5 was asked for twice from its prompt on; it is the second stream's from `change`.
 
-    Each of its tokens has arrived in its place.
+    Each of its tokens has arrived in its place. `restart`: a third request goes on at `change`.
     """
     streams = (11,) * LENGTH, (12,) * LENGTH
     first = len(PROMPT)
     requests = [Request(5, first, i, stream, 2) for i, stream in enumerate(streams)]
     tokens = streams[0][:change] + streams[1][change:]
+    if restart:
+        requests.append(Request(5, first + change, 2, streams[1][change:], 2))
     return replace(with_requests(5, *requests), kept={5: [kept(5, tokens=tokens)]})
 
 
 def test_an_honest_account_passes_every_check() -> None:
     assert {name: found for name, found in audit(honest(), RULES).items() if found} == {}
     assert [loss.tokens for loss in tokens_lost(honest())] == [2]
+
+
+def test_the_surviving_line_leaves_out_what_a_kill_undid() -> None:
+    evidence = honest()
+    assert surviving_path(evidence.attaches) == {1: None, 0: 2}
+    steps = [(b.lineage, b.step) for b in surviving_batches(evidence)]
+    assert steps == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
 def test_lag_counts_from_where_the_lineages_part() -> None:
@@ -154,18 +171,40 @@ def test_lag_counts_from_where_the_lineages_part() -> None:
 
 DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ("finished trajectories lost", "kept 0 times", lambda: with_kept(0)),
+    ("finished trajectories lost", "kept 2 times", lambda: with_kept(0, kept(0), kept(0))),
     (
         "finished trajectories lost",
         "is partial now",
         lambda: with_kept(0, kept(0, state="partial")),
     ),
+    (
+        "finished trajectories lost",
+        "had 8 tokens, now 7",
+        lambda: with_kept(0, kept(0, tokens=generated(7))),
+    ),
     ("finished trajectories lost", "had reward 1.0", lambda: with_kept(0, kept(0, reward=0.0))),
     ("trained twice", "trajectory 0 was trained 2 times", lambda: with_batches(batch(1, 4, 0))),
+    ("trained twice", "step 3 was trained 2 times", lambda: with_batches(batch(1, 3, 5))),
     ("steps without a batch", "step 4 has no batch", lambda: with_batches(batch(1, 5, 5))),
+    (
+        "steps without a batch",
+        "newest checkpoint is (1, 2)",
+        lambda: replace(honest(), newest_checkpoint=(1, 2)),
+    ),
     (
         "store and trainer disagree",
         "consumed by None, the trainer has (1, 3)",
         lambda: with_kept(3, kept(3, consumed=None)),
+    ),
+    (
+        "store and trainer disagree",
+        "consumed by (1, 3), the trainer has None",
+        lambda: with_kept(5, kept(5, consumed=(1, 3))),
+    ),
+    (
+        "store and trainer disagree",
+        "dropped for no reason",
+        lambda: with_kept(4, kept(4, drop_reason=None)),
     ),
     (
         "more than a chunk lost",
@@ -173,6 +212,16 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: replace(
             honest(), requests={**honest().requests, 3: [request(3), request(3, 2, 6, 100)]}
         ),
+    ),
+    (
+        "more than a chunk lost",
+        "trajectory 5 lost 7 tokens",
+        lambda: with_kept(5, kept(5, tokens=generated(1))),
+    ),
+    (
+        "more than a chunk lost",
+        "trajectory 5 began anew",
+        lambda: with_requests(5, *begun(1, (3, 2)), *begun(2, (3, 2))),
     ),
     (
         "wrong tokens",
@@ -200,6 +249,11 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "wrong end",
+        "trained at 1.4 with 1 tokens after a stop token",
+        lambda: with_batches(replace(batch(1, 4, 5), responses=((9, STOP, STOP),))),
+    ),
+    (
+        "wrong end",
         "is finished after 7 tokens without a stop token",
         lambda: with_kept(5, kept(5, tokens=generated(7))),
     ),
@@ -214,6 +268,16 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: with_kept(3, kept(3, versions=(PolicyVersion(0, 0),) * LENGTH)),
     ),
     (
+        "lag bound broken",
+        "batch 4 of lineage 1 came with lag 2",
+        lambda: with_batches(replace(batch(1, 4, 5), lag=2)),
+    ),
+    (
+        "wrong tokens",
+        "trajectory 0 has another response's reward",
+        lambda: with_kept(0, kept(0, reward=0.5)),
+    ),
+    (
         "wrong tokens",
         "trajectory 0 has another response's reward",
         lambda: with_kept(0, kept(0, reward=0.0)),
@@ -223,27 +287,52 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         "engine engine0 (http://h:1) was given up, and nothing was wrong with it",
         lambda: replace(honest(), injected=[Injected("engine hangs", "http://h:3")]),
     ),
+    (
+        "healthy engines given up",
+        "engine engine1 (http://h:2) was given up",
+        lambda: replace(
+            honest(), launches=[*honest().launches, Launch("a", 1, "engine1.1", "http://h:4")]
+        ),
+    ),
 ]
 
 
-def played(*calls: Call, **changes: object) -> Evidence:
-    """Episode `ab` of seed 5 has these answers in the store."""
-    episodes = {"ab": Episode(1, "ab", 5, ("x", "y"), "batched")}
+NAMES = ("ab", "cd")
+
+
+def played(*calls: Call, answers: tuple[str, ...] = ("x", "y"), **changes: object) -> Evidence:
+    """Episode `ab` of seed 5 has these answers in the store, `cd` of seed 6 none."""
+    episodes = {
+        "ab": Episode(1, "ab", 5, answers, "batched"),
+        "cd": Episode(2, "cd", 6, (), "waiting"),
+    }
     evidence = replace(honest(), calls=list(calls), episodes=episodes, lives=2)
     return replace(evidence, **changes)  # type: ignore[arg-type]
 
 
-def step(turn: int, text: str) -> Call:
-    return Call("step", "ab", 5, turn, text)
+def step(turn: int, text: str, name: str = "ab", seed: int = 5) -> Call:
+    return Call("step", name, seed, turn, text)
 
 
 SEEN = (Call("reset", "ab", 5), step(0, "x"), Call("restore", "ab", 5, 1), step(1, "y"))
+REHEARSAL = (Call("reset", "ef", 5), step(0, "Yes.", "ef"))
+EVALUATED = (Call("reset", "gh", 99), step(0, "z", "gh", 99))
 
 DOCTORED += [
     (
         "actions not stored",
         "got 'z' in turn 1, and 'y' is stored",
         lambda: played(*SEEN, step(1, "z")),
+    ),
+    (
+        "actions not stored",
+        "got an answer in turn 2, and 2 are stored",
+        lambda: played(*SEEN, step(2, "z")),
+    ),
+    (
+        "actions not stored",
+        "environment ef of seed 5 got an answer, and is not stored",
+        lambda: played(*SEEN, step(0, "x", "ef")),
     ),
     (
         "answers not given",
@@ -263,6 +352,119 @@ DOCTORED += [
 ]
 
 
+def test_an_honest_account_of_episodes_passes() -> None:
+    evidence = played(
+        *SEEN, step(1, "y"), *REHEARSAL, *EVALUATED, open_at=[frozenset(NAMES), frozenset({"ab"})]
+    )
+    assert {name: found for name, found in audit(evidence, RULES).items() if found} == {}
+    assert repeats(evidence.calls) == 1
+    assert went_on(evidence.open_at, evidence.episodes) == (3, 3)
+
+
+OPENING, OBSERVED = (7, 9), (20, 21, 22)
+
+
+def of_turns(**changes: object) -> Evidence:
+    """Trajectory 5 as an episode: an answer, an observation, and another answer."""
+    first = (*generated(3, OPENING), STOP)
+    place = len(OPENING) + len(first) + len(OBSERVED)
+    second: list[int] = []
+    for position in range(place, place + LENGTH):
+        second.append(MODEL.next_token(second[-1] if second else OBSERVED[-1], position, (STOP,)))
+    version = PolicyVersion(0, 0)
+    own = [True] * len(first) + [False] * len(OBSERVED) + [True] * len(second)
+    tokens = (*first, *OBSERVED, *second)
+    one = Kept(
+        5,
+        "finished",
+        OPENING,
+        tokens,
+        (version,) * len(tokens),
+        opening=len(OPENING),
+        own=tuple(own),
+    )
+    requests = [
+        Request(5, len(OPENING), 0, first, 2, "stop"),
+        Request(5, place, 9, tuple(second), 2, "length"),
+    ]
+    evidence = with_requests(5, *(changes.pop("requests", None) or requests))  # type: ignore[misc]
+    return replace(evidence, kept={5: [replace(one, **changes)]})  # type: ignore[arg-type]
+
+
+def found_in_turns(evidence: Evidence) -> list[str]:
+    rules = replace(RULES, simulated=None)
+    checks = ("wrong tokens", "wrong end", "more than a chunk lost", "lag bound broken")
+    return [line for name in checks for line in audit(evidence, rules)[name] if "ry 5" in line]
+
+
+def test_an_observation_is_no_token_of_the_policy() -> None:
+    assert found_in_turns(of_turns()) == []
+    kept = of_turns().kept[5][0]
+    changed = (*kept.tokens[:5], 33, *kept.tokens[6:])
+    assert found_in_turns(of_turns(tokens=changed)) == [], "nobody else has an account of it"
+    wrong = (*kept.tokens[:-1], 33)
+    assert "never arrived" in found_in_turns(of_turns(tokens=wrong))[0]
+
+
+def test_an_answer_that_has_ended_is_followed_by_an_observation() -> None:
+    first, second = of_turns().requests[5]
+    again = Request(5, first.end, 5, (3,), 1)
+    found = found_in_turns(of_turns(requests=[first, again, second]))
+    assert any("sent to an engine again after its end" in line for line in found)
+
+
+def begun(name: int, *answers: tuple[int, int]) -> list[Request]:
+    """Requests (start, tokens) of an episode whose opening has this name."""
+    opening = (7, name, 9)
+    return [
+        Request(5, start, 0, (3,) * count, 2, None, (*opening, *[3] * (start - len(opening))))
+        for start, count in answers
+    ]
+
+
+def of_beginnings(*requests: Request, failed: int = 1) -> list[str]:
+    """What is found where so many environments raised, and trajectory 5 was left partial."""
+    injected = [Injected("environment raises")] * failed + [Injected("environment dies")]
+    opening = requests[-1].input[:3]
+    one = kept(5, state="partial", prompt=opening, tokens=(3,) * (requests[-1].end - 3))
+    evidence = replace(with_requests(5, *requests), kept={5: [one]}, injected=injected)
+    return audit(evidence, RULES)["more than a chunk lost"]
+
+
+def test_an_episode_that_failed_begins_anew_and_loses_nothing_that_it_should_keep() -> None:
+    anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
+    assert of_beginnings(*anew) == []
+    more = [*anew, *begun(4, (3, 5))]
+    assert of_beginnings(*more, failed=2) == []
+
+
+def test_an_episode_may_fail_just_before_a_run_ends() -> None:
+    """It is to begin, and the store has nothing of it."""
+    one = Kept(5, "pending", (), (), ())
+    ended = [replace(request, noted_end="stop") for request in begun(1, (3, 10), (16, 9))]
+    evidence = with_requests(5, *ended)
+    other = replace(kept(4), opening=1)
+    evidence = replace(evidence, kept={**evidence.kept, 4: [other], 5: [one]})
+    failed = replace(evidence, injected=[Injected("environment raises")])
+    assert found_in_turns(failed) == []
+    anew = "trajectory 5 began anew after 25 tokens without a fault"
+    assert found_in_turns(evidence) == [anew]
+
+
+def test_an_episode_that_began_anew_without_a_failure_has_lost_its_tokens() -> None:
+    anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
+    without = "trajectory 5 began anew after 22 tokens without a fault"
+    assert of_beginnings(*anew, failed=0) == [without]
+    assert len(of_beginnings(*anew, *begun(4, (3, 5)))) == 1, "one failure explains one"
+
+
+def test_tokens_that_an_episode_loses_as_it_goes_on_are_not_explained_by_a_failure() -> None:
+    again = begun(1, (3, 10), (16, 9), (16, 9))
+    assert of_beginnings(*again, failed=3) == ["trajectory 5 lost 9 tokens at once"]
+    later = [*begun(1, (3, 10)), *begun(2, (3, 10), (5, 9))]
+    assert of_beginnings(*later, failed=3) == ["trajectory 5 lost 8 tokens at once"]
+
+
 @pytest.mark.parametrize(("check", "sentence_part", "doctored"), DOCTORED)
 def test_a_doctored_account_is_found_out(
     check: str, sentence_part: str, doctored: Callable[[], Evidence]
@@ -271,25 +473,133 @@ def test_a_doctored_account_is_found_out(
     assert any(sentence_part in sentence for sentence in found), found
 
 
+@pytest.mark.parametrize("change", [0, 2, LENGTH])
+def test_tokens_of_two_streams_are_right_only_where_the_second_goes_on_from_the_first(
+    change: int,
+) -> None:
+    """What a lost request brought in between (here the second of three) counts nothing."""
+    rules = replace(RULES, simulated=None, reward_of=None)
+
+    def found_in(evidence: Evidence) -> list[str]:
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "5: token" in line]
+
+    assert found_in(two_streams(change, restart=True)) == []
+    mixed = found_in(two_streams(change))
+    assert [line.partition(" is of")[0] for line in mixed] == (
+        ["trajectory 5: token 2"] if change == 2 else []
+    )
+
+
+def test_a_reward_of_0_needs_a_scorer_that_failed_or_a_response_that_is_worth_it() -> None:
+    def wrong(evidence: Evidence, rules: Rules) -> list[str]:
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "reward" in line]
+
+    zero = with_kept(0, kept(0, reward=0.0))
+    assert len(wrong(zero, RULES)) == 1
+    failed = Injected("scorer dies")
+    assert wrong(replace(zero, injected=[*zero.injected, failed]), RULES) == []
+    worthless = replace(RULES, reward_of=lambda tokens: 0.0)
+    only = replace(zero, kept={0: zero.kept[0]})
+    assert wrong(only, worthless) == []
+    assert len(wrong(replace(honest(), injected=[failed]), worthless)) == 4
+
+
+def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
+    """The note is made before the store has the tokens: a kill may come between."""
+    again = request(5, 5, 3, offset=100)
+    assert audit(with_requests(5, request(5), again), RULES)["wrong end"] == []
+
+
+def test_a_stop_token_ends_a_response_of_any_length() -> None:
+    stopped = kept(5, tokens=(*generated(3), STOP))
+    assert audit(with_kept(5, stopped), RULES)["wrong end"] == []
+
+
+def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_response() -> None:
+    model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # each token is the last one
+    rules = replace(RULES, simulated=model)
+
+    def found_in(*tokens: int) -> list[str]:
+        arrived = Request(5, len(PROMPT), 0, tokens, 2)
+        evidence = replace(with_requests(5, arrived), kept={5: [kept(5, tokens=tokens)]})
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "response to" in line]
+
+    assert found_in(STOP) == []
+    assert found_in(STOP, STOP) == ["trajectory 5 is not the engine's response to its prompt"]
+
+
+def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> None:
+    again = Launch("a", 1, "engine1.1", "http://h:4")
+    evidence = replace(honest(), launches=[*honest().launches, again])
+    assert len(audit(evidence, RULES)["healthy engines given up"]) == 1
+    evidence = replace(evidence, injected=[*evidence.injected, HICCUP])
+    assert audit(evidence, RULES)["healthy engines given up"] == []
+
+
+def test_a_manager_that_ends_gives_up_nobody() -> None:
+    again = Launch("b", 1, "engine1", "http://h:4")
+    evidence = replace(honest(), launches=[*honest().launches, again])
+    assert audit(evidence, RULES)["healthy engines given up"] == []
+
+
+def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> None:
+    rules = replace(RULES, by_version=True, simulated=replace(MODEL, vocab_size=4096))
+    assert rules.simulated is not None
+
+    def answer(*versions: PolicyVersion) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for place, version in enumerate(versions, len(PROMPT)):
+            model = weights_of(rules.simulated, version)
+            tokens.append(model.next_token(tokens[-1] if tokens else PROMPT[-1], place, (STOP,)))
+        return tuple(tokens)
+
+    old, new = PolicyVersion(0, 0), PolicyVersion(0, 1)
+    tokens = answer(old, old, new, new)
+
+    def wrong(*labels: PolicyVersion) -> list[str]:
+        one = kept(5, tokens=tokens, versions=labels, state="partial")
+        arrived = Request(5, len(PROMPT), 0, tokens, 2)
+        evidence = replace(with_requests(5, arrived), kept={5: [one]})
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "response to" in line]
+
+    assert wrong(old, old, new, new) == []
+    assert len(wrong(old, old, old, new)) == 1
+
+
+def test_arrivals_record_how_each_request_ended(tmp_path: Path) -> None:
+    lines = [
+        {"request": "t3-1", "at": 2, "input": [1, 4]},
+        {"request": "t3-1", "at": 2, "ids": [5, 6], "version": "0.0", "end": "abort"},
+        {"request": "t3-2", "at": 4, "input": [1, 4, 5, 6]},
+        {"request": "t3-2", "at": 4, "ids": [7, STOP], "version": "0.1", "end": "stop"},
+    ]
+    more = {"request": "t3-2", "at": 6, "ids": [8], "version": "0.1", "end": None}
+    arrivals = tmp_path / "arrivals.jsonl"
+    arrivals.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r.start, r.end, r.noted_end, r.input) for r in read_arrivals(arrivals)[3]] == [
+        (2, 4, "abort", (1, 4)),
+        (4, 6, "stop", (1, 4, 5, 6)),
+    ]
+    arrivals.write_text("".join(json.dumps(line) + "\n" for line in [*lines, more]))
+    with pytest.raises(ValueError, match="trajectory 3: a request's tokens follow its end"):
+        read_arrivals(arrivals)
+
+
+def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:
+    parts = itertools.cycle(PARTS)
+    plans = [plan_of_kills(random.Random(1), kills, parts) for kills in (4, 4, 2)]
+    assert [len(plan) for plan in plans] == [4, 4, 2]
+    assert all(plan[-1] == "tree" for plan in plans)
+    assert {target for plan in plans for target in plan} == {*PARTS, "tree"}
+
+
+def test_long_runs_kill_each_part_equally_often() -> None:
+    parts = itertools.cycle(PARTS)
+    plans = [plan_of_kills(random.Random(1), 17, parts) for _ in range(4)]
+    kills = Counter(target for plan in plans for target in plan)
+    assert [kills[part] for part in PARTS] == [15, 15, 15, 15]
+    assert kills["tree"] == 8
+
+
 def test_every_check_has_a_doctored_account() -> None:
     assert {check for check, _, _ in DOCTORED} == set(CHECKS)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_faults_are_done_to_the_preset_and_its_own_lag_bound(tmp_path: Path, preset: str) -> None:
-    """`sync` with a bound of 4 is another schedule: its check of the lag would pass on lag 1."""
-    configs = [settings(preset), episode_settings(preset, tmp_path / "run")]
-    bound = {"sync": 0, "rapid": 0, "async": 2}.get(preset, 4)
-    assert {rules_of(config).max_async_level for config in configs} == {bound}
-
-
-def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() -> None:
-    lost, twice = "healthy engines given up: engine0", "trained twice: 5"
-    for broken, seconds, explained in (
-        ([lost], 0.1, False),
-        ([lost], 2.0, True),
-        ([], 2.0, False),
-        ([lost, twice], 2.0, False),
-    ):
-        result = Result("async", "", broken=broken, slow_seconds=seconds)
-        assert is_due_to_a_slow_machine(result) is explained

@@ -155,6 +155,23 @@ def test_weights_are_looked_at_wherever_they_come_in(
     assert not (tmp_path / "to").exists() and not (tmp_path / "good/runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.one_core
+def test_a_command_refuses_damaged_input_as_a_process_with_exit_code_2(
+    whole: Path, tmp_path: Path
+) -> None:
+    damage, sentence = DAMAGES["cut weights"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_async.cli", "train", *_damaged(whole, tmp_path, damage)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and sentence in done.stderr
+
+
 def test_command_is_refused_when_the_file_system_encoding_is_ascii() -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(

@@ -122,6 +122,7 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
         ({"rope_scaling": '["linear"]'}, r"rope_scaling is \['linear'\]; it must be a mapping"),
         ({"rope_scaling": '{"full_attention": {"rope_theta": 5.0}}'}, "must be one for all layers"),
         ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor is 0.5, which is not supported"),
+        ({"final_logit_softcapping": "30.0"}, "final_logit_softcapping is 30.0, which is not"),
         ({"quantization_config": '{"quant_method": "fp8"}'}, "quantization_config is .*not supp"),
         ({"rope_theta": "null"}, "rope_theta is None; it must be a positive number"),
         ({"hidden_size": "9" * 30}, r"hidden_size is 9+\.*9+; .* from 1 to 2147483647"),

@@ -136,6 +136,11 @@ def test_commands_by_hand_quote_paths(
     [
         (["name=back\\slash"], GPUS, "back.*slash'; Slurm cannot write logs to a path with a back"),
         (
+            ['root="/tmp/two\\nlines"'],
+            GPUS,
+            "the run directory is '/tmp/two.nlines/job'; Slurm cannot",
+        ),
+        (
             [],
             replace(GPUS, sbatch_options=("--a=x\n#SBATCH --b=y",)),
             r"is '--a=x.n#SBATCH --b=y';",

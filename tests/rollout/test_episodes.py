@@ -429,7 +429,7 @@ async def test_an_environment_that_cannot_be_restored_begins_anew(
 
 VILLAIN = Path(__file__).parents[1] / "environments" / "villain.py"
 COSTS = {"exit", "hang", "hang_async", "raise", "memory"}
-MOST_STEPS = 200
+MOST_STEPS = 40
 
 
 def ends_by_kind(one: Run) -> dict[str, set[str]]:
@@ -467,7 +467,8 @@ async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
         for step in range(MOST_STEPS):
             await one.train(range(step, step + 1))
             ends = ends_by_kind(one)
-            if all("environment" in ends.get(kind, ()) for kind in COSTS):
+            failed = {kind for kind, states in ends.items() if "environment" in states}
+            if failed >= COSTS and ends.keys() == set(BY_SEED) and "batched" in ends["well"]:
                 break
         assert statistics.counts.episodes["environment_failures"] > 0
         assert statistics.counts.episodes["workers_lost"] > 0
@@ -475,8 +476,8 @@ async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
         assert re.fullmatch(r"trajectory \d+ \(megatron-async .*\): [^\n]+", warned)
         await one.manager.stop()
     ends = ends_by_kind(one)
-    assert "batched" in ends["well"]
-    assert ends.keys() == set(BY_SEED)
+    assert ends.keys() == set(BY_SEED), ends
+    assert "batched" in ends["well"], ends
     for kind in BY_SEED:
         assert ("environment" in ends[kind]) == (kind in COSTS), ends
         assert kind not in COSTS or "batched" not in ends[kind], ends

@@ -140,7 +140,10 @@ def test_rows_do_not_sit_in_memory(
 ) -> None:
     monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
     text = "Explain every step of the way. " * 64
-    path = write(tmp_path / "long", [{"prompt": f"{i} {text}", "answer": i} for i in range(4000)])
+    written = [f"{i} {text}" for i in range(4000)]
+    rows = [{"prompt": question, "answer": i} for i, question in enumerate(written)]
+    path = write(tmp_path / "long", rows)
+    del rows
     arrow = pytest.importorskip("pyarrow")
     before = arrow.total_allocated_bytes()
     tracemalloc.start()
@@ -151,6 +154,8 @@ def test_rows_do_not_sit_in_memory(
     finally:
         tracemalloc.stop()
     assert held < 1_000_000, "4,000 rows of 2 KB are 8 MB"
+    found = set(questions(problems, 0, 4000))
+    assert found <= set(written) and len(found) > 3000, "some rows are held out"
 
 
 def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:

@@ -130,6 +130,11 @@ def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
     assert "sampling.max_new_tokens 100 is more than the 160" in str(refused.value)
 
 
+def test_it_may_be_dropped_instead_when_its_turn_comes(tmp_path: Path, model: str) -> None:
+    config = _file_of(tmp_path, ["1+1=", "2" * 70], long_prompts="drop")
+    build_task(config, model).check_lengths(160, 100)
+
+
 def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_line(
     tmp_path: Path, model: str
 ) -> None:
@@ -168,3 +173,12 @@ def test_a_response_keeps_all_but_its_end_and_padding_tokens(
         assert response_text(tokenizer, [*ids, *end], (EOS_ID,)) == written
     skipped = response_text(tokenizer, [*ids, EOS_ID], (EOS_ID,), skip_special=True)
     assert skipped == ("345" if marks else written)
+
+
+def test_a_setting_leaves_special_tokens_out_of_responses(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer.encode("<think>3</think>4", add_special_tokens=False)
+    assert build_task(_config(), str(tmp_path)).text(ids) == "<think>3</think>4"
+    assert build_task(_config(skip_special_tokens=True), str(tmp_path)).text(ids) == "34"
