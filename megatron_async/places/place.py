@@ -25,13 +25,16 @@ What a run places, and how it comes back after a kill:
 | `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: the score is requested again |
 | `EnvironmentProcess`, `AgentProcess` | unlimited | `HeldEpisodes` | snapshot or stored answers |
 
-- Manager: the trainer attaches on the same lineage and publishes its weights to the new engines.
+- Manager: it must be back within `engines.start_timeout_seconds` and a minute. The trainer attaches
+  on the same lineage, repeats the call that was lost and publishes its weights to new engines.
 - Engine: its trajectories continue on other engines. A new engine serves nothing before it has the
   current weights. The run ends when no engine is left and none may be restarted.
 - Scorer: on one machine, a `ScorerWorker` lives in the manager's process and restarts its scorer
-  process. A score is requested twice, an asynchronous one three times; then it counts as failed.
-- Environment or agent: each call is made three times at most, the last time with no other call on
-  that worker. An episode that cannot be restored starts from its beginning.
+  process. A score whose process dies is requested twice, an asynchronous one three times; then it
+  counts as failed. On several machines, the loss of a worker is repeated up to five times.
+- Environment or agent: a call whose worker dies is made three times at most, the last time with no
+  other step on that worker. Then, or if it cannot be restored, its episode has failed
+  (`episode.on_failure`).
 - Trainer rank: it is not placed here. torchrun restarts all ranks, `trainer.max_restarts` times (0
   by default); they restore the newest checkpoint on a new lineage and attach to the manager, which
   has kept generating (`train_loop/attempt.py`).
