@@ -31,7 +31,7 @@ What a run places, and how it comes back after a kill:
   current weights. The run ends when no engine is left and none may be restarted.
 - Scorer: on one machine, a `ScorerWorker` lives in the manager's process and restarts its scorer
   process. A score whose process dies is requested twice, an asynchronous one three times; then it
-  counts as failed. On several machines, the loss of a worker is repeated up to five times.
+  counts as failed. On several machines, a call whose worker is lost is made up to five times.
 - Environment or agent: a call whose worker dies is made three times at most, the last time with no
   other step on that worker. Then, or if it cannot be restored, its episode has failed
   (`episode.on_failure`).

@@ -2,7 +2,7 @@
 
 Invariants
 - Reads the run directory and writes nothing; a run that still goes on can be looked at.
-- What the run does not have (an evaluation, a metric) is empty, never an error.
+- A run without evaluations, or without the metric of a curve, is shown without them.
 """
 
 import random

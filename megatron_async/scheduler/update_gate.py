@@ -1,7 +1,7 @@
 """The weight update as the scheduler sees it: engines are made ready, then weights change.
 
 Invariants
-- `AllowUpdate` is emitted once for each update. With `weight_update: in_flight`, `PauseEngines`
+- `AllowUpdate` is emitted once for each request. With `weight_update: in_flight`, `PauseEngines`
   comes before it. Unless `in_flight` is combined with `boundary: continue`, it waits until no
   request runs.
 - Between the request and the publication nothing is submitted (`closed`).

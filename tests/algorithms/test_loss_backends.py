@@ -26,7 +26,7 @@ from tests.algorithms.test_algorithm import VARIANTS, algorithm_of
 CUDA = torch.device("cuda")
 RULE = RejectionRule("token", "k1", -1.0, 1.0)
 
-# Those of the algorithm, and what none of them has: entropy, and rules in the loss of a ratio.
+# Variants of the algorithm's tests, and two that it lacks: entropy, and rules in a ratio's loss.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **VARIANTS,
     "entropy": ("copris", {"entropy_coef": 0.05}),

@@ -1,4 +1,4 @@
-"""What a start would use, and where it refuses: `train`, `--dry-run` and `doctor`.
+"""Settings that a start derives, and its refusals: `train`, `--dry-run` and `doctor`.
 
 Bad input ends in one sentence that names the setting and its value, with exit code 2, and nothing
 is made. Layout and memory need a model's config.json, or the name of a shape, and none of its

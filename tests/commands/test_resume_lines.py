@@ -1,4 +1,4 @@
-"""What a resume prints: where it starts, what it repeats and what was changed."""
+"""Lines that a resume prints: first step, repeated steps and changed settings."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_an_example_with_a_token_that_the_model_lacks_is_refused_by_line(tmp_pat
 
 
 def test_an_episode_may_start_from_a_row_of_which_no_prompt_can_be_made(tmp_path: Path) -> None:
-    """An environment or an agent makes its own prompt; what fails is that episode."""
+    """An environment or an agent makes its own prompt; only its episode fails."""
     path = write_answered(tmp_path / "rows.jsonl", [{"prompt": SYSTEM}, {"prompt": "a<new>b"}])
     config = TaskConfig.model_validate({"path": path, "name": "exact", "heldout_share": 0})
     task = build_task(config, model_of(tmp_path, extra=("<new>",)), plays=True)

@@ -429,7 +429,7 @@ def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_ent
             hangs.let_go.set()
             hangs.entered.set()
         assert caught.value.engine_ids == ("hangs",)
-        # The limit, and what closing waits for (CLEANUP_SECONDS, twice).
+        # The limit, and twice CLEANUP_SECONDS, for which closing waits.
         assert time.monotonic() - began < 4.0 + 2 * 20.0 + 5.0
         weights.connect([first])
         weights.send(_buckets(), VERSION)
@@ -440,7 +440,7 @@ def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_ent
 def test_the_other_ranks_wait_longer_than_a_sender_whose_every_wait_runs_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are to hear what it waited for."""
+    """The other ranks must still be waiting when the sender learns how its update ended."""
     for module in (transport, distributed):
         monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.5)
     monkeypatch.setattr(transport, "JOIN_SECONDS", 0.0)
