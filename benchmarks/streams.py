@@ -48,11 +48,11 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.token_report import TokenReport
-from megatron_async.places.local import local_place
-from megatron_async.places.place import MethodCall, Placed, recorded
+from megatron_async.process_backends.backend import MethodCall, RemoteObject, recorded
+from megatron_async.process_backends.local import local_backend
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
-from megatron_async.runtime.garbage_collection import search_rarely
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.runtime.garbage_collection import tune_gc
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
@@ -118,7 +118,7 @@ class Relays:
 
     def __init__(self) -> None:
         self._relays: dict[str, StreamRelay] = {}
-        search_rarely()  # as an engine's host does
+        tune_gc()  # as an engine's host does
 
     async def serve(self, engine_id: str, url: str, settings: EngineConfig) -> None:
         client = SGLangClient(engine_id, url, settings)
@@ -141,7 +141,7 @@ class Relays:
 class _Part:
     """One engine's relay in a host that has several."""
 
-    host: Placed[Any]
+    host: RemoteObject[Any]
     engine_id: str
 
     async def call(self, what: Any, *, limit: float) -> Any:
@@ -154,7 +154,7 @@ class Launcher:
     """Engines that are there already, read by `hosts` in turn, or (without any) from here."""
 
     def __init__(
-        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed[Any]]
+        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[RemoteObject[Any]]
     ) -> None:
         self._config, self._urls, self._hosts = config, urls, hosts
         self._pace = Pace()
@@ -209,7 +209,11 @@ class Run:
     """One manager over stub engines."""
 
     def __init__(
-        self, config: RunConfig, urls: Sequence[str], hosts: Sequence[Placed[Any]], folder: Path
+        self,
+        config: RunConfig,
+        urls: Sequence[str],
+        hosts: Sequence[RemoteObject[Any]],
+        folder: Path,
     ) -> None:
         task: Any = Counting()
         self._config, self._urls, self._hosts = config, urls, hosts
@@ -326,7 +330,7 @@ async def _tick(phase: Phase) -> None:
 async def measure(run: Run, streams: int, seconds: float) -> Figures:
     """Submit, run, abort all, submit again, end."""
     await run.manager.start()
-    search_rarely()  # as the manager's host does
+    tune_gc()  # as the manager's host does
     await run.manager.attach(ResumePoint(0))
     ids = await run.stop_generation(0)
     async with run.phase("first submit"):
@@ -379,7 +383,7 @@ def main() -> None:
     config = settings(arguments.streams, arguments.engines, arguments.interval)
     with (
         tempfile.TemporaryDirectory(prefix="streams-") as scratch,
-        local_place(Path(scratch)) as place,
+        local_backend(Path(scratch)) as place,
         stub_engines(
             arguments.engines, arguments.stubs, arguments.interval, arguments.rate
         ) as urls,

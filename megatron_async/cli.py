@@ -16,8 +16,8 @@ import typer
 from typer import Argument, Option
 
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.files.disk import check_file_names, naming_disk_errors
-from megatron_async.runtime.garbage_collection import unsearched
+from megatron_async.files.disk import check_file_names, translating_disk_errors
+from megatron_async.runtime.garbage_collection import gc_disabled
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         check_file_names()
-        with naming_disk_errors():
+        with translating_disk_errors():
             app(standalone_mode=True)
     except UserError as error:
         _exit_with(f"error: {error}", 2)
@@ -124,7 +124,7 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
-    with unsearched():
+    with gc_disabled():
         from megatron_async.commands import train as commands
         from megatron_async.config import load_config
 
@@ -266,13 +266,13 @@ def rollout(
 
     Ends when the trainers have ended. `launch` sets all of this up; this is the part by itself.
     """
-    from megatron_async.launcher.claim import claimed
     from megatron_async.launcher.node import drive_rollout
     from megatron_async.launcher.preflight import check_probe_tolerance, check_run
+    from megatron_async.launcher.run_lock import hold_run_lock
     from megatron_async.run_directory import RunDirectory
 
     directory, settings = RunDirectory.launched(run_directory)
-    with claimed(directory, "megatron-async rollout"):
+    with hold_run_lock(directory, "megatron-async rollout"):
         check_run(settings)
         check_probe_tolerance(settings)
         outcome = drive_rollout(settings, directory, ray_address, None)

@@ -43,7 +43,7 @@ class Terminated(BaseException):
     """SIGTERM has come: what runs is ended in order, as with Ctrl-C."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """`repr(value)`, cut to what a sentence can hold."""
     try:
         return _SHORT.repr(value)
@@ -71,7 +71,7 @@ def one_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {first}"[:_LONGEST_CAUSE].removesuffix(": ")
 
 
-def how_ended(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """Explain an exit code, which is that of a signal where it is negative."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
@@ -92,7 +92,7 @@ def cause_in_log(text: str) -> str | None:
     text = text.rpartition(ATTEMPT_LINE)[2]
     killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)
     if killed:
-        return f"rank {killed['rank']} {how_ended(-int(killed['signal']))}"
+        return f"rank {killed['rank']} {describe_exit(-int(killed['signal']))}"
     for exception in _exceptions(text):
         if exception.partition(":")[0].rpartition(".")[2] not in _NO_CAUSES:
             return exception[:_LONGEST_CAUSE]
@@ -113,8 +113,8 @@ def _exceptions(text: str) -> list[str]:
             exception = _EXCEPTION.match(bare)
             inside = False
             if exception:
-                shown = f"rank {marked[1]}: {bare}" if marked else bare
-                found = [*(found[:-1] if chained else found), shown]
+                short_repr = f"rank {marked[1]}: {bare}" if marked else bare
+                found = [*(found[:-1] if chained else found), short_repr]
                 chained = False
         elif bare.startswith(_CHAINED):
             chained = True

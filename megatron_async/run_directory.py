@@ -3,7 +3,7 @@
 Invariants
 - A run directory is complete (its config.yaml is there) or it is not a run.
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
-- Settings are written only under the run's lock (`launcher/claim.py`); the run's processes read
+- Settings are written only under the run's lock (`launcher/run_lock.py`); the run's processes read
   them.
 - Messages between processes other than by places and collectives go through small files here,
   written atomically.
@@ -35,7 +35,7 @@ class RunOutcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PathOf:
     """A file or directory of a run, by its name."""
 
     name: str
@@ -49,32 +49,32 @@ class RunDirectory:
     """Paths of one run."""
 
     path: Path
-    config_file = _Place("config.yaml")
-    resume_file = _Place("config.resume.yaml")
+    config_file = _PathOf("config.yaml")
+    resume_file = _PathOf("config.resume.yaml")
     """Settings of a resume that has not begun; then they are those of `config_file`."""
-    metrics_file = _Place("metrics.jsonl")
-    tensorboard = _Place("tensorboard")
-    checkpoints = _Place("checkpoints")
-    store_file = _Place("trajectories.sqlite")
-    events = _Place("events")
+    metrics_file = _PathOf("metrics.jsonl")
+    tensorboard = _PathOf("tensorboard")
+    checkpoints = _PathOf("checkpoints")
+    store_file = _PathOf("trajectories.sqlite")
+    events = _PathOf("events")
     """Recorded scheduler events, one file for each lineage."""
-    logs = _Place("logs")
-    ray_token_file = _Place("ray-token")
+    logs = _PathOf("logs")
+    ray_token_file = _PathOf("ray-token")
     """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
-    tokenizer_file = _Place("tokenizer.sha256")
+    tokenizer_file = _PathOf("tokenizer.sha256")
     """Of the tokenizer and chat template that the run began with: its tokens are of no other."""
-    data_file = _Place("data.json")
+    data_file = _PathOf("data.json")
     """Identity of the data files that the run reads: `tasks.data_identity`."""
-    id_file = _Place("id")
+    id_file = _PathOf("id")
     """Random name of the run, for directories outside of the run directory."""
-    lineage_file = _Place("lineage")
-    lock_file = _Place("run.lock")
+    lineage_file = _PathOf("lineage")
+    lock_file = _PathOf("run.lock")
     """Held by the launch that the run belongs to."""
-    hf_export = _Place("hf")
-    failure_file = _Place("failure.json")
-    failed_start_file = _Place("failed_start")
+    hf_export = _PathOf("hf")
+    failure_file = _PathOf("failure.json")
+    failed_start_file = _PathOf("failed_start")
     """Left by a launch that failed before its first step; holds the sentence."""
-    outcome_file = _Place("outcome")
+    outcome_file = _PathOf("outcome")
 
     def never_began(self) -> bool:
         """Return whether a launch of it failed, and no launch has trained a step."""

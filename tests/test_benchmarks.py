@@ -34,7 +34,7 @@ def test_every_run_is_its_example_with_a_schedule_and_a_seed(
 ) -> None:
     settings = settings_of(key, tmp_path, tmp_path / "model")
     config = load_config(ROOT / "examples" / str(key["example"]) / "config.yaml", settings)
-    assert config.plays
+    assert config.has_episodes
     assert (config.schedule.preset, config.seed) == (key["preset"], key["seed"])
     assert config.scorers.of_groups == key["shuffled"]
     assert config.eval_sets()[0].samples == 1, "so that evaluations have the true rewards"

@@ -16,15 +16,15 @@ import torch
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.data import FileConfig
 from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.environment_runner import environment_builder
 from megatron_async.environments.interface import EnvironmentFault
-from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
-from megatron_async.environments.worker import Rehearsed
+from megatron_async.environments.worker import TrialEpisode
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = ["scheduler/loop.py", "correction/correct.py", "kernels/head.py", "store/keep.py"]
@@ -132,13 +132,13 @@ def test_what_is_imitated_is_what_the_environment_would_show(prepared: RunConfig
         assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
 
 
-def rehearsed(config: RunConfig) -> Rehearsed:
+def rehearsed(config: RunConfig) -> TrialEpisode:
     """Play one episode with made-up answers, as preflight does before a run starts."""
-    [prompt] = build_task(config.task, config.model.path, plays=True).train_prompts(0, 1)
+    [prompt] = build_task(config.task, config.model.path, has_episodes=True).train_prompts(0, 1)
     # Within this process the limit of a worker's memory would be this process's.
     config = config.with_section("episode", memory_mib=1 << 20)
-    workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
-    return asyncio.run(workers.rehearse(prompt.payload))
+    workers = EnvironmentWorkers(config, InProcessBackend())  # type: ignore[arg-type]
+    return asyncio.run(workers.trial_run(prompt.payload))
 
 
 def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunConfig) -> None:

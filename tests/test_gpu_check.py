@@ -65,7 +65,7 @@ def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
 ) -> None:
     monkeypatch.setattr(gpu_check, "device_name", lambda: "H999")
     check = Check("x", 1, 1, ending_in(ValueError()), ("no_such",), cpu_too=True)
-    assert _run([check], tmp_path, again=False, rehearse=False) == 0
+    assert _run([check], tmp_path, again=False, trial_run=False) == 0
     line = json.loads((tmp_path / "H999.jsonl").read_text())
     assert (line["status"], line["reason"]) == ("skipped", "cannot be imported: no_such")
 
@@ -80,7 +80,7 @@ def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
     ],
 )
 def test_how_a_check_ends_is_its_status(error: Exception, status: str, reason: str) -> None:
-    result = run_here(Check("x", 1, 1, ending_in(error)), rehearse=True)
+    result = run_here(Check("x", 1, 1, ending_in(error)), trial_run=True)
     assert result.status == status and reason in result.reason
 
 
@@ -97,7 +97,7 @@ def test_only_what_is_not_ok_yet_is_run_again(
 
 def test_a_check_that_hangs_ends_at_its_limit() -> None:
     hanging = Check("doctor", 1, 0, named("doctor").run)
-    result = run_apart(hanging, rehearse=False)
+    result = run_apart(hanging, trial_run=False)
     assert (result.status, result.reason) == ("failed", "had not ended after 0 s")
 
 
@@ -108,5 +108,5 @@ def test_a_check_that_hangs_ends_at_its_limit() -> None:
     ["trainer_parity", "trainer_window", "checkpoint", "host_copies", "trainer_updates"],
 )
 def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
-    result = run_here(named(name), rehearse=True)
+    result = run_here(named(name), trial_run=True)
     assert (result.status, result.reason) == ("ok", "")

@@ -21,7 +21,7 @@ ROOMS = (
     "files",
     "config",
     "run_directory",
-    "places",
+    "process_backends",
     "trajectory",
     "algorithms",
     "store",
@@ -98,7 +98,7 @@ def test_only_places_import_ray() -> None:
         if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
     }
-    assert found == {"places/on_ray.py", "places/ray_cluster.py"}
+    assert found == {"process_backends/on_ray.py", "process_backends/ray_cluster.py"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.run_lock import new_run
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
 from tests.store.disk import keeping, needs_compiler

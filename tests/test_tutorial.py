@@ -24,8 +24,12 @@ import yaml
 
 from megatron_async.config.load import build_config, load_config
 from megatron_async.environments import Answer
+from megatron_async.environments.environment_runner import (
+    EnvironmentRunner,
+    Threads,
+    environment_builder,
+)
 from megatron_async.environments.interface import Reply
-from megatron_async.environments.player import Player, Threads, environment_builder
 from megatron_async.scoring.rewards import Sample
 from megatron_async.telemetry.metrics import read_metrics
 from tests.test_docs import ROOT
@@ -84,15 +88,15 @@ def test_its_environment_gives_a_second_try(
         if step.file:
             Path(step.file).write_text(step.text)
     config = load_config("shop.yaml", ["environment.name=till.py:Till"])
-    assert config.plays and config.scores
+    assert config.has_episodes and config.scores
 
     async def replies(*texts: str) -> list[Reply]:
         build = environment_builder(config.environment.name, {})
         with closing(Threads(1)) as threads:
-            player = Player(build, config.environment.name, threads, 5.0)
+            runner = EnvironmentRunner(build, config.environment.name, threads, 5.0)
             prompt = ({"role": "user", "content": "Her debt?"},)
-            assert await player.reset({"answer": "19", "prompt": "Her debt?"}, prompt) == prompt
-            return [await player.step(Answer(text)) for text in texts]
+            assert await runner.reset({"answer": "19", "prompt": "Her debt?"}, prompt) == prompt
+            return [await runner.step(Answer(text)) for text in texts]
 
     first, second = asyncio.run(replies("2*5=10;7+10=17#17", "#19"))
     assert first.messages[0]["content"] == "Too little. Again."

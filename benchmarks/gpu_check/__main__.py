@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.child is not None:
         chosen = next(check for check in CHECKS if check.name == options.child)
-        options.answer.write_text(run_here(chosen, rehearse=options.rehearse).line())
+        options.answer.write_text(run_here(chosen, trial_run=options.trial_run).line())
         return 0
     if options.wheels is not None:
         return wheels.main(options.wheels)
@@ -54,26 +54,26 @@ def main(arguments: list[str]) -> int:
             needs = ", ".join(check.needs) or "nothing beyond torch"
             print(f"part {check.part}  {check.name}: {check.limit_seconds} s; needs {needs}")
         return 0
-    return _run(checks, options.out, again=options.again, rehearse=options.rehearse)
+    return _run(checks, options.out, again=options.again, trial_run=options.trial_run)
 
 
-def _run(checks: list[Check], folder: Path, *, again: bool, rehearse: bool) -> int:
+def _run(checks: list[Check], folder: Path, *, again: bool, trial_run: bool) -> int:
     file = ResultFile(folder)
-    done = set() if again or rehearse else file.done()
+    done = set() if again or trial_run else file.done()
     failed = 0
     for check in checks:
         if check.name in done:
             print(f"{check.name}: ok already, in {file.path.name}", file=sys.stderr)
             continue
-        skipped = reason_to_skip(check, rehearse=rehearse)
+        skipped = reason_to_skip(check, trial_run=trial_run)
         result = (
-            run_apart(check, rehearse=rehearse)
+            run_apart(check, trial_run=trial_run)
             if skipped is None
             else result_of(check, "skipped", skipped)
         )
         print(result.line(), flush=True)
         failed += result.status == "failed"
-        if not rehearse and result.device != "cpu":
+        if not trial_run and result.device != "cpu":
             file.add(result)
     return 1 if failed else 0
 

@@ -97,14 +97,14 @@ def found(module: str) -> bool:
         return False
 
 
-def reason_to_skip(check: Check, *, rehearse: bool) -> str | None:
+def reason_to_skip(check: Check, *, trial_run: bool) -> str | None:
     """Return why the check cannot run here, or None if it can."""
     import torch
 
     if not torch.cuda.is_available() and not check.cpu_too:
         if check.cuda:
             return "no CUDA device"
-        if not rehearse:
+        if not trial_run:
             return "no CUDA device (--rehearse tries its code on the CPU)"
     missing = [module for module in check.needs if not found(module)]
     return f"cannot be imported: {', '.join(missing)}" if missing else None
@@ -161,13 +161,13 @@ def result_of(
     )
 
 
-def run_here(check: Check, *, rehearse: bool) -> Result:
+def run_here(check: Check, *, trial_run: bool) -> Result:
     """Run the check in this process."""
     import torch
 
     began = time.monotonic()
     on_gpu = torch.cuda.is_available()
-    rehearsal = rehearse and not on_gpu
+    rehearsal = trial_run and not on_gpu
     status: Status
     figures = None
     try:
@@ -199,13 +199,13 @@ def run_here(check: Check, *, rehearse: bool) -> Result:
     )
 
 
-def run_apart(check: Check, *, rehearse: bool) -> Result:
+def run_apart(check: Check, *, trial_run: bool) -> Result:
     """Run the check in a process of its own; its output goes to this process's stderr."""
     limit = check.limit_seconds * (_PATIENCE_ON_CPU if device_name() == "cpu" else 1)
     with TemporaryDirectory(prefix="gpu_check_") as folder:
         answer = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.gpu_check", "--child", check.name]
-        command += ["--answer", str(answer), *(["--rehearse"] if rehearse else [])]
+        command += ["--answer", str(answer), *(["--rehearse"] if trial_run else [])]
         began = time.monotonic()
         try:
             # stdout is for results, so the check's output goes to stderr.

@@ -100,24 +100,24 @@ def _require_equal(when: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 def host_copies(stage: Stage) -> Figures:
     """A trainer of 1.5B leaves its device and comes back, bit for bit; how fast."""
-    from megatron_async.trainer.offload import DeviceMemory, Residence, _on_gpu
+    from megatron_async.trainer.offload import DeviceContents, TrainerOffloader, _on_gpu
 
     config = toy(QWEN2_1B) if stage.rehearsal else QWEN2_1B
     model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
     on_gpu = stage.device == "cuda"
     figures: dict[str, Any] = {}
     with trainer_on(model, model={"dtype": "bfloat16"}) as trainer:
-        memory = DeviceMemory(trainer, _on_gpu if on_gpu else lambda _tensor: True)
+        memory = TrainerOffloader(trainer, _on_gpu if on_gpu else lambda _tensor: True)
         before = _digests(_bits(trainer))
         held = torch.cuda.memory_allocated() if on_gpu else 0
         for turn in ("first", "second"):
-            for name, residence in (("away", Residence.NOTHING), ("back", Residence.ALL)):
+            for name, residence in (("away", DeviceContents.NOTHING), ("back", DeviceContents.ALL)):
                 began = time.monotonic()
-                memory.hold(residence)
+                memory.keep_on_device(residence)
                 if on_gpu:
                     torch.cuda.synchronize()
                 figures[f"{turn}_{name}_seconds"] = time.monotonic() - began
-                if on_gpu and residence is Residence.NOTHING:
+                if on_gpu and residence is DeviceContents.NOTHING:
                     left = torch.cuda.memory_allocated()
                     figures["moved_gib"] = (held - left) / 2**30
                     if left > 0.05 * held:

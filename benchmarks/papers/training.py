@@ -24,7 +24,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.environments.workers import EnvironmentWorkers
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import NoScorers
 from megatron_async.scoring.pool import LocalScorerPool
@@ -122,8 +122,8 @@ def run_on(config: RunConfig, url: str) -> RunDirectory:
     pool = LocalScorerPool(config.scorers, config.model.path)
     scorers = pool if config.scores else NoScorers()
     try:
-        with local_place(directory.logs) as place:
-            workers = EnvironmentWorkers(config, place) if config.plays else None
+        with local_backend(directory.logs) as backend:
+            workers = EnvironmentWorkers(config, backend) if config.has_episodes else None
             train_locally(config, directory, [url], scorers, workers)
     finally:
         pool.close()

@@ -156,7 +156,7 @@ def count_waits_for_the_store(module: ModuleType) -> None:
 
 def count_batches(module: ModuleType) -> None:
     """Count the trainer's batches, and give it only the start of each response."""
-    link_class = module.PlacedLink
+    link_class = module.RemoteLink
     next_batch = link_class.next_batch
 
     def counted_batch(link: Any) -> TokenBatch | None:

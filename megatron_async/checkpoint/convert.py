@@ -49,7 +49,7 @@ from megatron_async.checkpoint.manifest import (
     hash_file,
     open_checkpoint,
 )
-from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
+from megatron_async.checkpoint.placement import ParameterId, boxes, shards_of, stage_parameter_ids
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
@@ -146,36 +146,40 @@ def _write_pieces(
     tallies: dict[str, TensorTally] = {}
     with ExitStack() as stack:
         for stage in range(pipeline):
-            slots = list(stage_slots(a, stage, pipeline))
+            parameter_ids = list(stage_parameter_ids(a, stage, pipeline))
             ranks = [
                 stack.enter_context(
-                    RankFiles(folder, stage * tensor + rank, _header_room(slots, tensor, rank))
+                    RankFiles(
+                        folder, stage * tensor + rank, _header_room(parameter_ids, tensor, rank)
+                    )
                 )
                 for rank in range(tensor)
             ]
-            for slot in slots:
-                for rank in range(shards_of(slot.rule, tensor)):
-                    names = slot.tensor_names
-                    size = shards_of(slot.rule, tensor)
-                    shard = split(slot.rule, names, source.read, size, rank)
+            for parameter_id in parameter_ids:
+                for rank in range(shards_of(parameter_id.rule, tensor)):
+                    names = parameter_id.tensor_names
+                    size = shards_of(parameter_id.rule, tensor)
+                    shard = split(parameter_id.rule, names, source.read, size, rank)
                     flat_N = (shard if cast is None else shard.to(cast)).reshape(-1)
-                    known = tally(tallies, slot.weights, slot.shape, flat_N.dtype)
-                    for box in boxes(slot, tensor, rank):
+                    known = tally(tallies, parameter_id.weights, parameter_id.shape, flat_N.dtype)
+                    for box in boxes(parameter_id, tensor, rank):
                         piece = flat_N[box.begin : box.end].view(box.shape)
-                        ranks[rank].add(piece_key(slot.weights, box.offsets), piece)
-                        known.add(int(checksum(piece, box.offsets, slot.shape)), piece.numel())
+                        ranks[rank].add(piece_key(parameter_id.weights, box.offsets), piece)
+                        known.add(
+                            int(checksum(piece, box.offsets, parameter_id.shape)), piece.numel()
+                        )
                     advance(shard.nbytes)
             for files in ranks:
                 files.finish()
     return {name: known.record(name) for name, known in tallies.items()}
 
 
-def _header_room(slots: Sequence[Slot], tensor: int, rank: int) -> int:
+def _header_room(parameter_ids: Sequence[ParameterId], tensor: int, rank: int) -> int:
     return sum(
-        header_room(piece_key(slot.weights, box.offsets))
-        for slot in slots
-        if rank < shards_of(slot.rule, tensor)
-        for box in boxes(slot, tensor, rank)
+        header_room(piece_key(parameter_id.weights, box.offsets))
+        for parameter_id in parameter_ids
+        if rank < shards_of(parameter_id.rule, tensor)
+        for box in boxes(parameter_id, tensor, rank)
     )
 
 
@@ -208,11 +212,11 @@ def megatron_to_hf(
     converted = checkpoint.manifest.trainer.get(CONVERTED)
     if cast is None and not converted:
         cast = checkpoint_dtype(architecture)
-    slots = list(stage_slots(architecture, 0, 1))
-    elements = sum(prod(slot.shape) for slot in slots)
+    parameter_ids = list(stage_parameter_ids(architecture, 0, 1))
+    elements = sum(prod(parameter_id.shape) for parameter_id in parameter_ids)
     try:
-        for slot in slots:
-            check_tensor(checkpoint.manifest.tensors, slot.weights, slot.shape)
+        for parameter_id in parameter_ids:
+            check_tensor(checkpoint.manifest.tensors, parameter_id.weights, parameter_id.shape)
         with (
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
             _progress("megatron-to-hf", elements, show_progress) as advance,
@@ -234,25 +238,27 @@ def _hf_tensors(
     advance: "Advance",
 ) -> Iterator[tuple[str, Tensor]]:
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
-    for slot in stage_slots(a, 0, 1):
-        whole = _read(checkpoint, reader, slot)
+    for parameter_id in stage_parameter_ids(a, 0, 1):
+        whole = _read(checkpoint, reader, parameter_id)
         advance(whole.numel())
         if precision is not None:  # the model's values are roundings of the optimizer's
             whole = whole.to(dtype_named(precision))
-        for name, tensor in zip(slot.tensor_names, merge(slot.rule, [whole]), strict=True):
+        for name, tensor in zip(
+            parameter_id.tensor_names, merge(parameter_id.rule, [whole]), strict=True
+        ):
             # A clone: a view would keep the whole parameter in memory, and be saved with it.
             yield name, (tensor if cast is None else tensor.to(cast)).clone()
 
 
-def _read(checkpoint: Checkpoint, reader: PieceReader, slot: Slot) -> Tensor:
+def _read(checkpoint: Checkpoint, reader: PieceReader, parameter_id: ParameterId) -> Tensor:
     """Read a whole parameter and compare its checksum. Raises CorruptCheckpoint."""
-    record = checkpoint.manifest.tensors[slot.weights]
-    origin = (0,) * len(slot.shape)
-    whole = torch.empty(slot.shape, dtype=dtype_named(record.dtype))
-    reader.read(slot.weights, origin, whole)
-    found = TensorTally(dtype_name(whole.dtype), slot.shape)
-    found.add(int(checksum(whole, origin, slot.shape)), whole.numel())
-    compare({slot.weights: record}, {slot.weights: found})
+    record = checkpoint.manifest.tensors[parameter_id.weights]
+    origin = (0,) * len(parameter_id.shape)
+    whole = torch.empty(parameter_id.shape, dtype=dtype_named(record.dtype))
+    reader.read(parameter_id.weights, origin, whole)
+    found = TensorTally(dtype_name(whole.dtype), parameter_id.shape)
+    found.add(int(checksum(whole, origin, parameter_id.shape)), whole.numel())
+    compare({parameter_id.weights: record}, {parameter_id.weights: found})
     return whole
 
 

@@ -21,7 +21,7 @@ from megatron_async.models.shards import Rule, ShardLayout
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterId:
     """A parameter of the whole model: a rule with its global layer and expert number."""
 
     rule: Rule
@@ -51,24 +51,24 @@ class Slot:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
+def stage_parameter_ids(a: Architecture, stage: int, stages: int) -> Iterator[ParameterId]:
     """The parameters of one pipeline stage in the model's order, each once."""
     for rule, layer in stage_rules(a, stage, stages):
         experts = a.experts.num if rule.expert and a.experts else 1
-        yield from (Slot(rule, layer, expert) for expert in range(experts))
+        yield from (ParameterId(rule, layer, expert) for expert in range(experts))
 
 
 def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor of a checkpoint; without an optimizer, of the weights alone."""
     found = {}
-    for slot in stage_slots(a, 0, 1):
-        moments = (MOMENTUM,) if optimizer == "muon" and slot.rule.is_matrix else ADAM
+    for parameter_id in stage_parameter_ids(a, 0, 1):
+        moments = (MOMENTUM,) if optimizer == "muon" and parameter_id.rule.is_matrix else ADAM
         for state in (WEIGHTS, *(moments if optimizer else ())):
-            found[f"{state}/{slot.name}"] = slot.shape
+            found[f"{state}/{parameter_id.name}"] = parameter_id.shape
     return found
 
 
-def misfit(manifest: Manifest, a: Architecture, optimizer: str | None) -> str:
+def incompatibility(manifest: Manifest, a: Architecture, optimizer: str | None) -> str:
     """Return why a model cannot load all of a checkpoint (or its weights); empty: it can."""
     wanted = tensor_shapes(a, optimizer)
     saved = {name: t.shape for name, t in manifest.tensors.items() if optimizer or name in wanted}
@@ -104,26 +104,30 @@ class Box:
         return self.begin + prod(self.shape)
 
 
-def boxes(slot: Slot, size: int, rank: int, begin: int = 0, end: int | None = None) -> list[Box]:
+def boxes(
+    parameter_id: ParameterId, size: int, rank: int, begin: int = 0, end: int | None = None
+) -> list[Box]:
     """The elements [begin, end) of shard `rank` of `size`, flattened; padding is in no box."""
     found = []
-    for rows, offsets, width in _bands(slot, size, rank):
+    for rows, offsets, width in _bands(parameter_id, size, rank):
         first = max(begin, rows.start * width)
         last = rows.stop * width if end is None else min(end, rows.stop * width)
         for start, shape in _rectangles(first, last, width):
             row, column = divmod(start, width)
             place = (offsets[0] + row - rows.start, offsets[1] + column)
-            axes = len(slot.shape)
+            axes = len(parameter_id.shape)
             found.append(Box(start, place[:axes], shape[:axes]))
     return found
 
 
-def _bands(slot: Slot, size: int, rank: int) -> Iterator[tuple[range, tuple[int, int], int]]:
+def _bands(
+    parameter_id: ParameterId, size: int, rank: int
+) -> Iterator[tuple[range, tuple[int, int], int]]:
     """Runs of a shard's rows, where each begins in the whole tensor, and their width."""
-    rows, width = (*slot.shape, 1)[:2]
-    size = shards_of(slot.rule, size)
+    rows, width = (*parameter_id.shape, 1)[:2]
+    size = shards_of(parameter_id.rule, size)
     rank = rank if size > 1 else 0
-    layout = slot.rule.layout
+    layout = parameter_id.rule.layout
     if layout is ShardLayout.COLUMNS:
         width //= size
         yield range(rows), (0, rank * width), width

@@ -49,7 +49,7 @@ from megatron_async.checkpoint.manifest import (
     TensorRecord,
     open_checkpoint,
 )
-from megatron_async.checkpoint.placement import Box, Slot, boxes, exported, tensor_shapes
+from megatron_async.checkpoint.placement import Box, ParameterId, boxes, exported, tensor_shapes
 from megatron_async.checkpoint.random_state import load_random_state
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
@@ -191,15 +191,20 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]
         begin, end = run.begin, run.end
         if run.replicas and not whole:
             begin, end = _share(end, *replicas(place))
-        slot = slot_of(place, architecture)
-        where = boxes(slot, place.size, place.rank, begin, end)
+        parameter_id = parameter_id_of(place, architecture)
+        where = boxes(parameter_id, place.size, place.rank, begin, end)
         for state, flat in (
             (WEIGHTS, run.master),
             *((m, run.moments[m]) for m in (*ADAM, MOMENTUM) if m in run.moments),
         ):
             flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
             yield ParameterShard(
-                f"{state}/{slot.name}", slot.shape, flat_N, begin, where, original(place)
+                f"{state}/{parameter_id.name}",
+                parameter_id.shape,
+                flat_N,
+                begin,
+                where,
+                is_primary_copy(place),
             )
 
 
@@ -207,9 +212,9 @@ def _share(count: int, rank: int, size: int) -> tuple[int, int]:
     return count * rank // size, count * (rank + 1) // size
 
 
-def slot_of(place: PlacedParameter, architecture: Architecture) -> Slot:
+def parameter_id_of(place: PlacedParameter, architecture: Architecture) -> ParameterId:
     """Return the slot of a parameter in the whole model; of a tied head the embedding's."""
-    return Slot(exported(architecture, place.rule), place.layer, place.expert)
+    return ParameterId(exported(architecture, place.rule), place.layer, place.expert)
 
 
 def replicas(place: PlacedParameter) -> tuple[int, int]:
@@ -225,7 +230,7 @@ def replicas(place: PlacedParameter) -> tuple[int, int]:
     )
 
 
-def original(place: PlacedParameter) -> bool:
+def is_primary_copy(place: PlacedParameter) -> bool:
     """Return whether it is no copy (a tied head, or what every tensor rank holds whole)."""
     copied = place.rule.layout is ShardLayout.REPLICATED and place.rank > 0
     return place.rule.exported and not copied
@@ -266,7 +271,7 @@ def load_state(
                 load_shard(shard, reader, tensors)
         if with_random:
             load_random_state(checkpoint.path, dist.get_rank())
-    spread_weights(trainer)
+    broadcast_weights(trainer)
     tallies: dict[str, TensorTally] = {}
     for shard in saved_shards(trainer):
         count(tallies, shard)
@@ -310,13 +315,13 @@ def _weights_shard(
     place: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
 ) -> ParameterShard:
     """Room for this rank's part of a parameter, in the precision in which it is stored."""
-    slot = slot_of(place, architecture)
-    name, like = slot.weights, place.parameter
+    parameter_id = parameter_id_of(place, architecture)
+    name, like = parameter_id.weights, place.parameter
     dtype = dtype_named(tensors[name].dtype) if name in tensors else like.dtype
     flat_N = torch.empty(like.numel(), dtype=dtype)
-    where = boxes(slot, place.size, place.rank)
-    counts = original(place) and replicas(place)[0] == 0
-    return ParameterShard(name, slot.shape, flat_N, 0, where, counts)
+    where = boxes(parameter_id, place.size, place.rank)
+    counts = is_primary_copy(place) and replicas(place)[0] == 0
+    return ParameterShard(name, parameter_id.shape, flat_N, 0, where, counts)
 
 
 def load_shard(
@@ -330,7 +335,7 @@ def load_shard(
         reader.read(piece.name, piece.offsets, piece.values)
 
 
-def spread_weights(trainer: Checkpointable) -> None:
+def broadcast_weights(trainer: Checkpointable) -> None:
     """Collective. The optimizer's weights into the model, on every data-parallel rank."""
     distributed = False
     for run in _runs(trainer):

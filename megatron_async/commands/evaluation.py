@@ -16,14 +16,14 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import append_json_lines
-from megatron_async.files.own_directory import own_directory
+from megatron_async.files.private_directory import private_directory
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.models.model_files import SafetensorsDirectory
-from megatron_async.places.local import local_place
-from megatron_async.places.place import Place
+from megatron_async.process_backends.backend import ProcessBackend
+from megatron_async.process_backends.local import local_backend
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
-from megatron_async.rollout.respond import SharedEngines
+from megatron_async.rollout.responses import EnginePool
 from megatron_async.scoring.interface import NoScorers, Scorers
 from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.tasks import build_task
@@ -58,7 +58,7 @@ def eval_command(
             of = {"model": str(path), "versions": [exported] if exported else []}
             append_json_lines(samples, [{**one, **of} for one in found.samples()])
 
-    with own_directory() as logs:
+    with private_directory() as logs:
         evaluate_checkpoints(config, paths, logs, show)
 
 
@@ -73,16 +73,22 @@ def evaluate_checkpoints(
     Raises ComponentFailure when the engine does not start, or fails on the way.
     """
 
-    async def evaluate(url: str, place: Place) -> list[Evaluation]:
-        task = build_task(config.task, str(checkpoints[0]), config.eval, plays=config.plays)
+    async def evaluate(url: str, backend: ProcessBackend) -> list[Evaluation]:
+        task = build_task(
+            config.task, str(checkpoints[0]), config.eval, has_episodes=config.has_episodes
+        )
         client = await SGLangClient.connect(
             "eval", url, config.engines, vocabulary_of(str(checkpoints[0]))
         )
         pool = LocalScorerPool(config.scorers, str(checkpoints[0]))
         scorers: Scorers = pool if config.scores else NoScorers()
-        workers = EnvironmentWorkers(config, place, str(checkpoints[0])) if config.plays else None
+        workers = (
+            EnvironmentWorkers(config, backend, str(checkpoints[0]))
+            if config.has_episodes
+            else None
+        )
         evaluator = Evaluator(config, task, scorers, workers)
-        engines = SharedEngines(lambda: [client])
+        engines = EnginePool(lambda: [client])
         results = []
         try:
             for number, path in enumerate(checkpoints):
@@ -100,8 +106,8 @@ def evaluate_checkpoints(
         return results
 
     engine = engine_here(checkpoints[0], config, log_directory / "eval_engine.log")
-    with engine as process, local_place(log_directory) as place:
-        return asyncio.run(evaluate(process.url, place))
+    with engine as process, local_backend(log_directory) as backend:
+        return asyncio.run(evaluate(process.url, backend))
 
 
 @contextmanager

@@ -19,13 +19,13 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.calls import Call
 from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatCall
+from megatron_async.environments.chat_codec import ChatCodecs
 from megatron_async.environments.gateway import LOOPBACK, MODEL, Gateway
-from megatron_async.environments.texts import Texts
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.own_directory import own_directory
+from megatron_async.files.private_directory import private_directory
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_model
-from megatron_async.rollout.respond import SharedEngines, Wanted, respond
+from megatron_async.rollout.responses import EnginePool, ResponseSpec, respond
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.trajectory.types import FinishReason, PolicyVersion
 
@@ -45,7 +45,7 @@ def gateway_command(
     typer.echo("an engine starts; its address and key follow", err=True)
     with (
         bound,
-        own_directory() as logs,
+        private_directory() as logs,
         engine_here(path, config, logs / "engine.log") as process,
         suppress(KeyboardInterrupt),
     ):
@@ -60,7 +60,7 @@ async def _serve(config: RunConfig, model: Path, engine_url: str, bound: socket.
             await client.load_from_disk(model, PolicyVersion(0, 0))
             gateway = Gateway(config.sampling)
             address = await gateway.start(bound)
-            key = gateway.open(ServedPolicy(config, str(model), SharedEngines(lambda: [client])))
+            key = gateway.open(ServedPolicy(config, str(model), EnginePool(lambda: [client])))
             typer.echo(instructions(address, key))
             await asyncio.Event().wait()
         finally:
@@ -83,12 +83,12 @@ def instructions(address: str, key: str) -> str:
 class ServedPolicy:
     """The owner of the key: every call is answered by itself."""
 
-    def __init__(self, config: RunConfig, model: str, engines: SharedEngines) -> None:
+    def __init__(self, config: RunConfig, model: str, engines: EnginePool) -> None:
         tokenizer = load_tokenizer(model)
         stops = stop_tokens(model, tokenizer)
         parser, vocabulary = config.episode.tool_parser, vocabulary_of(model)
-        self._texts = Texts(config.task, tokenizer, stops, parser, vocabulary)
-        self._wanted = Wanted(config.sampling, config.sampling.max_new_tokens, tuple(stops))
+        self._texts = ChatCodecs(config.task, tokenizer, stops, parser, vocabulary)
+        self._wanted = ResponseSpec(config.sampling, config.sampling.max_new_tokens, tuple(stops))
         self._engines = engines
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -25,19 +25,19 @@ from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.load import differences
 from megatron_async.config.simulate import GpuConfig
-from megatron_async.engines.nodes import NODE_HOST, only_here
+from megatron_async.engines.nodes import NODE_HOST, is_loopback
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
-from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_memory, derive
 from megatron_async.launcher.devices import check_ranks, check_ray
-from megatron_async.launcher.figures import (
+from megatron_async.launcher.estimates import (
     END_SECONDS,
     checkpoints_with_room,
-    figures,
+    estimate_lines,
     stop_seconds,
 )
+from megatron_async.launcher.run_lock import check_new, check_unclaimed, hold_run_lock, new_run
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.simulate.hardware import DATA_SHEETS
 
@@ -121,7 +121,7 @@ def seconds_of(time_limit: str) -> float:
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
     host, key = config.engines.host, config.engines.api_key
-    host = NODE_HOST if only_here(host) else host
+    host = NODE_HOST if is_loopback(host) else host
     return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 
@@ -218,7 +218,7 @@ def _start(
     places: Sequence[Path] = ()
     with ExitStack() as withdraw:
         # Not for longer than this: the job that is submitted takes the run at its start.
-        with new_run(config, what) if resume is None else claimed(directory, what):
+        with new_run(config, what) if resume is None else hold_run_lock(directory, what):
             back = None if from_step is None else rollback_to(directory, from_step)
             if resume is not None:
                 files = _content(job_file, directory.resume_file)
@@ -241,7 +241,7 @@ def _withdraw(
     directory: RunDirectory, files: Mapping[Path, str | None], back: Rollback | None
 ) -> None:
     """Leave the run as it was: checkpoints, and what `files` held; None: there was no such file."""
-    with claimed(directory, "megatron-async launch"):
+    with hold_run_lock(directory, "megatron-async launch"):
         if back is not None:
             back.undo()
         for file, text in files.items():
@@ -259,7 +259,7 @@ def _commands(
     stop = stop_seconds(config, checkpoints, cluster.machine(config))
     if slurm:
         return job_script(config, directory, cluster, rollout_nodes, stop)
-    return by_hand(config, directory, rollout_nodes)
+    return manual_commands(config, directory, rollout_nodes)
 
 
 def _check(
@@ -271,7 +271,7 @@ def _check(
     """
     machine = cluster.machine(config)
     derived = derive(for_hosts(config), machine)
-    shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
+    shown = [*estimate_lines(derived.config, machine), *derived.lines()] if dry_run else []
     try:
         checked = preflight.check_run(derived.config)
     except (UserError, ComponentFailure):
@@ -365,7 +365,7 @@ def _prefix() -> list[str]:
     return ["env", *variables] if variables else []
 
 
-def by_hand(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
+def manual_commands(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
     """The command of every node, for clusters without Slurm."""
     lines = ["# one command on each node, in any order; SESSION is any new name, alike on all"]
     for role, count in (("rollout", rollout_nodes), ("trainer", config.parallel.nodes)):

@@ -10,7 +10,7 @@ from megatron_async.commands.train import start_run
 from megatron_async.config import RunConfig, build_config, load_config
 from megatron_async.config.load import with_settings
 from megatron_async.errors import UserError
-from megatron_async.files.disk import naming_disk_errors
+from megatron_async.files.disk import translating_disk_errors
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import first_accuracy, read_metrics
@@ -75,7 +75,7 @@ def train(
         config = with_settings(build_config({}), config)
     elif not isinstance(config, RunConfig):
         config = load_config(config)
-    with naming_disk_errors():
+    with translating_disk_errors():
         directory = start_run(with_settings(config, settings), "megatron_async.train")
     return open_run(directory.path)
 

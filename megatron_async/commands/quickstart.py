@@ -15,10 +15,10 @@ from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.commands.report import closing_table, where_things_are, write_report
 from megatron_async.commands.sft import run_sft
 from megatron_async.config import RunConfig
-from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
+from megatron_async.launcher.run_lock import new_run
 from megatron_async.launcher.supervisor import supervise
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory

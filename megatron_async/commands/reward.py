@@ -9,8 +9,8 @@ from typing import Any
 import typer
 
 from megatron_async.config import RunConfig, load_config
-from megatron_async.errors import UserError, shown
-from megatron_async.files.own_directory import own_directory
+from megatron_async.errors import UserError, short_repr
+from megatron_async.files.private_directory import private_directory
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.pool import scored
 from megatron_async.tasks.build import build_source
@@ -25,7 +25,7 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
     """
     config = load_config(config_file, overrides)
     places, jobs = zip(*_read(config, responses), strict=True)
-    with own_directory() as logs:
+    with private_directory() as logs:
         found = asyncio.run(scored(config.scorers.logging_to(logs), jobs))
         logged = "".join(file.read_text(errors="replace") for file in logs.iterdir())
     for place, scores in zip(places, found, strict=True):
@@ -54,14 +54,16 @@ def _read(
         texts = given if isinstance(given, list) else [given]
         if not texts or not all(isinstance(text, str) for text in texts):
             what = "a text, or a list of those to one prompt"
-            raise UserError(f"{where}: `response` must be {what}, got {shown(given)}")
+            raise UserError(f"{where}: `response` must be {what}, got {short_repr(given)}")
         if row.keys() != {"index"}:
             problem = columns.problem(row, where)
         elif type(index) is int and index >= 0:
             source = source or build_source(config.task)
             problem = source.train(index)
         else:
-            raise UserError(f"{where}: `index` must be a whole number from 0, got {shown(index)}")
+            raise UserError(
+                f"{where}: `index` must be a whole number from 0, got {short_repr(index)}"
+            )
         yield f"line {re.split(':|, row ', where)[-1]}", (problem.payload, texts)
 
 

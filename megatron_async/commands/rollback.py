@@ -26,7 +26,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.errors import UserError
 from megatron_async.files.disk import force_to_disk
 from megatron_async.run_directory import RunDirectory
-from megatron_async.store.place import check_not_in_use
+from megatron_async.store.location import check_not_in_use
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.state import check_serves
 

@@ -14,7 +14,7 @@ from megatron_async.config.load import build_config, load_config
 from megatron_async.config.reference import Setting, did_you_mean, sections_with, shown_value
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
-from megatron_async.launcher.preflight import as_it_would_start
+from megatron_async.launcher.preflight import check_run_leniently
 
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
     checked, dumped = None, None
     if file is not None:
         config = load_config(file, overrides)
-        checked = as_it_would_start(derive(config, Machine.here(config)).config)
+        checked = check_run_leniently(derive(config, Machine.here(config)).config)
         dumped = checked.config.model_dump(mode="json")
     console = Console(soft_wrap=False)
     for part, shown in wanted:

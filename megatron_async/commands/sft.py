@@ -27,7 +27,10 @@ def sft_command(
     teacher: str | None = None,
 ) -> None:
     """Fine-tune here, or as node `index` of `session`. Raises UserError or ComponentFailure."""
-    from megatron_async.commands.teacher import check_teacher, taught  # not for every rank
+    from megatron_async.commands.teacher import (  # not for every rank
+        check_teacher,
+        sample_from_teacher,
+    )
 
     config = load_config(config_file, overrides)
     check_session(config, session, index)
@@ -49,7 +52,7 @@ def sft_command(
         raise UserError(f"--out {out} exists and is not empty")
     with directory_of(config, SFT, session, index) as (directory, node):
         if teacher is not None:
-            config = taught(config, directory, teacher)
+            config = sample_from_teacher(config, directory, teacher)
             checked = check_run(config, generates=False)
             typer.echo(checked.summary)
             config = checked.config

@@ -11,7 +11,7 @@ from megatron_async.commands.launch import Cluster
 from megatron_async.config.load import load_simulation, read_settings
 from megatron_async.config.simulate import SimulationConfig
 from megatron_async.launcher.derived import Machine, derive
-from megatron_async.launcher.figures import figures
+from megatron_async.launcher.estimates import estimate_lines
 from megatron_async.simulate.assumptions import assumptions_of_all, main_assumptions
 from megatron_async.simulate.lengths import fit_lengths, read_recorded
 from megatron_async.simulate.plan_show import plan_table, plan_yaml
@@ -64,7 +64,7 @@ def figures_command(config: Path, overrides: Sequence[str]) -> None:
     per_node = settings.simulate.gpus_per_node
     nodes = Cluster(per_node, None, "0").rollout_nodes(settings)
     machine = Machine.of_nodes(per_node, nodes, settings.simulate.gpu)
-    for line in figures(derive(settings, machine).config, machine):
+    for line in estimate_lines(derive(settings, machine).config, machine):
         typer.echo(line)
 
 

@@ -21,10 +21,10 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.errors import ComponentFailure, UserError, shown
+from megatron_async.errors import ComponentFailure, UserError, short_repr
 from megatron_async.files.disk import append_json_lines
 from megatron_async.launcher.preflight import check_served
-from megatron_async.rollout.respond import SharedEngines, Wanted, respond
+from megatron_async.rollout.responses import EnginePool, ResponseSpec, respond
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.rewards.sample import Unavailable
@@ -66,7 +66,7 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
     for name, value in refused.items():
         if value:
             raise UserError(
-                f"sft.{name} is {shown(value)}, and --from-teacher learns what the reward accepts, "
+                f"sft.{name} is {short_repr(value)}, and --from-teacher learns what the reward accepts, "
                 "sft.teacher.epochs times: leave it out"
             )
 
@@ -75,7 +75,7 @@ def _is_address(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfig:
+def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfig:
     """Sample from `teacher`; the settings of a fine-tuning on what the reward accepts.
 
     Raises UserError when it accepts nothing, ComponentFailure when the teacher fails.
@@ -209,14 +209,14 @@ async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> Async
             max_new_tokens=config.sampling.max_new_tokens,
             allow_biased_behaviour=True,
         )
-        wanted = Wanted(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
-        yield partial(ask_engine, SharedEngines(lambda: [client]), task, wanted)
+        wanted = ResponseSpec(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
+        yield partial(ask_engine, EnginePool(lambda: [client]), task, wanted)
     finally:
         await client.close()
 
 
 async def ask_engine(
-    engines: SharedEngines, task: TextTask, wanted: Wanted, problem: Problem, number: int
+    engines: EnginePool, task: TextTask, wanted: ResponseSpec, problem: Problem, number: int
 ) -> str:
     """Return the text that an engine generates for a problem. Raises ComponentFailure."""
     try:

@@ -23,13 +23,12 @@ from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
-from megatron_async.launcher.claim import check_new, check_unclaimed, claimed, new_run
 from megatron_async.launcher.derived import Machine, check_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.environment import allocator_notices
-from megatron_async.launcher.figures import checkpoints_with_room, figures
+from megatron_async.launcher.estimates import checkpoints_with_room, estimate_lines
 from megatron_async.launcher.preflight import (
-    Checked,
+    PreflightResult,
     check_one_machine,
     check_probe_tolerance,
     check_resume,
@@ -37,9 +36,10 @@ from megatron_async.launcher.preflight import (
     check_same_run,
     check_store,
 )
+from megatron_async.launcher.run_lock import check_new, check_unclaimed, hold_run_lock, new_run
 from megatron_async.launcher.supervisor import supervise
 from megatron_async.run_directory import RunDirectory, RunOutcome
-from megatron_async.runtime.garbage_collection import unsearched
+from megatron_async.runtime.garbage_collection import gc_disabled
 from megatron_async.telemetry.metrics import read_metrics
 
 _PASSED: Final = "all checks have passed, also of the reward; nothing was started"
@@ -76,7 +76,7 @@ def resume_command(
     """
     directory, before = RunDirectory.find(run, [], "--resume")
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
-    with nullcontext() if dry else claimed(directory, "megatron-async train --resume"):
+    with nullcontext() if dry else hold_run_lock(directory, "megatron-async train --resume"):
         if from_step is None and (sentence := complete(directory, before, settings)):
             typer.echo(sentence)
             return
@@ -125,11 +125,11 @@ def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None)
             directory.resume_file.unlink()
 
 
-def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, DeviceSplit]:
+def _checked(config: RunConfig, directory: RunDirectory) -> tuple[PreflightResult, DeviceSplit]:
     check_one_machine(config)
     machine = Machine.here(config)
     derived = derive(config, machine)
-    with unsearched():  # the packages of tasks and tokenizers
+    with gc_disabled():  # the packages of tasks and tokenizers
         checked = check_run(derived.config)
     notices = allocator_notices(derived.config, machine.device, os.environ)
     checked = replace(checked, notices=(*derived.changes(), *notices, *checked.notices))
@@ -165,12 +165,12 @@ def show_layout(config: RunConfig) -> None:
     machine = Machine.here(config)
     derived = derive(config, machine)
     show(f"{config.name} on {machine.title}:")
-    for line in (*figures(derived.config, machine), *derived.lines()):
+    for line in (*estimate_lines(derived.config, machine), *derived.lines()):
         show(f"  {line}")
     typer.echo("checks before a start:")
 
 
-def show_notices(checked: Checked) -> None:
+def show_notices(checked: PreflightResult) -> None:
     """Print the training data and the changed settings, before anything starts."""
     typer.echo(checked.summary)
     for notice in checked.notices:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.errors import UserError
-from megatron_async.launcher.claim import claimed
+from megatron_async.launcher.run_lock import hold_run_lock
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
 from megatron_async.store.drop import drop_group_of
@@ -43,7 +43,7 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
         console.print(listing(listed, state=wanted, limit=limit or None))
         if reader.note:
             console.print(reader.note, markup=False, highlight=False)
-        missing = "" if with_exported else export.missing_line(reader)
+        missing = "" if with_exported else export.export_notice(reader)
         if missing:
             console.print(missing, markup=False, highlight=False)
 
@@ -60,7 +60,7 @@ def show_command(run: Path, trajectory_id: int) -> None:
 def drop_command(run: Path, trajectory_id: int) -> None:
     """Take it out of a run that has stopped, with its group, for good. Raises UserError."""
     directory, settings = RunDirectory.find(run, [])
-    with claimed(directory, "trajectories --drop"):
+    with hold_run_lock(directory, "trajectories --drop"):
         newest = next(iter(list_checkpoints(directory.checkpoints)), None)
         committed = None if newest is None else newest.manifest.version
         gone = drop_group_of(

@@ -59,7 +59,7 @@ class EnvironmentConfig(Settings):
         return bool(self.name)
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The setting that names the environment, and its value, for messages."""
         return f"environment.name {self.name!r}"
 
@@ -101,7 +101,7 @@ class AgentConfig(Settings):
         return bool(self.name or self.command)
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The setting that names the agent, and its value, for messages."""
         return f"agent.name {self.name!r}" if self.name else f"agent.command {self.command}"
 

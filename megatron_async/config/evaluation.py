@@ -115,7 +115,7 @@ class EvalConfig(Settings):
         """(setting, file) of each set that has a file of its own."""
         return {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
 
-    def settled(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
+    def resolved_sets(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
         """All sets; `heldout`: training keeps problems for evaluation."""
         found = []
         if heldout:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """Of a model's directory; the first that is there is used."""
@@ -82,14 +82,16 @@ def _check_plain(value: object, what: str, where: str, seen: Iterator[int], dept
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str) or not _is_plain(key):
-                raise UserError(f"{what}: {where or 'it'} has the key {shown(key)}; keys are texts")
+                raise UserError(
+                    f"{what}: {where or 'it'} has the key {short_repr(key)}; keys are texts"
+                )
             _check_plain(inner, what, f"{where}.{key}" if where else key, seen, depth + 1)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             _check_plain(inner, what, f"{where}.{number}", seen, depth + 1)
     elif not _is_plain(value):
         raise UserError(
-            f"{what}: {where or 'the value'} is {shown(value)}; a value is a text, a finite number "
+            f"{what}: {where or 'the value'} is {short_repr(value)}; a value is a text, a finite number "
             "of at most 64 bits, true, false, null, a list or a mapping"
         )
 
@@ -112,7 +114,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    problem = f"{shown(key.value)} is set twice"
+                    problem = f"{short_repr(key.value)} is set twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

@@ -26,7 +26,7 @@ from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defa
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.config.simulate import SimulationConfig
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.files.package_files import existing
 from megatron_async.runtime.import_path import anchored
 
@@ -65,14 +65,14 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(f"{what} must hold a mapping, got {type(content).__name__}")
     if not isinstance(content.get(_GIVEN, {}), dict):
         raise UserError(
-            f"{what}: {_GIVEN} is {shown(content[_GIVEN])}; a run keeps a mapping there"
+            f"{what}: {_GIVEN} is {short_repr(content[_GIVEN])}; a run keeps a mapping there"
         )
     content = anchored(content, path.parent)
     base = content.pop("base", None)
     if base is None:
         return content
     if not isinstance(base, str):
-        raise UserError(f"{what}: `base` is {shown(base)}; it must name a file")
+        raise UserError(f"{what}: `base` is {short_repr(base)}; it must name a file")
     below = read_yaml(path.parent / base, depth + 1)
     return merge(below.get(_GIVEN, below), content)  # of a run: what was set
 
@@ -81,11 +81,13 @@ def parse_override(text: str) -> dict[str, Any]:
     """`a.b=value` to a nested mapping; the value is read as YAML."""
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
-        raise UserError(f"override {shown(text)} is not of the form section.setting=value")
+        raise UserError(f"override {short_repr(text)} is not of the form section.setting=value")
     if dotted.split(".")[0] == _GIVEN:
-        raise UserError(f"unknown setting {dotted} (value {shown(value)}); set the setting itself")
+        raise UserError(
+            f"unknown setting {dotted} (value {short_repr(value)}); set the setting itself"
+        )
     try:
-        parsed = parse_yaml(value, f"override {shown(text)}")
+        parsed = parse_yaml(value, f"override {short_repr(text)}")
     except UserError as error:
         raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
@@ -156,10 +158,12 @@ def _named(
 ) -> str:
     inner = settings.get(section) or {}
     if not isinstance(inner, Mapping):
-        raise UserError(f"{section} must be a mapping of settings, got {shown(inner)}")
+        raise UserError(f"{section} must be a mapping of settings, got {short_repr(inner)}")
     name = inner.get(key, default)
     if not isinstance(name, str) or name not in known:
-        raise UserError(f"{section}.{key} is {shown(name)}; it must be one of {', '.join(known)}")
+        raise UserError(
+            f"{section}.{key} is {short_repr(name)}; it must be one of {', '.join(known)}"
+        )
     return name
 
 
@@ -177,17 +181,17 @@ def describe(error: ValidationError) -> str:
     if len(fields) < len(parts):
         found = [e["msg"] for e in errors if e["loc"][: len(fields)] == first["loc"][: len(fields)]]
         wanted = ", or ".join(message[0].lower() + message[1:] for message in found)
-        return f"{where} is {shown(first['input'])}: {wanted}"
+        return f"{where} is {short_repr(first['input'])}: {wanted}"
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(where)
-        return f"unknown setting {where} (value {shown(first['input'])}){hint}"
+        return f"unknown setting {where} (value {short_repr(first['input'])}){hint}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         named = not first["loc"] or message.startswith(f"{where}.")
         return message if named else f"{where}: {message}"
     how = {"string_type": "; write it in quotes", "list_type": "; write it as [one, two]"}
     remedy = how.get(first["type"], "")
-    return f"{where} is {shown(first['input'])}: {message[0].lower()}{message[1:]}{remedy}"
+    return f"{where} is {short_repr(first['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -45,7 +45,7 @@ class RewardConfig(Settings):
         return is_import_path(self.name)
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Name in metrics and in the store."""
         return self.label or self.name.rpartition(":")[2]
 
@@ -129,7 +129,7 @@ def named(value: Any) -> Any:
 
 def check_labels(rewards: list[RewardConfig]) -> None:
     """Refuse two rewards whose parts would have the same names. Raises ValueError."""
-    labels = [reward.shown for reward in rewards]
+    labels = [reward.display_name for reward in rewards]
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(f"reward has {label!r} twice; give each a `label` of its own")

@@ -150,7 +150,7 @@ class EngineConfig(Settings):
         """Return whether NCCL may use NVLS."""
         return self.placement == "disaggregated" if self.nvls is None else self.nvls
 
-    def longest_tokens(self, model_context: int | None) -> int | None:
+    def max_sequence_tokens(self, model_context: int | None) -> int | None:
         """Tokens of prompt and response that an engine takes, None when that is not known.
 
         SGLang keeps one token of its context or cache free, and five more of every input, which a

@@ -33,7 +33,7 @@ from megatron_async.config.rollout import (
     WeightsConfig,
 )
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.errors import shown
+from megatron_async.errors import short_repr
 
 _SFT_STEPS: Final = 200
 _LONGEST_NAME: Final = 200  # of 255 bytes, so that a suffix fits
@@ -233,14 +233,14 @@ class RunConfig(Settings):
         return self.model_copy(update={section: changed})
 
     @property
-    def plays(self) -> bool:
+    def has_episodes(self) -> bool:
         """Return whether trajectories are episodes, of an environment or an agent."""
         return self.player.used
 
     @property
     def opens_episodes(self) -> bool:
         """Return whether `schedule.open_episodes` has a meaning."""
-        return self.plays
+        return self.has_episodes
 
     @property
     def player(self) -> EnvironmentConfig | AgentConfig:
@@ -250,7 +250,7 @@ class RunConfig(Settings):
     @property
     def scores(self) -> bool:
         """Return whether scorers give rewards; an environment or agent alone has its own."""
-        return bool(self.reward) or not self.plays
+        return bool(self.reward) or not self.has_episodes
 
     @property
     def scorers(self) -> ScorerSettings:
@@ -259,7 +259,7 @@ class RunConfig(Settings):
 
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, each with its settings."""
-        return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
+        return self.eval.resolved_sets(self.sampling, heldout=self.task.heldout_share > 0)
 
     @property
     def updates_per_step(self) -> int:
@@ -279,7 +279,7 @@ class RunConfig(Settings):
         schedule, found = self.schedule, {}
         if schedule.expected_tokens is None:
             found["expected_tokens"] = max(1, self.sampling.max_new_tokens // 2)
-        open_episodes = (schedule.open_episodes or "auto") if self.plays else None
+        open_episodes = (schedule.open_episodes or "auto") if self.has_episodes else None
         return schedule.model_copy(update={**found, "open_episodes": open_episodes})
 
     def check(self) -> None:
@@ -287,7 +287,7 @@ class RunConfig(Settings):
         one = "/" not in self.name and self.name not in (".", "..") and self.name.isprintable()
         if not one or len(self.name.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"name is {shown(self.name)}; it must be the name of one directory, printable and "
+                f"name is {short_repr(self.name)}; it must be the name of one directory, printable and "
                 f"of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set root "
                 "to have it elsewhere"
             )
@@ -300,7 +300,7 @@ class RunConfig(Settings):
         self._check_simulated_engines()
         self._check_colocated()
         self._check_episodes()
-        if self.task.kind == "seeds" and not self.plays:
+        if self.task.kind == "seeds" and not self.has_episodes:
             raise ValueError(
                 "task.kind seeds has no prompts of its own: set environment.name or agent"
             )
@@ -314,25 +314,25 @@ class RunConfig(Settings):
     def _check_episodes(self) -> None:
         if self.schedule.open_episodes is not None and not self.opens_episodes:
             raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
-        if not self.plays:
+        if not self.has_episodes:
             refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")
         if self.agent.used and self.environment.used:
             raise ValueError(
-                f"{self.agent.shown} and {self.environment.shown} are both set: an episode is "
+                f"{self.agent.display_name} and {self.environment.display_name} are both set: an episode is "
                 "played by one of them"
             )
         rapid = (self.algorithm.loss.name, self.algorithm.advantage.estimator)
         if self.agent.used and "rapid" in rapid:
             raise ValueError(
                 f"algorithm.loss.name {rapid[0]} with algorithm.advantage.estimator {rapid[1]} has "
-                f"one weight for a whole response, and {self.agent.shown} may branch: use another "
+                f"one weight for a whole response, and {self.agent.display_name} may branch: use another "
                 "recipe"
             )
         share = self.algorithm.overlong.buffer_share
-        if self.plays and share > 0:
+        if self.has_episodes and share > 0:
             raise ValueError(
                 "algorithm.overlong shapes the length of one response, and with "
-                f"{self.player.shown} there are many: set algorithm.overlong.buffer_share 0, got "
+                f"{self.player.display_name} there are many: set algorithm.overlong.buffer_share 0, got "
                 f"{share:g}"
             )
 

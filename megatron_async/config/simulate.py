@@ -209,7 +209,7 @@ class SimulationConfig(RunConfig):
 
     @property
     def opens_episodes(self) -> bool:
-        return self.plays or self.simulate.episode.turns is not None
+        return self.has_episodes or self.simulate.episode.turns is not None
 
 
 def simulation_of(config: RunConfig) -> SimulationConfig:

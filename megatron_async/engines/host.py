@@ -23,8 +23,8 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device, resolve_dtype
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled
-from megatron_async.places.place import Place, Placed
-from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.process_backends.backend import ProcessBackend, RemoteObject
+from megatron_async.runtime.garbage_collection import tune_gc
 from megatron_async.trajectory.types import CHUNK_TOKENS
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
@@ -81,7 +81,7 @@ class EngineHost:
         """Relay the streams of the server at `url`. Raises EngineError."""
         client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
         self._relay = StreamRelay(client, CHUNK_TOKENS)
-        search_rarely()
+        tune_gc()
         return url
 
     async def alive(self) -> bool:
@@ -114,7 +114,7 @@ class EngineHost:
 class HostCalls:
     """The relay in an engine's host (`RelayCalls`)."""
 
-    host: Placed[EngineHost]
+    host: RemoteObject[EngineHost]
     engine_id: str
     limit_seconds: float
 
@@ -141,7 +141,7 @@ class HostedEngines:
         self,
         config: RunConfig,
         log_directory: Path,
-        place: Place,
+        backend: ProcessBackend,
         host: type[EngineHost] = EngineHost,
     ) -> None:
         """`host` is what is placed for each engine."""
@@ -150,8 +150,8 @@ class HostedEngines:
         self._settings = config.engines
         self._pace = Pace()
         self._log_directory = log_directory
-        self._place = place
-        self._hosts: dict[int, Placed[EngineHost]] = {}
+        self._backend = backend
+        self._hosts: dict[int, RemoteObject[EngineHost]] = {}
         self._clients: dict[int, RelayedEngine] = {}
         self._launches: dict[int, int] = {}
         self._begun: dict[int, asyncio.Task[RelayedEngine]] = {}
@@ -215,11 +215,11 @@ class HostedEngines:
         finally:
             await asyncio.to_thread(host.end)
 
-    def _start_host(self, index: int, engine_id: str) -> Placed[EngineHost]:
+    def _start_host(self, index: int, engine_id: str) -> RemoteObject[EngineHost]:
         on_gpu = resolve_device(self._settings) == "cuda"
         # Which GPU an engine is on matters where trainer ranks are on them; a place gives any.
         shared = on_gpu and self._settings.placement == "colocated"
-        return self._place.start(
+        return self._backend.start(
             self._host_class,
             engine_id,
             self._config,

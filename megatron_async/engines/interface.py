@@ -76,7 +76,7 @@ class EngineClient(Protocol):
     """An engine. Every method but `generate` has a time limit and raises `EngineError`.
 
     How long a stream may be silent depends on what its engine is doing, which the driver sees
-    (rollout/engine_slot.py); how long it may last has no limit.
+    (rollout/tracked_engine.py); how long it may last has no limit.
     """
 
     @property
@@ -89,7 +89,7 @@ class EngineClient(Protocol):
     def kv_capacity_tokens(self) -> int: ...
 
     @property
-    def longest_tokens(self) -> int | None:
+    def max_sequence_tokens(self) -> int | None:
         """Prompt and response together that it takes; None when that is not known."""
 
     @property
@@ -145,7 +145,7 @@ class ForwardingClient:
     engine_id: Any = _OfClient()
     url: Any = _OfClient()
     kv_capacity_tokens: Any = _OfClient()
-    longest_tokens: Any = _OfClient()
+    max_sequence_tokens: Any = _OfClient()
     dtype: Any = _OfClient()
     generate: Any = _OfClient()
     abort: Any = _OfClient()

@@ -42,7 +42,7 @@ _SEGMENTS: Final = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def only_here(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches an engine with this `engines.host`."""
     return host == "localhost" or host.startswith("127.")
 
@@ -79,7 +79,7 @@ def free_port() -> int:
         return int(opened.getsockname()[1])
 
 
-def hold_port(host: str) -> socket.socket:
+def reserve_port(host: str) -> socket.socket:
     """A port that no connection gets while this is open, and no server but one started with it.
 
     It does not listen, so that on Linux a server that sets SO_REUSEADDR, as they do, may beside it.

@@ -26,17 +26,17 @@ from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.environments.calls import AgentCalls, Call, beginning_of
 from megatron_async.environments.chat import TOO_LONG, CallRefused, ChatAnswer, ChatCall
+from megatron_async.environments.chat_codec import ChatCodecs
 from megatron_async.environments.gateway import LOOPBACK, Gateway
 from megatron_async.environments.interface import EnvironmentFault, number_of
 from megatron_async.environments.matching import Match
 from megatron_async.environments.programs import program_of
-from megatron_async.environments.texts import Texts
 from megatron_async.environments.worker import (
+    EpisodeStart,
     EpisodeUnknown,
-    Opened,
     OwnProcess,
-    Rehearsed,
-    Stepped,
+    StepResult,
+    TrialEpisode,
     row_of,
     with_parts,
 )
@@ -74,7 +74,7 @@ class AgentWorker:
         self._scored = config.scores
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
-        self._texts = Texts(
+        self._texts = ChatCodecs(
             config.task,
             tokenizer,
             stops,
@@ -87,7 +87,9 @@ class AgentWorker:
         self._gateway = Gateway(config.sampling)
         self._attempts: dict[str, _Attempt] = {}
 
-    async def begin(self, key: str, payload: Mapping[str, Any], room: int | None = None) -> Opened:
+    async def begin(
+        self, key: str, payload: Mapping[str, Any], room: int | None = None
+    ) -> EpisodeStart:
         """Start a program; its first call, of `room` tokens at most, is the first turn.
 
         Raises EnvironmentFault.
@@ -100,7 +102,7 @@ class AgentWorker:
                 refused = attempt.refused
                 raise self._without_call(f" that can be a turn: {refused}" if refused else "")
             match, token_ids, state = found
-            return Opened(match.new, token_ids, state, attempt.calls.take_notices())
+            return EpisodeStart(match.new, token_ids, state, attempt.calls.take_notices())
 
     async def step(
         self,
@@ -110,7 +112,7 @@ class AgentWorker:
         room: int,
         last: bool,
         logprobs: Sequence[float] = (),
-    ) -> Stepped:
+    ) -> StepResult:
         """Answer the call of a turn; the next call is the next turn. Raises EpisodeUnknown,
         EnvironmentFault.
 
@@ -126,7 +128,7 @@ class AgentWorker:
             if found is not None:
                 match, token_ids, state = found
                 news = (match.new, token_ids, state)
-                stepped = Stepped(stored, 0.0, *news, parent=match.parent)
+                stepped = StepResult(stored, 0.0, *news, parent=match.parent)
                 return replace(stepped, counts=counts, notices=notices)
             reward, parts = self._returned(attempt)
             left = attempt.calls.left()
@@ -134,7 +136,7 @@ class AgentWorker:
                 raise self._without_call(" whose answer it took")
             notices = (*notices, *self._needless_forks(attempt))
         await self.forget(key)
-        return Stepped(
+        return StepResult(
             with_parts(stored, parts),
             reward,
             ended="length" if attempt.refused else "stop",
@@ -150,7 +152,7 @@ class AgentWorker:
             with self._limit():
                 await attempt.calls.until_asked(turns[-1].number, self._episode.step_seconds)
 
-    async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
+    async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
         """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
         conversation = self._texts.of("").conversation
         conversation.check([{"role": "user", "content": _MADE_UP}], {"user"})
@@ -166,8 +168,8 @@ class AgentWorker:
                 longest, turn = max(longest, len(stepped.token_ids)), turn + 1
         finally:
             await self.forget(_REHEARSAL)
-        text = conversation.shown(opened.token_ids)
-        return Rehearsed(len(opened.token_ids), text, longest, differs=False)
+        text = conversation.decoded(opened.token_ids)
+        return TrialEpisode(len(opened.token_ids), text, longest, differs=False)
 
     async def forget(self, key: str) -> str | None:
         """End a program, if it is held."""
@@ -296,7 +298,7 @@ class AgentWorker:
 
     def _returned(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
         """The reward of a program that has ended, or had its time. Raises EnvironmentFault."""
-        shown = self._settings.shown
+        shown = self._settings.display_name
         if not attempt.program.done():
             return 0.0, {}
         try:
@@ -316,7 +318,9 @@ class AgentWorker:
             raise EnvironmentFault(str(fault).replace(attempt.key, "(key)")) from None
 
     def _without_call(self, more: str) -> EnvironmentFault:
-        return EnvironmentFault(f"{self._settings.shown} ended without a call of the policy{more}")
+        return EnvironmentFault(
+            f"{self._settings.display_name} ended without a call of the policy{more}"
+        )
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
         """A sentence about a program of which every call forks at a message that it has changed."""
@@ -337,7 +341,7 @@ class AgentWorker:
             yield
         except TimeoutError as error:
             raise EnvironmentFault(
-                f"{self._settings.shown} made no call and did not end for "
+                f"{self._settings.display_name} made no call and did not end for "
                 f"{self._episode.step_seconds:g} s (episode.step_seconds)"
             ) from error
 

@@ -34,7 +34,7 @@ class Call:
     clients: int = 0
     given: bool = False
     kept: bool = False
-    aside: bool = False
+    deferred: bool = False
     answer: asyncio.Future[ChatAnswer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -78,8 +78,8 @@ class AgentCalls:
             call = Call(asked)
             equal.append(call)
             self._queue.append(call)
-        elif call.aside:
-            call.aside = False
+        elif call.deferred:
+            call.deferred = False
             self._queue.append(call)
         elif call.answer.done() and call in self.turns[: self._stored] and not call.given:
             self.counts["turns_replayed"] += 1
@@ -103,7 +103,7 @@ class AgentCalls:
                 call = self._queue.popleft()
                 if call.clients:
                     return call
-                call.aside = True
+                call.deferred = True
             async with asyncio.timeout(seconds):
                 await self._news.wait()
         return None

@@ -21,7 +21,7 @@ from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.json_text import json_text
 from megatron_async.environments.matching import TOOLS_ROLE, Message
 from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
-from megatron_async.errors import shown
+from megatron_async.errors import short_repr
 
 TOO_LONG: Final = "context_length_exceeded"
 """The code by which programs know that they may shorten their messages and go on."""
@@ -202,30 +202,33 @@ def tools_of(messages: Sequence[Message]) -> str:
 def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
     """Read the body of a call. Raises CallRefused."""
     if not isinstance(body, dict):
-        raise CallRefused(f"the body is {shown(body)}; it must be a JSON object")
+        raise CallRefused(f"the body is {short_repr(body)}; it must be a JSON object")
     asked = {name: value for name, value in body.items() if value is not None}
     _refuse_unknown(asked)
     for name in _SWITCHES:
         if not isinstance(asked.get(name, False), bool):
-            raise CallRefused(f"{name} is {shown(asked[name])}; it must be true or false", name)
+            raise CallRefused(
+                f"{name} is {short_repr(asked[name])}; it must be true or false", name
+            )
     for name, (_, valid) in _SAMPLING.items():
         try:
             if name in asked:
                 valid.validate_python(asked[name])
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            raise CallRefused(f"{name} is {shown(asked[name])}: {why}", name) from error
+            raise CallRefused(f"{name} is {short_repr(asked[name])}: {why}", name) from error
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallRefused(
-            f"messages is {shown(messages)}; it must be a list of at least one message", "messages"
+            f"messages is {short_repr(messages)}; it must be a list of at least one message",
+            "messages",
         )
     read = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     tools = _tools(asked.get("tools", []))
     choice = asked.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise CallRefused(
-            f"tool_choice is {shown(choice)}; the policy is free to call or not: auto or none",
+            f"tool_choice is {short_repr(choice)}; the policy is free to call or not: auto or none",
             "tool_choice",
         )
     options = asked.get("stream_options", {})
@@ -248,13 +251,13 @@ def _refuse_unknown(asked: Mapping[str, Any]) -> None:
             if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
-                    f"{name} is {shown(value)}, which cannot be honoured while training: leave it "
+                    f"{name} is {short_repr(value)}, which cannot be honoured while training: leave it "
                     f"out, or at {json_text(best)}",
                     name,
                 )
         elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _UNSEEDED:
             raise CallRefused(
-                f"{name} is {shown(value)}, and is not known here: leave it out", name
+                f"{name} is {short_repr(value)}, and is not known here: leave it out", name
             )
 
 
@@ -275,7 +278,8 @@ def _notices(asked: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise CallRefused(
-            f"{where} is {shown(message)}; it must have a role of {', '.join(_ROLES)}", "messages"
+            f"{where} is {short_repr(message)}; it must have a role of {', '.join(_ROLES)}",
+            "messages",
         )
     for odd in ("audio", "function_call"):
         if message.get(odd) is not None:
@@ -300,7 +304,7 @@ def _content(content: Any, where: str) -> str:
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise CallRefused(
-            f"{where} has the content {shown(content)}; it must be text (images, audio and files "
+            f"{where} has the content {short_repr(content)}; it must be text (images, audio and files "
             "cannot be shown to the policy)",
             "messages",
         )
@@ -316,7 +320,7 @@ def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
             found.append({"id": str(call["id"]), "type": "function", "function": given})
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CallRefused(
-            f"{where} has the tool_calls {shown(calls)}; each has an id and a function with a name "
+            f"{where} has the tool_calls {short_repr(calls)}; each has an id and a function with a name "
             f"and arguments, a JSON object as text, nested {MOST_NESTED} times at most",
             "messages",
         ) from error
@@ -332,12 +336,12 @@ def _arguments(text: Any) -> dict[str, Any]:
 
 def _tools(tools: Any) -> tuple[Message, ...]:
     if not isinstance(tools, list) or is_nested_deeply(tools):
-        raise CallRefused(f"tools is {shown(tools)}; it must be a list of few levels", "tools")
+        raise CallRefused(f"tools is {short_repr(tools)}; it must be a list of few levels", "tools")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
         if not named or tool.get("type") != "function":
             raise CallRefused(
-                f"tools has {shown(tool)}; each must be a function with a name", "tools"
+                f"tools has {short_repr(tool)}; each must be a function with a name", "tools"
             )
     return ({"role": TOOLS_ROLE, "content": json_text(tools)},) if tools else ()

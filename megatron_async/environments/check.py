@@ -10,11 +10,11 @@ from typing import Any, Final
 from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.programs import is_blocking
-from megatron_async.environments.worker import Rehearsed
+from megatron_async.environments.worker import TrialEpisode
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.own_directory import process_directory
-from megatron_async.places.local import local_place
+from megatron_async.files.private_directory import process_directory
+from megatron_async.process_backends.local import local_backend
 from megatron_async.runtime.blocking import blocking
 
 _MOST_SHOWN: Final = 2000
@@ -35,7 +35,7 @@ def check_environment(
 
     `longest`: tokens that an engine takes.
     """
-    shown = config.player.shown
+    shown = config.player.display_name
     _check_threads(config)
     try:
         played = blocking(_rehearsed(config, payload))
@@ -76,20 +76,20 @@ def _check_threads(config: RunConfig) -> None:
         return
     if opened > episode.workers * episode.threads:
         raise UserError(
-            f"{agent.shown} is no `async def`, so that each open episode keeps a thread; "
+            f"{agent.display_name} is no `async def`, so that each open episode keeps a thread; "
             f"episode.workers x episode.threads is {episode.workers * episode.threads}, and "
             f"{opened} episodes or more are open (schedule.open_episodes, else "
             "schedule.concurrency): raise episode.threads or write `async def`"
         )
 
 
-async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> Rehearsed:
+async def _rehearsed(config: RunConfig, payload: Mapping[str, Any]) -> TrialEpisode:
     alone = config.with_section("episode", workers=1)
     logs = process_directory("megatron-async-environment-", Path(tempfile.gettempdir()))
     named = False
     try:
-        with local_place(logs) as place:
-            return await EnvironmentWorkers(alone, place).rehearse(payload)
+        with local_backend(logs) as backend:
+            return await EnvironmentWorkers(alone, backend).trial_run(payload)
     except ComponentFailure:
         named = True  # the worker's log, by the sentence
         raise

@@ -141,7 +141,7 @@ class Conversation:
         end = sorted(self._stop_token_ids)[:1]
         return [*self._encode(text).tolist(), *end]
 
-    def shown(self, token_ids: IntArray) -> str:
+    def decoded(self, token_ids: IntArray) -> str:
         """The text of any tokens, special ones too."""
         return str(self._tokenizer.decode(token_ids.tolist()))
 

@@ -47,7 +47,7 @@ _ITERATION_SECONDS: Final = 0.005
 _RETRY: Final = "x-stainless-retry-count"
 
 
-class Owner(Protocol):
+class CallHandler(Protocol):
     """Whoever a key belongs to."""
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
@@ -59,7 +59,7 @@ class Gateway:
 
     def __init__(self, sampling: SamplingConfig) -> None:
         self._sampling = sampling
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[str, CallHandler] = {}
         self._connections: dict[_Connection, None] = {}
         self._strangers: dict[_Connection, None] = {}
         self._listening: asyncio.Server | None = None
@@ -84,7 +84,7 @@ class Gateway:
                 self.url = f"http://{LOOPBACK}:{port}/v1"
         return self.url
 
-    def open(self, owner: Owner) -> str:
+    def open(self, owner: CallHandler) -> str:
         """A key for this owner's calls."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._owners[key] = owner
@@ -112,9 +112,11 @@ class Gateway:
             oldest.drop()
         if len(self._connections) > self._most:
             connection.drop()
-        asyncio.get_running_loop().call_later(_SHOW_KEY_SECONDS, self._drop_stranger, connection)
+        asyncio.get_running_loop().call_later(
+            _SHOW_KEY_SECONDS, self._drop_unauthenticated, connection
+        )
 
-    def _drop_stranger(self, connection: "_Connection") -> None:
+    def _drop_unauthenticated(self, connection: "_Connection") -> None:
         if connection in self._strangers:
             connection.drop()
 
@@ -156,7 +158,7 @@ class Gateway:
             )
         return model(self._began, name)
 
-    def _owner(self, request: web.BaseRequest) -> Owner:
+    def _owner(self, request: web.BaseRequest) -> CallHandler:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
@@ -169,7 +171,7 @@ class Gateway:
         self._strangers.pop(request.protocol, None)  # type: ignore[call-overload]
         return owner
 
-    async def _chat(self, request: web.BaseRequest, owner: Owner) -> web.StreamResponse:
+    async def _chat(self, request: web.BaseRequest, owner: CallHandler) -> web.StreamResponse:
         asked = checked_call(await _body(request), self._sampling)
         connection = _connection(request)
         retry = request.headers.get(_RETRY, "0") != "0"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatron_async.errors import shown
+from megatron_async.errors import short_repr
 from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.tasks.base import Message
 
@@ -92,9 +92,9 @@ def opening_of(returned: Any, prompt: Sequence[Message], where: str) -> tuple[Me
 def reply_of(returned: Any, where: str) -> Reply:
     """Check what `step` returned. Raises EnvironmentFault."""
     if not isinstance(returned, Step):
-        raise EnvironmentFault(f"{where} returned {shown(returned)}; it must be a Step")
+        raise EnvironmentFault(f"{where} returned {short_repr(returned)}; it must be a Step")
     if not isinstance(returned.done, bool):
-        raise EnvironmentFault(f"{where}: Step.done is {shown(returned.done)}, not a bool")
+        raise EnvironmentFault(f"{where}: Step.done is {short_repr(returned.done)}, not a bool")
     reward, parts = number_of((returned.reward, returned.parts), f"{where}: Step.reward")
     observation = returned.observation
     over = returned.done and isinstance(observation, str | tuple | list) and not observation
@@ -117,7 +117,7 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence) or not observation:
         raise EnvironmentFault(
-            f"{where} returned the observation {shown(observation)}; it must be text or messages"
+            f"{where} returned the observation {short_repr(observation)}; it must be text or messages"
         )
     for message in observation:
         _check_message(message, where)
@@ -139,7 +139,7 @@ def _check_message(message: Any, where: str) -> None:
     )
     if not good:
         raise EnvironmentFault(
-            f"{where} returned the message {shown(message)}; one has a text `content` and a `role` "
+            f"{where} returned the message {short_repr(message)}; one has a text `content` and a `role` "
             f"of {', '.join(_ROLES)}"
         )
 

@@ -24,8 +24,8 @@ from typing import Any, Final
 from megatron_async.config.environment import AgentConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.json_text import json_text
-from megatron_async.errors import UserError, how_ended, shown
-from megatron_async.places.child_process import after_fork, kill_group
+from megatron_async.errors import UserError, describe_exit, short_repr
+from megatron_async.process_backends.child_process import after_fork, kill_group
 from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.runtime.outcome import outcome_of
 
@@ -54,14 +54,14 @@ def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Pro
         return _command(settings, memory_mib)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
-        raise UserError(f"{settings.shown} is no function")
+        raise UserError(f"{settings.display_name} is no function")
     file = file_of(function)
     signature = inspect.signature(function)
     parameters = signature.parameters
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in ("base_url", "api_key"):
         if name not in parameters and not every:
-            raise UserError(f"{settings.shown} takes no argument {name!r}; it needs one")
+            raise UserError(f"{settings.display_name} takes no argument {name!r}; it needs one")
     for name in settings.arguments:
         if name not in parameters and not every:
             raise UserError(f"agent.arguments has {name!r}, which {settings.name!r} does not take")
@@ -73,7 +73,7 @@ def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Pro
             signature.bind(**fitting)
         except TypeError as error:
             raise EnvironmentFault(
-                f"{settings.shown} does not fit a row of {', '.join(sorted(row))}: {error}"
+                f"{settings.display_name} does not fit a row of {', '.join(sorted(row))}: {error}"
             ) from error
         try:
             if inspect.iscoroutinefunction(function):
@@ -85,7 +85,9 @@ def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Pro
                 raise raised
             return await returned if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
-            raise EnvironmentFault(f"{settings.shown} raised {described(error, file)}") from None
+            raise EnvironmentFault(
+                f"{settings.display_name} raised {described(error, file)}"
+            ) from None
 
     return run
 
@@ -126,7 +128,7 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
             await process.wait()
         if process.returncode:
             text = errors.decode(errors="replace")
-            ended = f"{where} {how_ended(process.returncode)}: {_last_lines(text)}"
+            ended = f"{where} {describe_exit(process.returncode)}: {_last_lines(text)}"
             if _OUT_OF_MEMORY.search(text):
                 ended += (
                     f"; episode.memory_mib limits its address space to {memory_mib} MiB more than "
@@ -190,7 +192,7 @@ def _last_line(output: bytes, where: str) -> Any:
         returned = json.loads(last)
     except ValueError as error:
         raise EnvironmentFault(
-            f"{where} printed {shown(last)} at last; that must be its reward: a number, [number, "
+            f"{where} printed {short_repr(last)} at last; that must be its reward: a number, [number, "
             "{name: number}] or null"
         ) from error
     return tuple(returned) if isinstance(returned, list) else returned

@@ -24,7 +24,7 @@ from megatron_async.environments.tool_arguments import (
     converted,
     described_tool,
 )
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.tasks.base import Message
 
 NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
@@ -146,7 +146,7 @@ class CallReader:
 def _call(name: str, parameters: str) -> ToolCall:
     arguments = json.loads(parameters or "{}")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name!r} are {shown(arguments)}, not an object")
+        raise ValueError(f"the arguments of {name!r} are {short_repr(arguments)}, not an object")
     if is_nested_deeply(arguments):
         raise ValueError(f"the arguments of {name!r} are nested more than {MOST_NESTED} times")
     return ToolCall(name, arguments)
@@ -183,7 +183,7 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
         try:
             arguments[name] = converted(types[name], given)
         except ValueError as error:
-            return f"Error: {call.name}: {name} is {shown(given)}: {error}"
+            return f"Error: {call.name}: {name} is {short_repr(given)}: {error}"
     return lambda: tool(**arguments)
 
 

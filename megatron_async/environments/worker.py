@@ -25,8 +25,13 @@ from megatron_async.config import RunConfig
 from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.environments.conversation import Conversation
+from megatron_async.environments.environment_runner import (
+    EnvironmentRunner,
+    Threads,
+    built,
+    environment_builder,
+)
 from megatron_async.environments.interface import Answer, EnvironmentFault, EnvironmentHung, Reply
-from megatron_async.environments.player import Player, Threads, built, environment_builder
 from megatron_async.environments.tools import CallReader, described, tools_of
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.tasks.base import Message
@@ -48,7 +53,7 @@ class ReplayDiffers(ComponentFailure):
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class EpisodeStart:
     """The first turn's input; `messages` are those of the environment and of the row.
 
     `notices`: sentences that a person should read.
@@ -61,7 +66,7 @@ class Opened:
 
 
 @dataclass(frozen=True, eq=False)
-class Stepped:
+class StepResult:
     """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
 
     `answer`: what the environment got, and named numbers for metrics. `fault`: what was wrong with
@@ -83,7 +88,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class TrialEpisode:
     """A trial episode.
 
     Attributes:
@@ -103,7 +108,7 @@ class Rehearsed:
 
 @dataclass(eq=False)
 class _Episode:
-    player: Player
+    runner: EnvironmentRunner
     calls: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -139,20 +144,22 @@ class EnvironmentWorker:
         self._threads = Threads(self._episode.threads)
         self._episodes: dict[str, _Episode] = {}
 
-    async def begin(self, key: str, payload: Mapping[str, Any], _room: int | None = None) -> Opened:
+    async def begin(
+        self, key: str, payload: Mapping[str, Any], _room: int | None = None
+    ) -> EpisodeStart:
         """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
-        async with self._new(key) as player:
-            messages = await player.reset(row_of(payload), _prompt(payload))
-            token_ids = await player.read(lambda: self.conversation.opening(messages))
-            return Opened(messages, token_ids, await player.state())
+        async with self._new(key) as runner:
+            messages = await runner.reset(row_of(payload), _prompt(payload))
+            token_ids = await runner.read(lambda: self.conversation.opening(messages))
+            return EpisodeStart(messages, token_ids, await runner.state())
 
     @asynccontextmanager
-    async def _new(self, key: str) -> AsyncIterator[Player]:
+    async def _new(self, key: str) -> AsyncIterator[EnvironmentRunner]:
         """An episode that is begun inside; whoever forgets it meanwhile waits for that."""
-        episode = self._episodes[key] = _Episode(self._player())
+        episode = self._episodes[key] = _Episode(self._runner())
         async with episode.calls:
             with self._noticing_hangs():
-                yield episode.player
+                yield episode.runner
 
     async def step(
         self,
@@ -162,7 +169,7 @@ class EnvironmentWorker:
         room: int,
         last: bool,
         _logprobs: Sequence[float] = (),
-    ) -> Stepped:
+    ) -> StepResult:
         """Hand an answer to the environment. Raises EpisodeUnknown, EnvironmentFault.
 
         `room`: tokens that the next turn's input may add; more, and after the `last` turn, the
@@ -176,27 +183,27 @@ class EnvironmentWorker:
         answer = Answer(text, truncated=not ended, turn=turn)
         async with episode.calls:
             with self._noticing_hangs():
-                reply = await episode.player.step(answer, self.reader)
-                stepped = await self._stepped(episode.player, answer, reply, room, last)
+                reply = await episode.runner.step(answer, self.reader)
+                stepped = await self._stepped(episode.runner, answer, reply, room, last)
         if stepped.ended is None:
             return stepped
         return replace(stepped, fault=await self.forget(key))
 
     async def _stepped(
-        self, player: Player, answer: Answer, reply: Reply, room: int, last: bool
-    ) -> Stepped:
+        self, runner: EnvironmentRunner, answer: Answer, reply: Reply, room: int, last: bool
+    ) -> StepResult:
         seen = self._seen(answer)
         if not reply.done and not last:
-            token_ids = await player.read(
+            token_ids = await runner.read(
                 lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
             )
             if len(token_ids) <= room:
                 given = with_parts(seen, reply.parts)
-                new = (reply.messages, token_ids, await player.state())
-                return Stepped(given, reply.reward, *new, parent=answer.turn)
+                new = (reply.messages, token_ids, await runner.state())
+                return StepResult(given, reply.reward, *new, parent=answer.turn)
         ended = "stop" if reply.done else "length"
-        final, parts = await player.final_reward()
-        return Stepped(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
+        final, parts = await runner.final_reward()
+        return StepResult(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
 
     def _seen(self, answer: Answer) -> dict[str, Any]:
         """The answer for who reads the store: the text as the policy wrote it, calls in it."""
@@ -211,16 +218,16 @@ class EnvironmentWorker:
         EnvironmentFault.
         """
         state = turns[-1].state
-        async with self._new(key) as player:
+        async with self._new(key) as runner:
             if state is not None:
-                await player.restore(state, row_of(payload))
+                await runner.restore(state, row_of(payload))
             else:
-                await self._replay(player, payload, turns)
+                await self._replay(runner, payload, turns)
 
     async def _replay(
-        self, player: Player, payload: Mapping[str, Any], turns: Sequence[Turn]
+        self, runner: EnvironmentRunner, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        messages = await player.reset(row_of(payload), _prompt(payload))
+        messages = await runner.reset(row_of(payload), _prompt(payload))
         for number, turn in enumerate(turns):
             if list(messages) != list(turn.messages):
                 raise ReplayDiffers(
@@ -231,33 +238,33 @@ class EnvironmentWorker:
                 assert turn.answer is not None
                 text, cut = str(turn.answer["text"]), bool(turn.answer["truncated"])
                 answer = Answer(text, truncated=cut, turn=number)
-                messages = (await player.step(answer, self.reader)).messages
+                messages = (await runner.step(answer, self.reader)).messages
 
-    async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
+    async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
         """Play the first turns of a row twice. Raises EnvironmentFault, UserError."""
         openings, observed, rewards = [], 0, False
         for _ in range(2):
-            player = self._player()
-            openings.append(await player.reset(row_of(payload), _prompt(payload)))
-            if player.tools and self.reader is None:
+            runner = self._runner()
+            openings.append(await runner.reset(row_of(payload), _prompt(payload)))
+            if runner.tools and self.reader is None:
                 raise UserError(
                     f"environment.name is {self._settings.name!r}, a class of tools, and "
                     "episode.tool_parser is not set: name the form in which the model calls "
                     "them"
                 )
-            await player.state()
-            reply = await player.step(Answer(_MADE_UP), self.reader)
-            roles = {"tool"} if player.tools else {m["role"] for m in reply.messages} or {"user"}
+            await runner.state()
+            reply = await runner.step(Answer(_MADE_UP), self.reader)
+            roles = {"tool"} if runner.tools else {m["role"] for m in reply.messages} or {"user"}
             self.conversation.check(openings[0], roles)
             if reply.messages:
                 observed = len(self.conversation.next(reply.messages, ended=False))
-            await player.final_reward()
-            rewards = player.rewards
-            await player.close()
+            await runner.final_reward()
+            rewards = runner.rewards
+            await runner.close()
         opening = self.conversation.opening(openings[0])
-        text = self.conversation.shown(opening)
+        text = self.conversation.decoded(opening)
         differs = openings[0] != openings[1]
-        return Rehearsed(len(opening), text, observed, differs=differs, rewards=rewards)
+        return TrialEpisode(len(opening), text, observed, differs=differs, rewards=rewards)
 
     async def forget(self, key: str) -> str | None:
         """Close an episode, if it is held, after the call that runs; what was wrong with that."""
@@ -266,14 +273,14 @@ class EnvironmentWorker:
             async with episode.calls:
                 try:
                     with self._noticing_hangs():
-                        await episode.player.close()
+                        await episode.runner.close()
                 except EnvironmentFault as fault:
                     return str(fault)
         return None
 
-    def _player(self) -> Player:
+    def _runner(self) -> EnvironmentRunner:
         name, seconds = self._settings.name, self._episode.step_seconds
-        return Player(self._build, name, self._threads, seconds)
+        return EnvironmentRunner(self._build, name, self._threads, seconds)
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
@@ -317,9 +324,9 @@ class EnvironmentProcess(EnvironmentWorker):
         super().__init__(config, model_path)
         self._process = OwnProcess(self._episode)
 
-    def _player(self) -> Player:
+    def _runner(self) -> EnvironmentRunner:
         self._process.watch()
-        return super()._player()
+        return super()._runner()
 
     def _end(self) -> None:
         os._exit(1)

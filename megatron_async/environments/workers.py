@@ -22,14 +22,19 @@ from megatron_async.config import RunConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import (
     EnvironmentProcess,
+    EpisodeStart,
     EpisodeUnknown,
-    Opened,
-    Rehearsed,
     ReplayDiffers,
-    Stepped,
+    StepResult,
+    TrialEpisode,
 )
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
+from megatron_async.process_backends.backend import (
+    UNLIMITED,
+    ProcessBackend,
+    RemoteObject,
+    RemoteObjectLost,
+)
 from megatron_async.trajectory.types import Turn
 
 if TYPE_CHECKING:
@@ -42,7 +47,7 @@ _MOST_RESTORED: Final = 16  # for one call
 T = TypeVar("T")
 
 
-class _Door:
+class SharedExclusiveLock:
     """The way to one worker: whoever wants it alone waits for those inside, and others for him."""
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class _Door:
 class EnvironmentWorkers:
     """`episode.workers` processes of `place`, started when made; they end with it."""
 
-    def __init__(self, config: RunConfig, place: Place, model_path: str = "") -> None:
+    def __init__(self, config: RunConfig, backend: ProcessBackend, model_path: str = "") -> None:
         """`model_path`: of the tokenizer, where it is not the run's own."""
         self._settings = config.episode
         what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
@@ -88,19 +93,19 @@ class EnvironmentWorkers:
 
             what = agents.AgentProcess
         path = model_path or config.model.path
-        self._workers: list[Placed[EnvironmentProcess | AgentProcess]] = [
-            place.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
+        self._workers: list[RemoteObject[EnvironmentProcess | AgentProcess]] = [
+            backend.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
             for index in range(config.episode.workers)
         ]
-        self._doors = [_Door() for _ in self._workers]
+        self._doors = [SharedExclusiveLock() for _ in self._workers]
 
     def through(self, number: int, *, alone: bool) -> AbstractAsyncContextManager[None]:
         """Ask inside, for the episode `number`; `alone`: nothing else is asked meanwhile."""
         return self._doors[number % len(self._doors)].through(alone=alone)
 
-    async def rehearse(self, payload: Mapping[str, Any]) -> Rehearsed:
+    async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
         """See `EnvironmentWorker.rehearse`."""
-        return await self.call(0, 2, lambda worker: worker.rehearse(payload))
+        return await self.call(0, 2, lambda worker: worker.trial_run(payload))
 
     async def call(
         self,
@@ -115,7 +120,7 @@ class EnvironmentWorkers:
         return await self._workers[index].call(what, limit=limit)
 
 
-class HeldEpisodes:
+class EpisodeSessions:
     """Episodes that one caller plays: their keys, and what follows when a worker has died.
 
     `counts`: restored (environments), workers_lost (calls that a worker's death took),
@@ -131,10 +136,10 @@ class HeldEpisodes:
 
     async def begin(
         self, number: int, payload: Mapping[str, Any], room: int | None = None
-    ) -> Opened:
+    ) -> EpisodeStart:
         """Begin an episode; `room`: tokens of a first call. Raises EnvironmentFault."""
 
-        async def begun() -> Opened:
+        async def begun() -> EpisodeStart:
             key = self._new_key(number)
             return await self._workers.call(
                 number, 1, lambda worker: worker.begin(key, payload, room)
@@ -153,7 +158,7 @@ class HeldEpisodes:
         last: bool,
         logprobs: Sequence[float] = (),
         asked_before: bool = False,
-    ) -> Stepped:
+    ) -> StepResult:
         """Hand the answer of the last of `turns` to the environment, which is restored if need be.
 
         `asked_before`: an earlier caller may have done so. Raises EnvironmentFault, and
@@ -161,7 +166,7 @@ class HeldEpisodes:
         """
         turn, asked = turns[-1].number, asked_before
 
-        async def stepped() -> Stepped:
+        async def stepped() -> StepResult:
             nonlocal asked
             if number not in self._keys:
                 await self._restore(number, payload, turns)
@@ -190,7 +195,7 @@ class HeldEpisodes:
         if key is not None:
             try:
                 return await self._workers.call(number, 1, lambda worker: worker.forget(key))
-            except PlacedLost:
+            except RemoteObjectLost:
                 return None  # and with it what it held
             except ComponentFailure as late:
                 return str(late)
@@ -220,7 +225,7 @@ class HeldEpisodes:
                 unknown += 1
                 if unknown > _MOST_RESTORED:
                     raise
-            except PlacedLost as error:
+            except RemoteObjectLost as error:
                 lost += 1
                 self.counts["workers_lost"] += 1
                 if lost == _TRIES:

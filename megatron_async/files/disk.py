@@ -2,7 +2,7 @@
 
 Invariants
 - The sentence names the path, the reason that the system gives, and the remedy.
-- A line of a `LineFile` is in the file whole or not at all, also when the disk fills up within it
+- A line of a `JsonLinesFile` is in the file whole or not at all, also when the disk fills up within it
   and when its writer is killed; a line that an earlier process left torn does not swallow the next.
 - No error is hidden: what is no matter of the disk is raised as it is.
 """
@@ -108,7 +108,7 @@ def disk_failure(error: BaseException) -> CannotWrite | None:
 
 
 @contextlib.contextmanager
-def naming_disk_errors() -> Iterator[None]:
+def translating_disk_errors() -> Iterator[None]:
     """Raise the sentence of `disk_failure` for an OSError of a process's work that has one."""
     try:
         yield
@@ -214,7 +214,7 @@ def leads_to(path: Path, file: os.stat_result) -> bool:
         return True
 
 
-class LineFile:
+class JsonLinesFile:
     """A file of JSON lines that is only appended to. Raises CannotWrite, then and at every later
     write; `close` does not raise what was raised before.
 
@@ -279,7 +279,7 @@ class LineFile:
 
 def append_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append `rows` to a JSONL file, made where it is missing. Raises CannotWrite."""
-    with contextlib.closing(LineFile(path)) as file:
+    with contextlib.closing(JsonLinesFile(path)) as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
 

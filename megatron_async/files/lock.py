@@ -65,7 +65,7 @@ class LockHeld(Exception):
         self.holder = holder
 
 
-class NoLocks(Exception):
+class LocksUnsupported(Exception):
     """The file system offers no locks; holds the system's error."""
 
 
@@ -79,7 +79,7 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, holder: Holder) -> "FileLock":
-        """Lock the file for `holder`. Raises LockHeld, NoLocks, or CannotWrite."""
+        """Lock the file for `holder`. Raises LockHeld, LocksUnsupported, or CannotWrite."""
         with writing(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -88,7 +88,7 @@ class FileLock:
             except OSError as error:
                 if error.errno in _HELD:
                     raise LockHeld(read_holder(path)) from error
-                raise NoLocks(error.strerror) from error
+                raise LocksUnsupported(error.strerror) from error
             with writing(path):
                 write_holder(path, holder)
         except BaseException:

@@ -15,7 +15,7 @@ from typing import Final
 from megatron_async.config import RunConfig
 from megatron_async.engines.sglang.process import resolve_device
 from megatron_async.errors import UserError
-from megatron_async.places.local import visible_gpus
+from megatron_async.process_backends.local import visible_gpus
 from megatron_async.runtime.gpus import sees_gpu
 
 RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already

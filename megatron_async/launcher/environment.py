@@ -19,10 +19,10 @@ from megatron_async.engines.nodes import (
     communication_environment,
     without_expandable_segments,
 )
-from megatron_async.places.child_process import SAFE_PATH_VARIABLE
-from megatron_async.places.local import VISIBLE_VARIABLE
+from megatron_async.process_backends.child_process import SAFE_PATH_VARIABLE
+from megatron_async.process_backends.local import VISIBLE_VARIABLE
 from megatron_async.train_loop.attempt import FIRST_LINEAGE_VARIABLE
-from megatron_async.train_loop.rank import PLACE_VARIABLE
+from megatron_async.train_loop.rank import BACKEND_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
 
 _TRAINER_DEFAULTS: Final = {
@@ -59,7 +59,7 @@ def trainer_environment(
     *,
     one_machine: bool,
     nvls: bool = True,
-    place: str | None = None,
+    backend: str | None = None,
     stop_file: Path | None = None,
     gpus: str | None = None,
     hands_memory_to_engines: bool = False,
@@ -81,7 +81,7 @@ def trainer_environment(
     # torchrun starts the ranks by `-m`, which puts the working directory on their path.
     added |= {**_TRAINER_FIXED, SAFE_PATH_VARIABLE: "1"}
     stop = None if stop_file is None else str(stop_file)
-    chosen = {PLACE_VARIABLE: place, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
+    chosen = {BACKEND_VARIABLE: backend, STOP_FILE_VARIABLE: stop, VISIBLE_VARIABLE: gpus}
     chosen[FIRST_LINEAGE_VARIABLE] = first_lineage
     return added | {name: value for name, value in chosen.items() if value is not None}
 

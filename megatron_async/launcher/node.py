@@ -28,16 +28,21 @@ from types import FrameType
 from megatron_async.config import RunConfig
 from megatron_async.engines.nodes import free_port, node_address
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.disk import naming_disk_errors
+from megatron_async.files.disk import translating_disk_errors
 from megatron_async.files.package_files import check_code
-from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import torchrun
+from megatron_async.launcher.run_lock import RunInUse, hold_run_lock
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode
-from megatron_async.places.child_process import ChildProcess, after_fork, module_command
-from megatron_async.places.on_ray import ROLE_LABEL, TRAINER_ROLE, lost_node_of, ray_place
-from megatron_async.places.ray_cluster import ray_directory, use_ray_token
+from megatron_async.process_backends.child_process import ChildProcess, after_fork, module_command
+from megatron_async.process_backends.on_ray import (
+    ROLE_LABEL,
+    TRAINER_ROLE,
+    lost_node_of,
+    ray_backend,
+)
+from megatron_async.process_backends.ray_cluster import ray_directory, use_ray_token
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL
@@ -127,14 +132,14 @@ def _take_run(node: Node, stack: ExitStack) -> None:
     """
     what, session = f"session {node.session.path.name}", node.session.path.name
     try:
-        stack.enter_context(claimed(node.directory, what, session=session))
+        stack.enter_context(hold_run_lock(node.directory, what, session=session))
         node.session.begin()
     except RunInUse as held:
         if held.holder is None or not node.session.follows(held.holder.session):
             raise
         node.session.begin()
         stack.enter_context(
-            claimed(node.directory, what, session=session, wait_seconds=_TAKEOVER_SECONDS)
+            hold_run_lock(node.directory, what, session=session, wait_seconds=_TAKEOVER_SECONDS)
         )
 
 
@@ -170,8 +175,8 @@ def drive_rollout(
         return outcome
 
     with (
-        ray_place(ray_address) as place,
-        closing(RolloutSide(config, directory, place)) as rollout,
+        ray_backend(ray_address) as backend,
+        closing(RolloutSide(config, directory, backend)) as rollout,
     ):
         try:
             progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
@@ -229,7 +234,7 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]
             f"parallel.ranks is {config.parallel.ranks}, which {node.count} trainer nodes do not "
             "divide"
         )
-    place = TrainerNode(node.session, node.index, node.count, node.address)
+    trainer_node = TrainerNode(node.session, node.index, node.count, node.address)
     return torchrun(
         config.parallel.ranks // node.count,
         "megatron_async.train_loop.rank",
@@ -239,13 +244,13 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]
             os.environ,
             one_machine=False,
             nvls=config.engines.uses_nvls,
-            place=f"ray:{ray_address}",
+            backend=f"ray:{ray_address}",
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",
             first_lineage=str(node.directory.lineages_so_far()),
         ),
         max_restarts=config.trainer.max_restarts,
-        rendezvous=place.rendezvous(),
+        rendezvous=trainer_node.rendezvous(),
     )
 
 
@@ -292,7 +297,7 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, end)
     try:
-        with naming_disk_errors():
+        with translating_disk_errors():
             check_code()
             node = Node(parsed)
             stop_file = node.session.stop_file

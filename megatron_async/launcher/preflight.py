@@ -23,7 +23,7 @@ from megatron_async.config import RunConfig
 from megatron_async.config.files import TOKENIZER_FILES, tokenizer_digest
 from megatron_async.config.recipes import RECIPES
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.nodes import only_here
+from megatron_async.engines.nodes import is_loopback
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
@@ -36,7 +36,7 @@ _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
 
 
 @dataclass(frozen=True)
-class Checked:
+class PreflightResult:
     """Settings that can start, and one sentence for each default that had to give way.
 
     `summary`: what there is to train on, and what the templates made of the first prompt.
@@ -74,7 +74,7 @@ def check_served(path: Path | str) -> None:
 
 def check_engines(engines: EngineConfig) -> None:
     """Check that other hosts reach engines only with a key: a client can change weights."""
-    if not (only_here(engines.host) or engines.api_key):
+    if not (is_loopback(engines.host) or engines.api_key):
         raise UserError(
             f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
             "is empty; set a key, or leave engines.host at 127.0.0.1"
@@ -115,19 +115,19 @@ def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
 
 def check_store(config: RunConfig, directory: RunDirectory) -> None:
     """Check, where the rollout manager runs, that the trajectory store has a disk for it."""
-    from megatron_async.store.place import check_place, place_of_writer
+    from megatron_async.store.location import check_location, location_of_writer
 
-    check_place(place_of_writer(directory.store_file, config.store.directory))
+    check_location(location_of_writer(directory.store_file, config.store.directory))
 
 
 def _check_checkpoint(path: Path, architecture: Architecture) -> None:
     """Check its manifest; the files are verified when they are read."""
-    from megatron_async.checkpoint.placement import misfit
+    from megatron_async.checkpoint.placement import incompatibility
 
     if not is_checkpoint(path):
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
     checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
-    if fault := misfit(checkpoint.manifest, architecture, None):
+    if fault := incompatibility(checkpoint.manifest, architecture, None):
         raise UserError(f"model.checkpoint {path} does not fit the model of model.path: {fault}")
 
 
@@ -192,13 +192,13 @@ def check_same_run(
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
     """Compare with the newest checkpoint, with the tokenizer that the run noted at its start, and
     with the model that it had where that is."""
-    from megatron_async.checkpoint.placement import misfit
+    from megatron_async.checkpoint.placement import incompatibility
     from megatron_async.models.families import read_architecture
 
     old, new = before.model, config.model
     architecture = read_architecture(new.path, new.family)
     for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
-        if fault := misfit(checkpoint.manifest, architecture, config.optimizer.name):
+        if fault := incompatibility(checkpoint.manifest, architecture, config.optimizer.name):
             yield f"{checkpoint.path}: {fault}"
     if old != new and (Path(old.path) / "config.json").is_file():
         now = asdict(architecture)
@@ -227,7 +227,7 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
     return architecture
 
 
-def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
+def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
     """Model, weights, the parallel layout, engines and task, without starting anything.
 
     `generates`: engines will be asked for responses to the task's prompts; else worked answers are
@@ -252,36 +252,36 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
                 "own families only; set engines.quantization none"
             )
         from megatron_async.engines.sglang.process import resolve_device
-        from megatron_async.weight_sync.quantise import check_fp8
+        from megatron_async.weight_sync.quantize import check_fp8
 
         check_fp8(architecture, config.engines, resolve_device(config.engines))
     return _check_task(config) if generates else _check_worked_answers(config)
 
 
-def as_it_would_start(config: RunConfig) -> Checked:
+def check_run_leniently(config: RunConfig) -> PreflightResult:
     """Check the run as `check_run` does; a refusal, which only a start must heed, is a notice."""
     try:
         return check_run(config)
     except (UserError, ComponentFailure) as error:
-        return Checked(config, (f"train refuses this: {error}",))
+        return PreflightResult(config, (f"train refuses this: {error}",))
 
 
-def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
+def check_evaluation(config: RunConfig, model_path: Path) -> PreflightResult:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
     check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
-def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
+def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
     """Prompts against the engines' limits, and their number against what is asked for."""
-    from megatron_async.rollout.prompt_lengths import longest_tokens
+    from megatron_async.rollout.prompt_lengths import max_sequence_tokens
     from megatron_async.scoring.rewards.check import TRIED_ROWS, check_rewards
     from megatron_async.tasks import build_task
 
-    task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
+    task = build_task(config.task, config.model.path, config.eval, has_episodes=config.has_episodes)
     payloads = [prompt.payload for prompt in task.train_prompts(0, TRIED_ROWS)]
     untried = check_rewards(config.scorers, *payloads) if config.scores else ()
-    longest, left_out = longest_tokens(config), 0
+    longest, left_out = max_sequence_tokens(config), 0
     if longest is not None:
         _check_room(config, longest)
         left_out = task.check_lengths(longest, config.sampling.max_new_tokens)
@@ -295,7 +295,7 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
             f"{config.task.heldout_share:g}): a batch would hold a problem twice; lower "
             "schedule.groups_per_batch or add problems"
         )
-    checked = Checked(config)
+    checked = PreflightResult(config)
     if config.task.heldout_share:
         checked = _with_heldout(config, heldout)
     for one in checked.config.eval_sets():
@@ -326,14 +326,14 @@ def _other_recipe(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) -> Checked:
+def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) -> PreflightResult:
     """An episode, where trajectories are some."""
-    if not config.plays:
-        return Checked(config)
+    if not config.has_episodes:
+        return PreflightResult(config)
     from megatron_async.environments.check import check_environment
 
     found = check_environment(config, payload, longest)
-    return Checked(config, found.notices, f"\n{found.summary}")
+    return PreflightResult(config, found.notices, f"\n{found.summary}")
 
 
 def _check_room(config: RunConfig, longest: int) -> None:
@@ -346,24 +346,24 @@ def _check_room(config: RunConfig, longest: int) -> None:
         )
 
 
-def _with_heldout(config: RunConfig, heldout: int) -> Checked:
+def _with_heldout(config: RunConfig, heldout: int) -> PreflightResult:
     """Fewer held-out problems than the default are all asked; than a number that was set, not."""
     wanted, share = config.eval.prompts, config.task.heldout_share
     if heldout >= wanted:
-        return Checked(config)
+        return PreflightResult(config)
     has = f"the task has {heldout} held-out problems (task.heldout_share {share:g})"
     if heldout == 0 or "prompts" in config.eval.model_fields_set:
         raise UserError(
             f"eval.prompts is {wanted}, and {has}, equal prompts being one; lower eval.prompts, "
             "raise task.heldout_share, add problems, or hold none out (task.heldout_share 0)"
         )
-    return Checked(
+    return PreflightResult(
         config.with_section("eval", prompts=heldout),
         (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
     )
 
 
-def _check_worked_answers(config: RunConfig) -> Checked:
+def _check_worked_answers(config: RunConfig) -> PreflightResult:
     from megatron_async.tasks import build_task
 
     task = build_task(config.task, config.model.path, config.eval)
@@ -379,4 +379,4 @@ def _check_worked_answers(config: RunConfig) -> Checked:
         )
     if config.sft.data:
         config = config.with_section("sft", examples=found)
-    return Checked(config, summary=f"{found:,} examples of {config.sft.data or 'the task'}")
+    return PreflightResult(config, summary=f"{found:,} examples of {config.sft.data or 'the task'}")

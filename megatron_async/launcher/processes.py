@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
-from megatron_async.files.own_directory import own_directory, temporary_files
-from megatron_async.places.child_process import ChildProcess, after_fork, module_command
+from megatron_async.files.private_directory import private_directory, temporary_files
+from megatron_async.process_backends.child_process import ChildProcess, after_fork, module_command
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def torchrun(
     which it finds the agents of other machines (`launcher/session.py`). Without, its ranks meet by
     files: stores of torch would listen on every interface, to anybody.
     """
-    with own_directory() as place:
+    with private_directory() as place:
         added = temporary_files(place, {**os.environ, **environment})
         environment = {**environment, **added}
         if rendezvous is None:

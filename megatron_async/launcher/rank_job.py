@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from megatron_async.config import RunConfig
 from megatron_async.engines.nodes import node_address
 from megatron_async.errors import UserError
-from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine
 from megatron_async.launcher.processes import torchrun
+from megatron_async.launcher.run_lock import new_run
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress

@@ -15,30 +15,36 @@ from typing import Any
 from megatron_async.config import RunConfig, dump
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.devices import running_ray, uses_ray
-from megatron_async.places.place import CallLate, Place, Placed, PlacedDead, PlacedLost
+from megatron_async.process_backends.backend import (
+    CallTimeout,
+    ProcessBackend,
+    RemoteObject,
+    RemoteObjectDead,
+    RemoteObjectLost,
+)
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.run_directory import RunDirectory
-from megatron_async.store.place import place_of_writer
+from megatron_async.store.location import location_of_writer
 
 _CALL_SECONDS = 20.0
 # To stop a manager whose store is outside the run directory, which leaves a copy of all of it.
 _COPY_SECONDS = 120.0
 
 
-def place_of_run(
+def backend_of_run(
     config: RunConfig, directory: RunDirectory, *, gpus: str | None = None
-) -> AbstractContextManager[Place]:
+) -> AbstractContextManager[ProcessBackend]:
     """The place of a run on this machine, as `cluster` asks for it, ended with the block.
 
     `gpus`: those that engines may use, as in CUDA_VISIBLE_DEVICES; None: all that there are.
     """
     if not uses_ray(config):
-        from megatron_async.places.local import local_place
+        from megatron_async.process_backends.local import local_backend
 
-        return local_place(directory.logs, gpus)
-    from megatron_async.places.on_ray import ray_place
+        return local_backend(directory.logs, gpus)
+    from megatron_async.process_backends.on_ray import ray_backend
 
-    return ray_place(running_ray(config), directory.ray_token_file, gpus)
+    return ray_backend(running_ray(config), directory.ray_token_file, gpus)
 
 
 class RolloutSide:
@@ -47,15 +53,15 @@ class RolloutSide:
     `status` reports how that went.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, place: Place) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, backend: ProcessBackend) -> None:
         self._config = config
         self._directory = directory
         self._failure = ""
-        self._manager: Placed[ManagerHost] = place.start(
+        self._manager: RemoteObject[ManagerHost] = backend.start(
             ManagerHost,
             dump(config),
             str(directory.path),
-            place.address,
+            backend.address,
             name=MANAGER_NAME,
             restarts=config.engines.max_restarts,
             here=True,  # always: the database of the trajectory store is on this disk
@@ -68,15 +74,15 @@ class RolloutSide:
         """
         self._directory.check_there()
         try:
-            status = self._manager.ask(lambda host: host.status(), limit=_CALL_SECONDS)
-        except CallLate:
+            status = self._manager.call_blocking(lambda host: host.status(), limit=_CALL_SECONDS)
+        except CallTimeout:
             return {}
-        except PlacedDead as error:
+        except RemoteObjectDead as error:
             self._log(str(error))
             raise ComponentFailure(
                 f"{error} (engines.max_restarts is {self._config.engines.max_restarts})"
             ) from error
-        except PlacedLost as error:
+        except RemoteObjectLost as error:
             self._log(f"the rollout manager is restarted: {error}")
             return {}
         if status.get("failure"):
@@ -87,9 +93,9 @@ class RolloutSide:
     def close(self) -> None:
         """Keep every token, end the engines. What goes wrong on the way goes to the log."""
         try:
-            place = place_of_writer(self._directory.store_file, self._config.store.directory)
-            limit = _CALL_SECONDS + (_COPY_SECONDS if place.away else 0)
-            self._manager.ask(lambda host: host.stop(), limit=limit)
+            location = location_of_writer(self._directory.store_file, self._config.store.directory)
+            limit = _CALL_SECONDS + (_COPY_SECONDS if location.is_external else 0)
+            self._manager.call_blocking(lambda host: host.stop(), limit=limit)
         except (ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 

@@ -15,7 +15,7 @@ from megatron_async.config import RunConfig
 from megatron_async.launcher.devices import DeviceSplit, running_ray
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.processes import torchrun
-from megatron_async.places.child_process import ChildProcess
+from megatron_async.process_backends.child_process import ChildProcess
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
 
@@ -26,14 +26,14 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
     Raises UserError or ComponentFailure; KeyboardInterrupt.
     """
     # It imports what `--help` and a refused config must not wait for.
-    from megatron_async.launcher.rollout_side import RolloutSide, place_of_run
+    from megatron_async.launcher.rollout_side import RolloutSide, backend_of_run
 
     directory.take_failure()
     with (
-        place_of_run(config, directory, gpus=devices.engines) as place,
-        closing(RolloutSide(config, directory, place)) as rollout,
+        backend_of_run(config, directory, gpus=devices.engines) as backend,
+        closing(RolloutSide(config, directory, backend)) as rollout,
         # Ended first: they would only complain.
-        trainers(config, directory, place.address, devices.trainers) as ranks,
+        trainers(config, directory, backend.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
         code = progress.follow(ranks.poll, rollout.status)
@@ -44,7 +44,7 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
 
 
 def trainers(
-    config: RunConfig, directory: RunDirectory, place: str, gpus: str | None
+    config: RunConfig, directory: RunDirectory, backend: str, gpus: str | None
 ) -> AbstractContextManager[ChildProcess]:
     """All trainer ranks of a run, here; `gpus`: as in CUDA_VISIBLE_DEVICES, None: all."""
     return torchrun(
@@ -56,7 +56,7 @@ def trainers(
             os.environ,
             one_machine=running_ray(config) is None,
             nvls=config.engines.uses_nvls,
-            place=place,
+            backend=backend,
             gpus=gpus,
             hands_memory_to_engines=config.weights.transport == "tensor",
             first_lineage=str(directory.lineages_so_far()),

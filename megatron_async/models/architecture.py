@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from megatron_async.config.files import read_json_object
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 
 LARGEST_SIZE: Final = (1 << 31) - 1
 """Of any dimension or count in a config.json: what tensors can have."""
@@ -146,12 +146,12 @@ class ConfigReader:
         value = self.raw.get(key)
         if value not in allowed:
             raise UserError(
-                f"{self.where}: {key} is {shown(value)}, which is not supported for {self.family}"
+                f"{self.where}: {key} is {short_repr(value)}, which is not supported for {self.family}"
             )
 
     def error(self, key: str, value: Any, wanted: str) -> UserError:
         """Return the error to raise for a value that does not fit."""
-        return UserError(f"{self.where}: {key} is {shown(value)}; it must be {wanted}")
+        return UserError(f"{self.where}: {key} is {short_repr(value)}; it must be {wanted}")
 
     def _positive(self, key: str, value: Any) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -191,8 +191,8 @@ class ConfigReader:
         other = self.rope_from({"rope_theta": theta, **ignored}, "rope_parameters")
         if ignored and other not in (rope, Rope(rope.theta)):
             raise UserError(
-                f"{self.where}: {key} is {shown(dict(settings))} with rope_theta {rope.theta:g}, "
-                f"and rope_parameters is {shown(dict(ignored))}; SGLang and transformers read only "
+                f"{self.where}: {key} is {short_repr(dict(settings))} with rope_theta {rope.theta:g}, "
+                f"and rope_parameters is {short_repr(dict(ignored))}; SGLang and transformers read only "
                 f"{key}. Make them agree, or remove one."
             )
         return rope
@@ -203,16 +203,18 @@ class ConfigReader:
             raise self.error(key, dict(settings), "one for all layers")
         kind = settings.get("rope_type", settings.get("type", "default"))
         if settings.get("type", kind) != kind:
-            raise self.error(f"{key}.type", settings["type"], f"{shown(kind)}, as rope_type is")
+            raise self.error(
+                f"{key}.type", settings["type"], f"{short_repr(kind)}, as rope_type is"
+            )
         if kind not in get_args(RopeKind):
             raise UserError(
-                f"{self.where}: {key} has the rope type {shown(kind)}, which is not supported; "
+                f"{self.where}: {key} has the rope type {short_repr(kind)}, which is not supported; "
                 f"{', '.join(get_args(RopeKind))} are"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
                 f"{self.where}: partial_rotary_factor is "
-                f"{shown(settings['partial_rotary_factor'])}; only 1.0 is supported"
+                f"{short_repr(settings['partial_rotary_factor'])}; only 1.0 is supported"
             )
 
         def positive(name: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.shards import LayerPlace, Rule, ShardLayout
+from megatron_async.models.shards import LayerPosition, Rule, ShardLayout
 
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
@@ -46,7 +46,7 @@ def embedding_rule(a: Architecture) -> Rule:
         tensors=("model.embed_tokens.weight",),
         shapes=((a.vocab_size, a.hidden_size),),
         layout=ShardLayout.VOCAB,
-        place=LayerPlace.FIRST,
+        place=LayerPosition.FIRST,
     )
 
 
@@ -58,13 +58,13 @@ def head_rules(a: Architecture) -> list[Rule]:
             tensors=("model.norm.weight",),
             shapes=((a.hidden_size,),),
             layout=ShardLayout.REPLICATED,
-            place=LayerPlace.LAST,
+            place=LayerPosition.LAST,
         ),
         replace(
             embedding_rule(a),
             parameters=("output_layer.weight",),
             tensors=("model.embed_tokens.weight" if a.tied_head else "lm_head.weight",),
-            place=LayerPlace.LAST,
+            place=LayerPosition.LAST,
             exported=not a.tied_head,
         ),
     ]

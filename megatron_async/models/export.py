@@ -52,8 +52,8 @@ def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
     per_rank = len(experts) // parallel_state.get_expert_model_parallel_world_size()
     for rule, layer in stage_rules(architecture, stage, stages):
         if rule.expert:
-            for slot in range(per_rank):
-                yield WalkStep(rule, layer, experts[slot::per_rank])
+            for parameter_id in range(per_rank):
+                yield WalkStep(rule, layer, experts[parameter_id::per_rank])
         else:
             yield WalkStep(rule, layer)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from megatron_async.config.files import read_json_object
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import stage_rules
 
@@ -144,13 +144,13 @@ class SafetensorsDirectory:
         weight_map = read_json_object(index, f"model.path: {index}").get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(
-                f"model.path: {index} has the weight_map {shown(weight_map)}; it must map each "
+                f"model.path: {index} has the weight_map {short_repr(weight_map)}; it must map each "
                 "tensor to its file"
             )
         for name, file in weight_map.items():
             if not isinstance(file, str) or file != Path(file).name or not file.isprintable():
                 raise UserError(
-                    f"model.path: {index} names {shown(file)} as the file of tensor {name}; it "
+                    f"model.path: {index} names {short_repr(file)} as the file of tensor {name}; it "
                     "must be a file beside it"
                 )
         return dict(weight_map)

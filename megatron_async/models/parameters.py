@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.models.shards import LayerPlace, Rule
+from megatron_async.models.shards import LayerPosition, Rule
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 _EXPERT = re.compile(
@@ -69,7 +69,7 @@ def placed_parameters(
                 name=name,
                 parameter=parameter,
                 rule=rule,
-                layer=first_layer + layer if rule.place is LayerPlace.LAYER else 0,
+                layer=first_layer + layer if rule.place is LayerPosition.LAYER else 0,
                 expert=first_expert + expert if rule.expert else 0,
                 size=1 if rule.expert else size,
                 rank=0 if rule.expert else rank,

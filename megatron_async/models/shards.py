@@ -33,7 +33,7 @@ class ShardLayout(Enum):
     GATE_UP = "gate_up"
 
 
-class LayerPlace(Enum):
+class LayerPosition(Enum):
     """Pipeline stage that holds a parameter."""
 
     FIRST = "first"
@@ -54,7 +54,7 @@ class Rule:
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layout: ShardLayout
-    place: LayerPlace = LayerPlace.LAYER
+    place: LayerPosition = LayerPosition.LAYER
     groups: int = 0
     expert: bool = False
     exported: bool = True
@@ -62,7 +62,7 @@ class Rule:
     @property
     def is_matrix(self) -> bool:
         """Return whether it is a weight of a layer with two dimensions, which Muon updates."""
-        return self.place is LayerPlace.LAYER and len(self.shapes[0]) == 2
+        return self.place is LayerPosition.LAYER and len(self.shapes[0]) == 2
 
     def tensor_names(self, layer: int, expert: int) -> tuple[str, ...]:
         """The Hugging Face names of layer `layer` (and expert `expert`), both global numbers."""

@@ -19,7 +19,7 @@ from megatron_async.files.disk import json_lines
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scoring.interface import SCORER_FAULTS
 from megatron_async.store import export
-from megatron_async.store.place import has_store
+from megatron_async.store.location import has_store
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_all_metrics, read_metrics
@@ -82,7 +82,7 @@ class RunData:
     evaluations: Lines
     warnings: list[dict[str, Any]]
     samples: tuple[ReportSample, ...]
-    endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    episode_endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Episodes by how they ended and after how many turns."""
 
     @property
@@ -96,7 +96,7 @@ def read_run(path: Path) -> RunData:
     directory, config = RunDirectory.find(path, [])
     train = read_metrics(directory.metrics_file)
     tokenizers = (Path(config.model.path), directory.hf_export)
-    samples, endings = _trajectories(directory, _decoder(tokenizers))
+    samples, episode_endings = _trajectories(directory, _decoder(tokenizers))
     return RunData(
         name=directory.path.name,
         settings=dict(_settings(config, directory.metrics_file)),
@@ -105,7 +105,7 @@ def read_run(path: Path) -> RunData:
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
         warnings=read_all_metrics(directory.metrics_file, kind="warning"),
         samples=(*samples, *_evaluated(directory.path / "evaluations")),
-        endings=endings,
+        episode_endings=episode_endings,
     )
 
 

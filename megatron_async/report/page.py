@@ -64,7 +64,7 @@ def report_page(runs: Sequence[RunData]) -> str:
         _figures(runs),
         "<h2>Warnings</h2>",
         _columns(runs, _warnings),
-        f"<h2>{'Episodes' if any(run.endings for run in runs) else 'Trajectories'}</h2>",
+        f"<h2>{'Episodes' if any(run.episode_endings for run in runs) else 'Trajectories'}</h2>",
         _columns(runs, _samples),
     ]
     return (

@@ -251,7 +251,7 @@ def evaluation_reward(run: RunData) -> Figure | None:
     return _evaluated(run, "reward_mean", "Reward of evaluations", "reward")
 
 
-def happenings(run: RunData) -> Figure | None:
+def event_timeline(run: RunData) -> Figure | None:
     """Warnings, lost engines and new lineages on the time axis, a row for each name."""
     points = [
         (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
@@ -272,12 +272,12 @@ def happenings(run: RunData) -> Figure | None:
     return figure.update_yaxes(automargin=True)
 
 
-def endings(run: RunData) -> Figure | None:
+def episode_endings(run: RunData) -> Figure | None:
     """Episodes by the turns that they took, and by what ended them."""
     figure = go.Figure()
-    hows = sorted({how for how, _ in run.endings})
+    hows = sorted({how for how, _ in run.episode_endings})
     for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
-        counts = {turns: n for (by, turns), n in sorted(run.endings.items()) if by == how}
+        counts = {turns: n for (by, turns), n in sorted(run.episode_endings.items()) if by == how}
         look = {"width": 0.8, "marker_color": colour, "marker_line_width": 0}
         figure.add_trace(go.Bar(x=[*counts], y=[*counts.values()], name=how, **look))
     figure.update_layout(barmode="stack")
@@ -336,7 +336,7 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
         "below the limit of turns",
     ),
-    DrawnByFunction(endings, "most episodes are ended by the environment, not by a limit"),
+    DrawnByFunction(episode_endings, "most episodes are ended by the environment, not by a limit"),
     Panel(
         "Seconds of an environment's reply",
         "s",
@@ -451,6 +451,6 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         (("mean over trained tokens", "actor/entropy"),),
         "falls slowly; near 0 exploration has ended, a steep rise is a collapse",
     ),
-    DrawnByFunction(happenings, "few marks"),
+    DrawnByFunction(event_timeline, "few marks"),
 )
 """All figures in the order of the page."""

@@ -3,7 +3,7 @@
 Invariants
 - A prompt that is too long for the engines is a group in the store, dropped as `refused`: the
   number of groups is how far the task has been read.
-- When the settings are at fault and not the prompts (`evidence.py`), the run ends with a sentence
+- When the settings are at fault and not the prompts (`engine_health.py`), the run ends with a sentence
   about that. So it does when dynamic sampling drops group after group and keeps none: no batch
   would ever come.
 """
@@ -16,12 +16,12 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.evidence import PromptEvidence, hopeless
+from megatron_async.rollout.engine_health import PromptFailures, too_many_refusals
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.possible import impossible_tokens
+from megatron_async.trajectory.token_checks import find_invalid_token
 from megatron_async.trajectory.types import (
     DropReason,
     Group,
@@ -35,7 +35,7 @@ from megatron_async.trajectory.types import (
 MAX_FILTERED_ROUNDS: Final = 20
 
 
-class FilteredRounds:
+class FilterStreak:
     """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
 
     A round is as many responses as a batch has.
@@ -47,7 +47,7 @@ class FilteredRounds:
         self._kept = 0
 
     @property
-    def hopeless(self) -> bool:
+    def too_many_refusals(self) -> bool:
         """Return whether `MAX_FILTERED_ROUNDS` rounds are dropped in a row."""
         return self._members >= MAX_FILTERED_ROUNDS * self._batch
 
@@ -95,7 +95,7 @@ class Admission:
     ) -> None:
         """`vocabulary`: tokens of the model; None: not known."""
         self._vocabulary = vocabulary
-        self._plays = config.plays
+        self._has_episodes = config.has_episodes
         self._begins_anew = config.episode.resume == "restart"
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
@@ -103,16 +103,16 @@ class Admission:
         self._prompts = prompts
         self._statistics = statistics
         self._fail = fail
-        self.evidence = PromptEvidence()
+        self.failures = PromptFailures()
         self._hopeless = False
         batch = config.schedule.groups_per_batch * self._group_size
-        self._filtered = FilteredRounds(batch)
+        self._filtered = FilterStreak(batch)
 
     def filtered(self, complete_groups: int) -> None:
         """Count a response of a group without reward variance; others wait for a batch."""
         if self._filtered.dropped(complete_groups):
             self._statistics.warned("all_filtered", self._filtered.sentence())
-        if self._filtered.hopeless:
+        if self._filtered.too_many_refusals:
             self._fail(ComponentFailure(self._filtered.sentence()))
 
     def batch_emitted(self) -> None:
@@ -143,7 +143,7 @@ class Admission:
 
     def event_of(self, groups: tuple[ev.RecoveredGroup, ...]) -> ev.Event:
         """The event with which the scheduler takes up recovered groups."""
-        if not self._plays:
+        if not self._has_episodes:
             return ev.Recovered(groups)
         found = []  # (trajectory, tokens of its newest turn after the prompt) of open episodes
         for known in (known for group in groups for known in group.trajectories):
@@ -165,7 +165,7 @@ class Admission:
         pieces = [(prompt, np.zeros(len(prompt), np.float32), "its prompt")]
         pieces += [(s.token_ids, s.logprobs, f"engine {s.engine_id}") for s in trajectory.segments]
         for token_ids, logprobs, source in pieces:
-            found = impossible_tokens(token_ids, logprobs, self._vocabulary)
+            found = find_invalid_token(token_ids, logprobs, self._vocabulary)
             if found is not None:
                 self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
                 self._statistics.dropped(DropReason.NONFINITE)
@@ -193,7 +193,7 @@ class Admission:
                 if longest is not None and length > longest:
                     self._drop(group, longest)
                     continue
-                self.evidence.too_long = 0
+                self.failures.too_long = 0
                 specs.append(_spec(group))
             await asyncio.sleep(0)  # thousands may be too long, and the loop has other work too
         return tuple(specs)
@@ -202,22 +202,25 @@ class Admission:
         for trajectory in group.trajectories:
             self._store.drop(trajectory.trajectory_id, DropReason.REFUSED)
             self._statistics.dropped(DropReason.REFUSED)
-        self.evidence.too_long += 1
-        in_row = self.evidence.too_long
+        self.failures.too_long += 1
+        in_row = self.failures.too_long
         why = (
             f"with sampling.max_new_tokens {self._max_new_tokens} it is longer than the "
             f"{longest} tokens that an engine takes (engines.context_length, "
             "engines.max_total_tokens)"
         )
-        last = hopeless(in_row, self._prompts.in_epoch)
+        last = too_many_refusals(in_row, self._prompts.in_epoch)
         self._report(group.trajectories[0], why, in_row, last=last)
 
     def refused(self, trajectory_id: int, group_id: int, why: str) -> None:
         """A request of this group will never be accepted."""
-        in_row = self.evidence.refused(group_id)
+        in_row = self.failures.refused(group_id)
         if in_row is not None:
             self._report(
-                self._store.load_trajectory(trajectory_id), why, in_row, last=hopeless(in_row)
+                self._store.load_trajectory(trajectory_id),
+                why,
+                in_row,
+                last=too_many_refusals(in_row),
             )
 
     def _report(self, trajectory: Trajectory, why: str, in_row: int, *, last: bool) -> None:

@@ -16,7 +16,7 @@ from megatron_async.files.disk import disk_failure
 _logger = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundTasks:
     """The tasks of one driver."""
 
     def __init__(self, describe: Callable[[], str]) -> None:

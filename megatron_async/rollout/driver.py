@@ -21,14 +21,14 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.rollout.admission import Admission
-from megatron_async.rollout.background import Background
-from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.background import BackgroundTasks
 from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, reward_means
 from megatron_async.rollout.statistics import statistics_of
+from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.runtime.time_limits import AwakeClock
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
@@ -71,7 +71,7 @@ class RolloutDriver:
         self._version = version
         self._recorder = recorder
         self._clock = AwakeClock()
-        self._slots: dict[str, EngineSlot] = {}
+        self._tracked_engines: dict[str, TrackedEngine] = {}
         self._aborted: list[tuple[int]] = []
         self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
         self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
@@ -79,7 +79,7 @@ class RolloutDriver:
         self._stale = asyncio.Event()
         self._closed = False
         self._quiet = False
-        self.background = Background(self.describe)
+        self.background = BackgroundTasks(self.describe)
         self._longest = 0  # tokens of prompt and response; 0: not known
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.statistics = statistics_of(config.schedule, version.number, store.batch_sizes())
@@ -87,7 +87,7 @@ class RolloutDriver:
             config, store, prompts, self.statistics, self.background.fail, vocabulary
         )
         self._monitor = EngineMonitor(
-            config.engines, self._slots, self.statistics, self._feed, self.engine_failed
+            config.engines, self._tracked_engines, self.statistics, self._feed, self.engine_failed
         )
         self._generation = Generation(
             config,
@@ -135,7 +135,7 @@ class RolloutDriver:
 
     def add_engine(self, client: EngineClient) -> None:
         """An engine is there; it is stale until weights are published to it."""
-        self._slots[client.engine_id] = EngineSlot(client, self._clock)
+        self._tracked_engines[client.engine_id] = TrackedEngine(client, self._clock)
         self._stale.set()
 
     def engine_failed(self, engine_id: str, why: str) -> None:
@@ -148,41 +148,41 @@ class RolloutDriver:
 
     async def suspect(self, engine: EngineClient, why: str) -> None:
         """Take an engine on which something has failed out of service if it does not answer."""
-        slot = self._slots.get(engine.engine_id)
-        if slot is not None:
-            await self._monitor.suspect(slot, why)
+        tracked = self._tracked_engines.get(engine.engine_id)
+        if tracked is not None:
+            await self._monitor.suspect(tracked, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
         """Let an engine that holds other weights serve nothing until it was sent them again.
 
         Its trajectories go on elsewhere from their last stored token.
         """
-        if (slot := self._forget(engine_id, "engine_stale", why)) is not None:
-            self.add_engine(slot.client)
+        if (tracked := self._forget(engine_id, "engine_stale", why)) is not None:
+            self.add_engine(tracked.client)
 
-    def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
-        if (slot := self._slots.get(engine_id)) is None:
+    def _forget(self, engine_id: str, warning: str, why: str) -> TrackedEngine | None:
+        if (tracked := self._tracked_engines.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
         self._step_aborted()  # what it submits to this engine is forgotten with all that runs there
-        self._generation.forget_engine(slot, failed=warning == "engine_failed")
-        del self._slots[engine_id]
-        if slot.up:
+        self._generation.detach_engine(tracked, failed=warning == "engine_failed")
+        del self._tracked_engines[engine_id]
+        if tracked.up:
             self._feed(ev.EngineDown(engine_id))
-        return slot
+        return tracked
 
     def stale_engines(self) -> list[EngineClient]:
         """Engines that do not hold the current version."""
-        return [slot.client for slot in self._slots.values() if not slot.up]
+        return [tracked.client for tracked in self._tracked_engines.values() if not tracked.up]
 
     def engines(self) -> list[EngineClient]:
         """All engines that are there."""
-        return [slot.client for slot in self._slots.values()]
+        return [tracked.client for tracked in self._tracked_engines.values()]
 
     def serving(self) -> list[EngineClient]:
         """Engines that generate with a verified version now."""
-        return [s.client for s in self._slots.values() if s.up and not s.evidence.held]
+        return [s.client for s in self._tracked_engines.values() if s.up and not s.health.suspended]
 
     async def ask(
         self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
@@ -202,8 +202,8 @@ class RolloutDriver:
         settings = self._config.engines
         while True:
             await asyncio.sleep(settings.health_interval_seconds)
-            for slot in await self._monitor.look():
-                self._generation.end_silent(slot, settings.silence_seconds)
+            for tracked in await self._monitor.look():
+                self._generation.end_silent(tracked, settings.silence_seconds)
 
     # ------------------------------------------------------------ the trainer's side
 
@@ -227,28 +227,32 @@ class RolloutDriver:
         That may take as long as a batch may: `drain` waits for the longest response.
         """
         timeout = self._config.trainer.wait_for_batch_seconds
-        if version != self._version and any(slot.up for slot in self._slots.values()):
+        if version != self._version and any(
+            tracked.up for tracked in self._tracked_engines.values()
+        ):
             allowed = self._allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
             await self.background.wait_for(allowed.wait(), timeout, f"engines to take {version}")
         if version != self._version:
             self.statistics.update_began()
-        receivers = [s for s in self._slots.values() if version != self._version or not s.up]
-        for slot in receivers:
-            slot.hold()  # they may answer nothing until they have the weights
-        return [slot.client for slot in receivers]
+        receivers = [
+            s for s in self._tracked_engines.values() if version != self._version or not s.up
+        ]
+        for tracked in receivers:
+            tracked.suspend()  # they may answer nothing until they have the weights
+        return [tracked.client for tracked in receivers]
 
     def sent(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
         """Note that engines were sent `version`: tokens made with it wait for `verified`."""
         for engine_id in engine_ids:
-            if (slot := self._slots.get(engine_id)) is not None:
-                slot.expect(version)
+            if (tracked := self._tracked_engines.get(engine_id)) is not None:
+                tracked.await_verification(version)
 
     def verified(self, engine_ids: Sequence[str]) -> None:
         """Take the tokens of engines: what they were sent last is right."""
         for engine_id in engine_ids:
-            if (slot := self._slots.get(engine_id)) is not None:
-                slot.accept()
+            if (tracked := self._tracked_engines.get(engine_id)) is not None:
+                tracked.accept()
 
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
         """Let engines generate with `version` from now on; it is `verified` before or after."""
@@ -259,11 +263,11 @@ class RolloutDriver:
         self._version = version
         newly_up = []
         most = self._config.engines.max_running_requests
-        for engine_id, slot in self._slots.items():
-            slot.release()
-            if engine_id in engine_ids and not slot.up:
-                slot.up = True
-                capacity = slot.client.kv_capacity_tokens
+        for engine_id, tracked in self._tracked_engines.items():
+            tracked.release()
+            if engine_id in engine_ids and not tracked.up:
+                tracked.up = True
+                capacity = tracked.client.kv_capacity_tokens
                 newly_up.append(ev.EngineUp(engine_id, version, capacity, most))
         if is_new:
             self._feed(ev.WeightsPublished(version))
@@ -280,13 +284,13 @@ class RolloutDriver:
     async def quiesce(self) -> None:
         """Start nothing more; what runs goes on, also where an update has paused it."""
         self._quiet = True
-        for slot in self._slots.values():
-            slot.release()
+        for tracked in self._tracked_engines.values():
+            tracked.release()
         await self.ask(self.engines(), lambda client: client.resume())
 
     async def end_generation(self) -> None:
         """Abort running requests after `quiesce`; their tokens are kept."""
-        await self._generation.abort(self._generation.mark_unwanted())
+        await self._generation.abort(self._generation.mark_for_abort())
 
     def drop_batch(self, step: int, reason: DropReason) -> None:
         """The trainer could not use the batch of `step`."""
@@ -325,15 +329,15 @@ class RolloutDriver:
             if not isinstance(action, ev.Abort):
                 self._carry_out(action)
         unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
-        requests = self._generation.mark_unwanted(unwanted)
+        requests = self._generation.mark_for_abort(unwanted)
         if requests:
             self.background.spawn(self._generation.abort(requests))
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.Submit():
-                slot = self._slots[action.engine_id]
-                self._generation.submit(action.trajectory_id, slot)
+                tracked = self._tracked_engines[action.engine_id]
+                self._generation.submit(action.trajectory_id, tracked)
             case ev.Score():
                 self.background.spawn(self._scoring.score(action.trajectory_id))
             case ev.RequestPrompts():
@@ -366,7 +370,7 @@ class RolloutDriver:
             await self._control_engines(await self._control.get())
 
     async def _control_engines(self, action: ev.Action) -> None:
-        up = [slot.client for slot in self._slots.values() if slot.up]
+        up = [tracked.client for tracked in self._tracked_engines.values() if tracked.up]
         match action:
             case ev.PauseEngines():
                 await self.ask(up, lambda engine: engine.pause(action.mode))
@@ -389,7 +393,9 @@ class RolloutDriver:
         """Tokens of prompt and response that engines take; None: not known."""
         # One alone that reports less than another may be wrong, and refuses by itself if it is not;
         # one that reports nothing may take more than all others.
-        limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
+        limits = [
+            tracked.client.max_sequence_tokens or 0 for tracked in self._tracked_engines.values()
+        ]
         if limits and all(limits):
             self._longest = max(self._longest, *limits)
         return self._longest or None
@@ -421,8 +427,8 @@ class RolloutDriver:
     def status(self) -> dict[str, Any]:
         """Queue and buffer sizes, counters and warnings, for a person."""
         return {
-            "engines_up": sum(slot.up for slot in self._slots.values()),
-            "engines": len(self._slots),
+            "engines_up": sum(tracked.up for tracked in self._tracked_engines.values()),
+            "engines": len(self._tracked_engines),
             "running": len(self._generation),
             "tokens": self.statistics.counts.tokens,
             "version": str(self._version),
@@ -433,6 +439,6 @@ class RolloutDriver:
     def describe(self) -> str:
         """Return a line about what is going on, for error messages."""
         return (
-            f"{sum(slot.up for slot in self._slots.values())} of {len(self._slots)} engines serve, "
+            f"{sum(tracked.up for tracked in self._tracked_engines.values())} of {len(self._tracked_engines)} engines serve, "
             f"{len(self._generation)} requests run, current version {self._version}"
         )

@@ -32,10 +32,10 @@ from megatron_async.config import RunConfig
 from megatron_async.config.environment import EpisodeConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.worker import ReplayDiffers
-from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.environments.workers import EnvironmentWorkers, EpisodeSessions
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.rollout.background import Background
-from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
+from megatron_async.rollout.background import BackgroundTasks
+from megatron_async.rollout.responses import EnginePool, ResponseSpec, ResponseTokens, respond
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.episodes import TurnOutcome
@@ -61,7 +61,7 @@ _MOST_NOTICES: Final = 16
 UNLIMITED_ROOM: Final = 1 << 31
 
 
-def room_after(longest: int | None, taken: int, max_new_tokens: int) -> int:
+def input_budget(longest: int | None, taken: int, max_new_tokens: int) -> int:
     """Tokens that a turn's input may add so that an answer fits behind it."""
     return UNLIMITED_ROOM if longest is None else longest - taken - max_new_tokens
 
@@ -75,7 +75,7 @@ class Episodes:
         store: TrajectoryStore,
         workers: EnvironmentWorkers | None,
         statistics: RolloutStatistics,
-        background: Background,
+        background: BackgroundTasks,
         feed: Callable[[ev.Event], None],
         longest: Callable[[], int | None],
     ) -> None:
@@ -83,11 +83,11 @@ class Episodes:
 
         Without `workers` there are no episodes.
         """
-        self._settings, self._shown = config.episode, config.player.shown
+        self._settings, self._shown = config.episode, config.player.display_name
         self._logprobs = config.agent.used
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
-        self._episodes = None if workers is None else HeldEpisodes(workers)
+        self._episodes = None if workers is None else EpisodeSessions(workers)
         self._statistics = statistics
         self._background = background
         self._feed = feed
@@ -99,7 +99,7 @@ class Episodes:
         self._noticed: set[str] = set()
 
     @property
-    def _held(self) -> HeldEpisodes:
+    def _held(self) -> EpisodeSessions:
         assert self._episodes is not None  # else the scheduler begins none
         return self._episodes
 
@@ -166,7 +166,7 @@ class Episodes:
     async def _begin(self, trajectory_id: int, call: RequestKey) -> ev.Event:
         prompt = self._store.load_trajectory(trajectory_id).prompt
         taken = len(prompt.token_ids)
-        room = room_after(self._longest(), taken, self._max_new_tokens)
+        room = input_budget(self._longest(), taken, self._max_new_tokens)
         opened = await self._held.begin(trajectory_id, prompt.payload, room)
         self._notice(opened.notices)
         added = len(opened.token_ids)
@@ -192,7 +192,7 @@ class Episodes:
             turns,
             [int(token) for piece in answer for token in piece],
             logprobs=[float(n) for s in made for n in s.logprobs] if self._logprobs else (),
-            room=room_after(self._longest(), taken, self._max_new_tokens),
+            room=input_budget(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
             asked_before=trajectory_id in self._asked_before,
         )
@@ -263,7 +263,7 @@ class Episodes:
 
 
 @dataclass
-class PlayedEpisode:
+class EvalEpisode:
     """An episode's turns and its end, the tokens of each answer, and the versions of them all."""
 
     answers: list[list[int]] = field(default_factory=list)
@@ -290,23 +290,23 @@ class PlayedEpisode:
 
 
 async def play(
-    held: HeldEpisodes,
+    held: EpisodeSessions,
     number: int,
     payload: Mapping[str, Any],
-    wanted: Wanted,
+    wanted: ResponseSpec,
     name: str,
-    engines: SharedEngines,
+    engines: EnginePool,
     settings: EpisodeConfig,
     longest: int | None,
-) -> PlayedEpisode | None:
+) -> EvalEpisode | None:
     """Play an episode; None where its environment fails or engines refuse it.
 
     `number` and `name` are unique among those under way. Raises EngineError.
     """
-    began, played = time.monotonic(), PlayedEpisode()
+    began, played = time.monotonic(), EvalEpisode()
     branches: list[IntArray] = []  # up to the end of each turn
     try:
-        opened = await held.begin(number, payload, room_after(longest, 0, wanted.limit))
+        opened = await held.begin(number, payload, input_budget(longest, 0, wanted.limit))
         ids = opened.token_ids
         played.turns.append(Turn(0, None, 0, opened.messages, state=opened.state))
         while True:
@@ -324,7 +324,7 @@ async def play(
                 played.turns,
                 response.token_ids,
                 logprobs=response.logprobs,
-                room=room_after(longest, len(ids), wanted.limit),
+                room=input_budget(longest, len(ids), wanted.limit),
                 last=late or turn.number + 1 >= settings.max_turns,
             )
             played.turns[-1] = replace(

@@ -7,7 +7,7 @@ Invariants
 - What has no score (it failed, or engines refuse the prompt) counts as wrong; how many is reported.
 - The sets are asked together, so that one's longest responses do not hold up another.
 - Weights never change under a request: every token is of a version that has been verified
-  (`SharedEngines`), and each response has the versions of its tokens.
+  (`EnginePool`), and each response has the versions of its tokens.
 - An exact evaluation measures one version: the trainer waits, so the weights stay. So are those at
   both ends of a run, and all of them with `eval.exact`.
 - One beside training belongs to the version that it began with, and its responses name the versions
@@ -29,16 +29,16 @@ import numpy as np
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
 from megatron_async.engines.interface import EngineClient, EngineError
-from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.environments.workers import EnvironmentWorkers, EpisodeSessions
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.episodes import PlayedEpisode, play
-from megatron_async.rollout.prompt_lengths import longest_tokens
-from megatron_async.rollout.respond import (
+from megatron_async.rollout.episodes import EvalEpisode, play
+from megatron_async.rollout.prompt_lengths import max_sequence_tokens
+from megatron_async.rollout.responses import (
     IN_FLIGHT_PER_ENGINE,
+    EnginePool,
+    ResponseSpec,
     ResponseTokens,
-    SharedEngines,
-    Wanted,
     respond,
 )
 from megatron_async.rollout.scoring import conversation_of, with_conversations, with_turns
@@ -56,7 +56,7 @@ REQUESTS_PER_ENGINE: Final = 16
 
 
 @dataclass(frozen=True)
-class Answered:
+class EvalResponse:
     """A response to an evaluation problem; `reward` None: it could not be scored.
 
     `refused`: there is no response, since engines refuse the prompt.
@@ -214,7 +214,7 @@ def majority_is_right(answers: Sequence[str | None], solved: Sequence[bool]) -> 
 
 
 def estimates(
-    answered: Sequence[Sequence[Answered]], solved_at: float, marker: str
+    answered: Sequence[Sequence[EvalResponse]], solved_at: float, marker: str
 ) -> dict[str, Estimate]:
     """`accuracy` and, of several responses a problem, pass@k for powers of two and maj@k."""
     solved = [[a.reward is not None and a.reward >= solved_at for a in one] for one in answered]
@@ -248,15 +248,15 @@ class Evaluator:
         environments: EnvironmentWorkers | None = None,
     ) -> None:
         """`environments`: what episodes are played against; None where there is none."""
-        self._held = None if environments is None else HeldEpisodes(environments)
-        self._longest = None if environments is None else longest_tokens(config)
+        self._held = None if environments is None else EpisodeSessions(environments)
+        self._longest = None if environments is None else max_sequence_tokens(config)
         self._numbers = itertools.count()
         self._config = config
         self._task = task
         self._scorers = scorers
         self._prompts: dict[str, list[Prompt]] = {}
 
-    async def evaluate(self, engines: SharedEngines, version: PolicyVersion) -> Evaluation:
+    async def evaluate(self, engines: EnginePool, version: PolicyVersion) -> Evaluation:
         """Every prompt of every set as often as its settings ask for, begun with `version`.
 
         Raises EngineError when engines fail again and again.
@@ -271,11 +271,11 @@ class Evaluator:
             self._prompts[one.name] = self._task.eval_prompts(one.prompts, one.name)
         return self._prompts[one.name]
 
-    async def _evaluate_set(self, one: EvalSet, engines: SharedEngines, tag: str) -> EvalResult:
+    async def _evaluate_set(self, one: EvalSet, engines: EnginePool, tag: str) -> EvalResult:
         stops = tuple(self._task.stop_token_ids)
-        wanted = Wanted(one.sampling, one.sampling.max_new_tokens, stops)
+        wanted = ResponseSpec(one.sampling, one.sampling.max_new_tokens, stops)
 
-        async def response(number: int) -> ResponseTokens | PlayedEpisode | None:
+        async def response(number: int) -> ResponseTokens | EvalEpisode | None:
             prompt, name = prompts[number // one.samples], f"{tag}-{one.name}-{number}"
             if self._held is None:
                 return await respond(wanted, prompt.token_ids, name, engines)
@@ -290,11 +290,11 @@ class Evaluator:
                 self._longest,
             )
 
-        async def alone(number: int) -> Answered:
+        async def alone(number: int) -> EvalResponse:
             prompt = prompts[number // one.samples]
             return (await self._scored(prompt, [await response(number)]))[0]
 
-        async def problem(number: int) -> list[Answered]:
+        async def problem(number: int) -> list[EvalResponse]:
             asked = range(number * one.samples, (number + 1) * one.samples)
             if not self._config.scorers.of_groups:
                 return await _all(map(alone, asked))
@@ -306,10 +306,10 @@ class Evaluator:
         return self._result(one, prompts, grouped, time.monotonic() - began)
 
     async def _scored(
-        self, prompt: Prompt, responses: Sequence[ResponseTokens | PlayedEpisode | None]
-    ) -> list[Answered]:
+        self, prompt: Prompt, responses: Sequence[ResponseTokens | EvalEpisode | None]
+    ) -> list[EvalResponse]:
         whole = [response for response in responses if response is not None]
-        turns = [r.turns if isinstance(r, PlayedEpisode) else [] for r in whole]
+        turns = [r.turns if isinstance(r, EvalEpisode) else [] for r in whole]
         if any(turns):
             prompt = with_conversations(prompt, list(map(conversation_of, turns)))
         if self._config.scorers.of_groups and whole:
@@ -317,7 +317,7 @@ class Evaluator:
         else:
             scores = [await self._scorers.score(prompt, r.token_ids) for r in whole]
         found = iter(
-            Answered(
+            EvalResponse(
                 self._task.text(r.token_ids),
                 *with_turns(*score, of_it),
                 length=sum(r.versions.values()) if of_it else len(r.token_ids),
@@ -328,14 +328,14 @@ class Evaluator:
             for r, score, of_it in zip(whole, scores, turns, strict=True)
         )
         # An episode is also without a response where its environment has failed.
-        refused = Answered("", None, {}, 0, False, refused=self._held is None)
+        refused = EvalResponse("", None, {}, 0, False, refused=self._held is None)
         return [refused if response is None else next(found) for response in responses]
 
     def _result(
         self,
         one: EvalSet,
         prompts: Sequence[Prompt],
-        grouped: Sequence[Sequence[Answered]],
+        grouped: Sequence[Sequence[EvalResponse]],
         seconds: float,
     ) -> EvalResult:
         answers = [answered for problem in grouped for answered in problem]
@@ -373,7 +373,9 @@ class Evaluator:
         )
 
 
-def _samples(name: str, prompt: Prompt, answered: Sequence[Answered]) -> Iterator[dict[str, Any]]:
+def _samples(
+    name: str, prompt: Prompt, answered: Sequence[EvalResponse]
+) -> Iterator[dict[str, Any]]:
     for one in answered:
         yield {
             "set": name,
@@ -399,11 +401,11 @@ class Evaluations:
         self._begun: PolicyVersion | None = None
         self._beside: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._engines = SharedEngines(driver.serving, REQUESTS_PER_ENGINE, self._failed)
+        self._engines = EnginePool(driver.serving, REQUESTS_PER_ENGINE, self._failed)
 
-    async def hold(self) -> None:
+    async def suspend(self) -> None:
         """Let no request of an evaluation run from before an update until `updated`."""
-        await self._engines.hold()
+        await self._engines.suspend()
 
     def updated(self, version: PolicyVersion, *, held: bool) -> bool:
         """Version `version` serves. True when the trainer must ask for its evaluation.
@@ -436,7 +438,9 @@ class Evaluations:
         done, self._done = self._done, []
         return tuple(done)
 
-    async def exact(self, version: PolicyVersion, holders: Sequence[EngineClient]) -> None:
+    async def evaluate_blocking(
+        self, version: PolicyVersion, holders: Sequence[EngineClient]
+    ) -> None:
         """Evaluate `version` on `holders`, after the one that is under way.
 
         Raises ComponentFailure when none of them is left, or past the limit.
@@ -452,7 +456,7 @@ class Evaluations:
             self._engines.slots = IN_FLIGHT_PER_ENGINE  # nothing else is waited for
             await asyncio.wait([self._beside])
             self._engines.slots = REQUESTS_PER_ENGINE
-        engines = SharedEngines(living, failed=self._failed)
+        engines = EnginePool(living, failed=self._failed)
         await self._evaluate(engines, version)
         self._begun = version
 
@@ -462,7 +466,7 @@ class Evaluations:
         except ComponentFailure as failure:
             self._driver.statistics.warned("evaluation_failed", str(failure))
 
-    async def _evaluate(self, engines: SharedEngines, version: PolicyVersion) -> None:
+    async def _evaluate(self, engines: EnginePool, version: PolicyVersion) -> None:
         limit = self._config.eval.timeout_seconds
         try:
             async with asyncio.timeout(limit):

@@ -13,7 +13,7 @@ Invariants
   its task's next turn; and what the scheduler submits while an engine is being given up runs
   nowhere. The store also refuses a second writer: mixed into a response, its tokens would have
   log-probs that look right.
-- A failure counts against what there is evidence about (`evidence.py`): a refused request against
+- A failure counts against what there is evidence about (`engine_health.py`): a refused request against
   its prompt alone; a broken stream first asks the engine whether it is alive.
 """
 
@@ -28,12 +28,12 @@ import numpy as np
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
 from megatron_async.rollout.admission import Admission
-from megatron_async.rollout.background import Background
-from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.evidence import FAILURES_OF_ONE
+from megatron_async.rollout.background import BackgroundTasks
+from megatron_async.rollout.engine_health import FAILURES_OF_ONE
 from megatron_async.rollout.monitor import EngineMonitor
-from megatron_async.rollout.respond import Wanted, read
+from megatron_async.rollout.responses import ResponseSpec, read
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.scheduler import events as ev
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
@@ -56,7 +56,7 @@ class RunningRequest:
     """
 
     trajectory_id: int
-    slot: EngineSlot
+    tracked: TrackedEngine
     read_at: float
     begun: RequestKey | None = None
     group_id: int = -1
@@ -88,14 +88,14 @@ class Generation:
         stop_token_ids: Sequence[int],
         admission: Admission,
         monitor: EngineMonitor,
-        background: Background,
+        background: BackgroundTasks,
         feed: Callable[[ev.Event], None],
     ) -> None:
         """`feed` gets the events, for the scheduler."""
         self._forced = config.experiment.forced_lengths
-        self._episodes = config.plays
+        self._episodes = config.has_episodes
         sampling = config.sampling
-        self._wanted = Wanted(sampling, sampling.max_new_tokens, tuple(stop_token_ids))
+        self._wanted = ResponseSpec(sampling, sampling.max_new_tokens, tuple(stop_token_ids))
         self._store = store
         self._statistics = statistics
         self._admission = admission
@@ -123,12 +123,14 @@ class Generation:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def submit(self, trajectory_id: int, slot: EngineSlot) -> None:
+    def submit(self, trajectory_id: int, tracked: TrackedEngine) -> None:
         """Start a trajectory, or go on with it from its stored tokens, a few in each turn.
 
-        On an engine that is just being given up none begins: `forget_engine` forgets it.
+        On an engine that is just being given up none begins: `detach_engine` forgets it.
         """
-        request = RunningRequest(trajectory_id, slot, slot.evidence.request_clock(slot.clock()))
+        request = RunningRequest(
+            trajectory_id, tracked, tracked.health.request_clock(tracked.clock())
+        )
         self._requests[trajectory_id] = request
         self._statistics.running_changed(len(self._requests))
         self._waiting.append(request)
@@ -146,11 +148,11 @@ class Generation:
 
     def _begin(self, request: RunningRequest) -> None:
         request.begun = self._store.begin_request(request.trajectory_id)
-        request.prefills = request.slot.check is None or request.slot.check.done()
-        request.slot.evidence.request_began(request.slot.clock())
+        request.prefills = request.tracked.check is None or request.tracked.check.done()
+        request.tracked.health.request_began(request.tracked.clock())
         request.task = self._background.spawn(self._run(request))
 
-    def mark_unwanted(self, trajectory_ids: Sequence[int] | None = None) -> list[RunningRequest]:
+    def mark_for_abort(self, trajectory_ids: Sequence[int] | None = None) -> list[RunningRequest]:
         """The running requests of these trajectories (of all), marked as unwanted."""
         wanted = list(self._requests) if trajectory_ids is None else trajectory_ids
         requests = [self._requests[i] for i in wanted if i in self._requests]
@@ -164,12 +166,12 @@ class Generation:
         """Returns when all have ended."""
         if self._beginning is not None and not self._beginning.done():
             await asyncio.wait([self._beginning])  # what is not wanted any more is not sent
-        by_slot: dict[EngineSlot, list[RunningRequest]] = {}
+        by_slot: dict[TrackedEngine, list[RunningRequest]] = {}
         for request in requests:
-            by_slot.setdefault(request.slot, []).append(request)
+            by_slot.setdefault(request.tracked, []).append(request)
         await asyncio.gather(*(self._abort_on(*group) for group in by_slot.items()))
 
-    async def _abort_on(self, slot: EngineSlot, requests: Sequence[RunningRequest]) -> None:
+    async def _abort_on(self, tracked: TrackedEngine, requests: Sequence[RunningRequest]) -> None:
         """Repeated until the engine has heard it.
 
         A held engine ends nothing, and loses aborts: they wait for its release. Ends come behind
@@ -179,40 +181,40 @@ class Generation:
         """
         tries, heard = 0, False
         while tries < _ABORT_TRIES:
-            await slot.until_released()
+            await tracked.until_released()
             left = self._unended(requests)
             if not left:
                 return
-            asked = slot.clock()
+            asked = tracked.clock()
             try:
                 if not heard:
-                    await slot.client.abort([request.key.name for request in left])
+                    await tracked.client.abort([request.key.name for request in left])
                 heard = True
             except EngineError as error:
-                await self._monitor.suspect(slot, str(error))
+                await self._monitor.suspect(tracked, str(error))
             tasks = [request.task for request in self._unended(left) if request.task is not None]
             if tasks:
                 await asyncio.wait(tasks, timeout=_ABORT_WAIT_SECONDS)
-            if slot.evidence.held_since(asked):
+            if tracked.health.suspended_since(asked):
                 heard = False
             elif len(self._unended(left)) == len(left):
                 tries += 1
         for request in self._unended(requests):
-            why = f"engine {slot.engine_id} did not end it when it was aborted"
+            why = f"engine {tracked.engine_id} did not end it when it was aborted"
             self._cut_off(request, "abort_ignored", why)
 
     def _unended(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         return [r for r in requests if self._requests.get(r.trajectory_id) is r]
 
-    def end_silent(self, slot: EngineSlot, limit: float) -> None:
+    def end_silent(self, tracked: TrackedEngine, limit: float) -> None:
         """Cut off requests that have made no token for `limit` seconds of the engine's work.
 
         Others on the engine do, or it would have been given up as a whole: this stream is lost.
         """
-        clock = slot.evidence.request_clock(slot.clock())
-        for request in self._on(slot):
+        clock = tracked.health.request_clock(tracked.clock())
+        for request in self._on(tracked):
             if clock - request.read_at > limit:
-                why = f"no token came from engine {slot.engine_id} for {limit:g} s"
+                why = f"no token came from engine {tracked.engine_id} for {limit:g} s"
                 self._cut_off(request, "request_silent", why)
 
     def _cut_off(self, request: RunningRequest, warning: str, why: str) -> None:
@@ -222,40 +224,40 @@ class Generation:
         request.cancel()
         self._ended(request)
 
-    def forget_engine(self, slot: EngineSlot, *, failed: bool) -> None:
+    def detach_engine(self, tracked: TrackedEngine, *, failed: bool) -> None:
         """The engine is given up: its trajectories are finished, partial or refused from now on.
 
         Call while the scheduler still has the engine: what it submits there meanwhile is
         forgotten too.
         """
-        slot.give_up()
-        fatal = self._fatal_groups(slot) if failed else set()
-        self._admission.evidence.engine_lost(r.trajectory_id for r in self._on(slot))
-        for request in self._on(slot):
+        tracked.give_up()
+        fatal = self._fatal_groups(tracked) if failed else set()
+        self._admission.failures.engine_lost(r.trajectory_id for r in self._on(tracked))
+        for request in self._on(tracked):
             request.cancel()
             if not request.complete:
                 request.complete = self.end_if_complete(request.trajectory_id)
-        for request in [r for r in self._on(slot) if r.complete]:
+        for request in [r for r in self._on(tracked) if r.complete]:
             self._ended(request)
-        for request in [r for r in self._on(slot) if r.group_id in fatal]:
+        for request in [r for r in self._on(tracked) if r.group_id in fatal]:
             why = f"{FAILURES_OF_ONE} engines in a row failed before its first token"
             self._admission.refused(request.trajectory_id, request.group_id, why)
             self._ended(request, refused=True)
-        for request in self._on(slot):
+        for request in self._on(tracked):
             del self._requests[request.trajectory_id]
             if request.begun is not None:
                 self._store.end_request(request.begun)
         self._statistics.running_changed(len(self._requests))
 
-    def _fatal_groups(self, slot: EngineSlot) -> set[int]:
+    def _fatal_groups(self, tracked: TrackedEngine) -> set[int]:
         """Groups that this engine, as others before it, failed to begin."""
-        if slot.evidence.held:
+        if tracked.health.suspended:
             return set()
-        began = {r.group_id for r in self._on(slot) if r.prefills and r.group_id >= 0}
-        return self._admission.evidence.engine_died(began, self._statistics.counts.tokens)
+        began = {r.group_id for r in self._on(tracked) if r.prefills and r.group_id >= 0}
+        return self._admission.failures.engine_died(began, self._statistics.counts.tokens)
 
-    def _on(self, slot: EngineSlot) -> list[RunningRequest]:
-        return [request for request in self._requests.values() if request.slot is slot]
+    def _on(self, tracked: TrackedEngine) -> list[RunningRequest]:
+        return [request for request in self._requests.values() if request.tracked is tracked]
 
     def end_if_complete(self, trajectory_id: int) -> bool:
         """Finish a trajectory whose request is gone if it needs no other; whether it was so.
@@ -280,7 +282,7 @@ class Generation:
         except EngineError as error:
             refused = await self._failed(request, str(error))
         finally:
-            request.slot.evidence.request_ended(request.slot.clock(), unasked=unasked)
+            request.tracked.health.request_ended(request.tracked.clock(), unasked=unasked)
         if self._requests.get(request.trajectory_id) is not request or self._closed:
             return  # its engine was given up or it was cut off: the scheduler has that already
         self._ended(request, refused=refused)
@@ -293,35 +295,35 @@ class Generation:
         before, answer = trajectory.input_parts()
         wanted = self._wanted_of(request.trajectory_id)
         asked = wanted.request(request.key.name, np.concatenate(before), *answer)
-        return await read(request.slot.client, asked, partial(self._take, request))
+        return await read(request.tracked.client, asked, partial(self._take, request))
 
     async def _take(self, request: RunningRequest, chunk: TokenChunk) -> bool:
         """Keep a chunk, unless it is refused for a reason; return whether to read on."""
-        slot, trajectory_id = request.slot, request.trajectory_id
+        tracked, trajectory_id = request.tracked, request.trajectory_id
         if chunk.end == "abort" and not len(chunk.token_ids):
             return False  # as thousands do at once, at a boundary
-        if len(chunk.token_ids) and not await slot.passes(chunk.version):
+        if len(chunk.token_ids) and not await tracked.wait_accepted(chunk.version):
             why = f"generated tokens of version {chunk.version}, which it was not sent"
-            self._monitor.give_up(slot, f"engine {slot.engine_id} {why}")
+            self._monitor.give_up(tracked, f"engine {tracked.engine_id} {why}")
             return False
         try:
             self._keep(request, chunk)
         except SupersededRequest as superseded:
             self._statistics.warned("superseded_append", str(superseded))
             return False
-        now = slot.clock()
-        slot.evidence.token(now)
-        self._admission.evidence.token(trajectory_id, request.group_id)
-        request.read_at = slot.evidence.request_clock(now)
+        now = tracked.clock()
+        tracked.health.token(now)
+        self._admission.failures.token(trajectory_id, request.group_id)
+        request.read_at = tracked.health.request_clock(now)
         request.prefills = False
-        slot.evidence.store_begins(now)
+        tracked.health.store_begins(now)
         try:
             if request.complete:
                 await self._store.sync()
             else:
                 await self._store.written(trajectory_id)
         finally:
-            slot.evidence.store_ends(slot.clock())
+            tracked.health.store_ends(tracked.clock())
         return True
 
     def _ended(self, request: RunningRequest, *, refused: bool = False) -> None:
@@ -339,7 +341,7 @@ class Generation:
     def _keep(self, request: RunningRequest, chunk: TokenChunk) -> None:
         """Store a chunk's tokens and its end together: a successor finds both or neither."""
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
-        engine_id = request.slot.engine_id
+        engine_id = request.tracked.engine_id
         tokens = (chunk.token_ids, chunk.logprobs, chunk.version)
         self._store.append(request.key, *tokens, engine_id, end=end, columns=chunk.columns)
         request.complete = end is not None
@@ -353,16 +355,16 @@ class Generation:
 
     async def _failed(self, request: RunningRequest, why: str) -> bool:
         """A stream broke off: whose fault is it? True when it is the request's own."""
-        slot, trajectory_id = request.slot, request.trajectory_id
-        await self._monitor.suspect(slot, why)
-        if slot.given_up or request.complete:
+        tracked, trajectory_id = request.tracked, request.trajectory_id
+        await self._monitor.suspect(tracked, why)
+        if tracked.given_up or request.complete:
             return False
-        own = self._admission.evidence.failed(trajectory_id)
-        if slot.evidence.failed(request.group_id):
-            count = len(slot.evidence.failed_prompts)
+        own = self._admission.failures.failed(trajectory_id)
+        if tracked.health.failed(request.group_id):
+            count = len(tracked.health.failed_prompts)
             self._monitor.give_up(
-                slot,
-                f"engine {slot.engine_id} answers, but requests of {count} prompts in a row failed "
+                tracked,
+                f"engine {tracked.engine_id} answers, but requests of {count} prompts in a row failed "
                 f"on it, the last: {why}",
             )
             return False
@@ -375,7 +377,7 @@ class Generation:
         )
         return True
 
-    def _wanted_of(self, trajectory_id: int) -> Wanted:
+    def _wanted_of(self, trajectory_id: int) -> ResponseSpec:
         if not self._forced:
             return self._wanted
         limit = self._forced[trajectory_id % len(self._forced)]

@@ -11,7 +11,7 @@ Invariants
   under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
   does not help either, it is replaced.
 - No token reaches the store before its engine is verified for its version: what engines generate
-  meanwhile waits (`engine_slot.py`). Engines that share the trainer's devices are offloaded then.
+  meanwhile waits (`tracked_engine.py`). Engines that share the trainer's devices are offloaded then.
 - A superseded trainer changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
@@ -37,7 +37,7 @@ from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateRepo
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
-from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
+from megatron_async.rollout.weight_checks import CheckOutcome, WeightChecks
 from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scoring.interface import Scorers
@@ -251,7 +251,7 @@ class RolloutManager:
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
         await self._devices.offload(driver.engines())
-        if (lost := session.store.take_loss()) is not None:
+        if (lost := session.store.pop_lost_database()) is not None:
             driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
         more = session.prompts.take_metrics()
         if batch is None or not more:
@@ -267,7 +267,7 @@ class RolloutManager:
     async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
         """Make engines ready for version `number`; returns those that must receive it."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        await session.evaluations.hold()
+        await session.evaluations.suspend()
         engines = await session.driver.begin_update(version)
         self._still(session)
         if self._devices.shared:  # who gave its memory away has lost its weights
@@ -392,13 +392,13 @@ class RolloutManager:
         Raises ComponentFailure when no engine that holds it is left, or past the limit.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        await session.evaluations.exact(version, self._holders)
+        await session.evaluations.evaluate_blocking(version, self._holders)
         self._still(session)
         if number >= self._config.steps:
             await self._devices.offload(self._driver.engines())
         return session.evaluations.take()
 
-    def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
+    def _passed(self, session: _Session, outcome: CheckOutcome) -> list[EngineClient]:
         """Return engines that passed a check. Others are sent the weights again, then replaced."""
         self._still(session)
         for engine_id, why in outcome.failed.items():

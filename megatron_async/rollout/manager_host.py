@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_async.config import RunConfig
-from megatron_async.files.disk import naming_disk_errors
-from megatron_async.places.place import MethodCall, recorded
-from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.files.disk import translating_disk_errors
+from megatron_async.process_backends.backend import MethodCall, recorded
+from megatron_async.runtime.garbage_collection import tune_gc
 from megatron_async.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ MANAGER_NAME: Final = "rollout-manager"
 
 
 def _task_of(config: RunConfig) -> Task:
-    from megatron_async.rollout.prompt_lengths import longest_tokens
+    from megatron_async.rollout.prompt_lengths import max_sequence_tokens
     from megatron_async.tasks import build_task
 
-    task = build_task(config.task, config.model.path, config.eval, plays=config.plays)
-    longest = longest_tokens(config)
+    task = build_task(config.task, config.model.path, config.eval, has_episodes=config.has_episodes)
+    longest = max_sequence_tokens(config)
     if config.task.long_prompts == "filter" and longest is not None:  # as the start has counted
         task.check_lengths(longest, config.sampling.max_new_tokens)
     return task
@@ -36,9 +36,9 @@ def _task_of(config: RunConfig) -> Task:
 class ManagerHost:
     """`RolloutManager`, with its engines, started by the first call; others wait for it."""
 
-    def __init__(self, config_yaml: str, run_directory: str, place_address: str) -> None:
+    def __init__(self, config_yaml: str, run_directory: str, backend_address: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._arguments = (config_yaml, run_directory, place_address)
+        self._arguments = (config_yaml, run_directory, backend_address)
         self._manager: RolloutManager | None = None
         self._starting: asyncio.Task[None] | None = None
 
@@ -52,14 +52,14 @@ class ManagerHost:
 
         from megatron_async.config import build_config
         from megatron_async.engines.host import HostedEngines
-        from megatron_async.places.addresses import place_at
+        from megatron_async.process_backends.addresses import connect_backend
         from megatron_async.run_directory import RunDirectory
 
-        config_yaml, run_directory, place_address = self._arguments
+        config_yaml, run_directory, backend_address = self._arguments
         config = build_config(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
-        place = place_at(place_address, directory.logs)
-        engines = HostedEngines(config, directory.logs, place)
+        backend = connect_backend(backend_address, directory.logs)
+        engines = HostedEngines(config, directory.logs, backend)
         engines.begin()  # beside all that is imported from here on
         task = await asyncio.to_thread(_task_of, config)
 
@@ -71,8 +71,8 @@ class ManagerHost:
         scorers: Scorers = NoScorers()
         if config.scores:
             settings = config.scorers.logging_to(directory.logs)
-            scorers = scorer_pool(settings, config.model.path, place)
-        environments = EnvironmentWorkers(config, place) if config.plays else None
+            scorers = scorer_pool(settings, config.model.path, backend)
+        environments = EnvironmentWorkers(config, backend) if config.has_episodes else None
         self._manager = RolloutManager(
             config,
             task=task,
@@ -83,18 +83,18 @@ class ManagerHost:
             events_directory=directory.events if config.telemetry.record_events else None,
         )
         await self._manager.start()
-        search_rarely()
+        tune_gc()
 
     async def on_manager(self, call: MethodCall) -> Any:
         """Make a call of the manager, once it has started."""
-        with naming_disk_errors():
+        with translating_disk_errors():
             await asyncio.shield(self._begin())  # bounded: every engine's start is
             return await call.on(self._manager)
 
     async def status(self) -> dict[str, Any]:
         """The manager's status; empty until it has started. Raises what its start raised."""
         if self._begin().done():
-            with naming_disk_errors():
+            with translating_disk_errors():
                 self._begin().result()
         return {} if self._manager is None else self._manager.status()
 

@@ -4,9 +4,9 @@ from megatron_async.config import RunConfig
 from megatron_async.models.architecture import read_config_json, served_context
 
 
-def longest_tokens(config: RunConfig) -> int | None:
+def max_sequence_tokens(config: RunConfig) -> int | None:
     """Tokens of both together; None where nothing limits them."""
     context = None
     if config.engines.kind != "simulated":
         context = served_context(read_config_json(config.model.path))
-    return config.engines.longest_tokens(context)
+    return config.engines.max_sequence_tokens(context)

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from megatron_async.config.data import DifficultyConfig
-from megatron_async.files.disk import LineFile, json_lines
+from megatron_async.files.disk import JsonLinesFile, json_lines
 from megatron_async.tasks.base import Task, stable_hash
 from megatron_async.trajectory.types import Prompt
 
@@ -82,11 +82,11 @@ class TaskPrompts:
         self._position = groups
         self._rates = PassRates(config)
         self._passed_over = 0
-        self._file: LineFile | None = None
+        self._file: JsonLinesFile | None = None
         if config.pools:
             if file.exists():
                 self._restore(file)
-            self._file = LineFile(file)
+            self._file = JsonLinesFile(file)
 
     def _restore(self, file: Path) -> None:
         last: tuple[int, int] | None = None
@@ -115,7 +115,7 @@ class TaskPrompts:
         self._file.flush()
         return taken
 
-    def _next(self, file: LineFile) -> Prompt:
+    def _next(self, file: JsonLinesFile) -> Prompt:
         for passed_over in range(_MOST_PASSED_OVER + 1):
             (prompt,) = self._task.train_prompts(self._position, 1)
             self._position += 1

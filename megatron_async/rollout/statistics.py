@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.counts import SchedulerView
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.scoring.interface import COST, SCORER_FAULTS
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
@@ -32,7 +32,7 @@ _LEAST_GENERATING_SECONDS = 0.5
 none, and what arrived meanwhile counts for the next."""
 
 
-_OF_HELD = ("restored", "steps_repeated", "workers_lost", "replay_differs")
+_OF_SESSIONS = ("restored", "steps_repeated", "workers_lost", "replay_differs")
 _FORKS = ("forks", "forks_repeated", "forks_shortened", "forks_thread", "forks_tools")
 _OF_AGENTS = ("turns_replayed", "turns_left", *_FORKS, "forks_answer", "forks_message")
 
@@ -155,11 +155,11 @@ class RolloutStatistics:
         self._new_warnings.append((name, message))
 
     def environment_called(self, seconds: float, counts: Mapping[str, int]) -> None:
-        """An environment has replied or failed; `counts` of `HeldEpisodes` as they are now."""
+        """An environment has replied or failed; `counts` of `EpisodeSessions` as they are now."""
         self.counts.environment_seconds += seconds
         self._longest_call = max(self._longest_call, seconds)
         self.counts.episodes["environment_calls"] += 1
-        for name in (*_OF_HELD, *_OF_AGENTS):
+        for name in (*_OF_SESSIONS, *_OF_AGENTS):
             self.counts.episodes[name] = counts[name]
 
     def episode_ended(self, turns: int) -> None:
@@ -267,7 +267,7 @@ def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
     """Metrics of environments since the batch before."""
     calls = news.episodes["environment_calls"]
     agents = _OF_AGENTS if any(news.episodes[name] for name in _OF_AGENTS) else ()
-    names = ("environment_calls", "environment_failures", *_OF_HELD, *agents)
+    names = ("environment_calls", "environment_failures", *_OF_SESSIONS, *agents)
     return {
         **{f"rollout/{name}": float(news.episodes[name]) for name in names},
         "rollout/environment_seconds": news.environment_seconds / max(1, calls),

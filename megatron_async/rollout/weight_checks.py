@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class CheckedEngines:
+class CheckOutcome:
     """Engines that passed; by id, why others are `wrong` or have `failed` to answer."""
 
     good: list[EngineClient] = field(default_factory=list)
@@ -54,7 +54,7 @@ class WeightChecks:
             config.weights.transport != "delta" and config.engines.quantization == "none"
         )
 
-    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckedEngines:
+    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckOutcome:
         """Return whether they hold `version` under one checksum.
 
         Engines that come to a version later must have the checksum of those that serve it. Where
@@ -74,7 +74,7 @@ class WeightChecks:
         self._undecided = []
         if agreed is None:
             self._undecided = [report for report in reports if report.version == version]
-        outcome = CheckedEngines(failed=failed)
+        outcome = CheckOutcome(failed=failed)
         for engine, report in found:
             why = disagreement(report, reports, version, agreed or report.checksum)
             if why is None:
@@ -83,7 +83,7 @@ class WeightChecks:
                 outcome.wrong[engine.engine_id] = why
         return outcome
 
-    def _decide(self, outcome: CheckedEngines, version: PolicyVersion) -> CheckedEngines:
+    def _decide(self, outcome: CheckOutcome, version: PolicyVersion) -> CheckOutcome:
         """Settle which checksum is right: that of all engines which passed, if they have one."""
         passed = {engine.engine_id for engine in outcome.good}
         reports = [report for report in self._undecided if report.engine_id in passed]
@@ -95,11 +95,11 @@ class WeightChecks:
             self._agreed = (version, reports[0].checksum)
             return outcome
         disagree = {r.engine_id: disagreement(r, reports, version, None) or "" for r in reports}
-        return CheckedEngines(wrong=outcome.wrong | disagree, failed=outcome.failed)
+        return CheckOutcome(wrong=outcome.wrong | disagree, failed=outcome.failed)
 
     async def sampled(
         self, engines: Sequence[EngineClient], version: PolicyVersion
-    ) -> tuple[CheckedEngines, list[probe.ProbeSample]]:
+    ) -> tuple[CheckOutcome, list[probe.ProbeSample]]:
         """Tokens of each engine as the run samples them."""
         weights, sampling = self._config.weights, self._config.sampling
         prompts = probe.probe_prompts(self._prompts())
@@ -111,7 +111,7 @@ class WeightChecks:
 
         found, failed = await _ask_all(engines, ask)
         good = [engine for engine, _ in found]
-        return CheckedEngines(good, failed=failed), [one for _, samples in found for one in samples]
+        return CheckOutcome(good, failed=failed), [one for _, samples in found for one in samples]
 
     def ratios(
         self,
@@ -121,7 +121,7 @@ class WeightChecks:
         version: PolicyVersion,
         *,
         float32: bool,
-    ) -> tuple[CheckedEngines, dict[str, float]]:
+    ) -> tuple[CheckOutcome, dict[str, float]]:
         """Compare with the trainer; the metrics of that are over all engines.
 
         `logprobs_T` are the trainer's of `probe.packed(samples)`, computed in `float32` or less.
@@ -131,10 +131,10 @@ class WeightChecks:
         if logprobs_T is None:
             if samples:
                 raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
-            return self._decide(CheckedEngines(list(engines)), version), {}
+            return self._decide(CheckOutcome(list(engines)), version), {}
         exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
         errors = probe.errors(samples, logprobs_T)
-        outcome = CheckedEngines()
+        outcome = CheckOutcome()
         for engine in engines:
             error = errors[engine.engine_id]
             if self._rule.passes(error, exact=exact):

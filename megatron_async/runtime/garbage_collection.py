@@ -13,7 +13,7 @@ _FULL_SEARCH_EVERY = 1_000
 """Searches of the middle generation, some thousand objects each; Python's own is 10."""
 
 
-def search_rarely() -> None:
+def tune_gc() -> None:
     """Freeze existing objects; collect fully 100 times less often."""
     gc.freeze()
     young, middle, _ = gc.get_threshold()
@@ -21,7 +21,7 @@ def search_rarely() -> None:
 
 
 @contextmanager
-def unsearched(*, frozen: bool = False) -> Iterator[None]:
+def gc_disabled(*, frozen: bool = False) -> Iterator[None]:
     """Around imports, whose modules live on.
 
     `frozen`: what exists at the end is never searched, for a process that is ours alone.

@@ -94,7 +94,7 @@ class ServingEngines:
         entry.engine = engine
         count = group.serving.get(engine_id, 0)
         group.serving[engine_id] = count + 1
-        held = entry.tokens + entry.extra
+        held = entry.tokens + entry.extra_context_tokens
         engine.kv_tokens += held if count else held + group.spec.prompt_tokens
         self.in_flight += 1
 
@@ -108,12 +108,12 @@ class ServingEngines:
         count = group.serving.pop(engine_id) - 1
         if count:
             group.serving[engine_id] = count
-            engine.kv_tokens -= entry.tokens + entry.extra
+            engine.kv_tokens -= entry.tokens + entry.extra_context_tokens
         else:
-            engine.kv_tokens -= entry.tokens + entry.extra + group.spec.prompt_tokens
+            engine.kv_tokens -= entry.tokens + entry.extra_context_tokens + group.spec.prompt_tokens
         entry.engine = None
         if entry.begun:
-            entry.home = engine
+            entry.last_engine = engine
         entry.abort_sent = False
         self.in_flight -= 1
 
@@ -148,9 +148,9 @@ class Placement:
         share of N' and the surplus load is not above what the shared prompt saves.
         """
         best, group = self._least_loaded(), entry.group
-        home, serving = entry.home, group.serving
-        if home is not None and self._keeps(home, entry, best):
-            return home
+        last_engine, serving = entry.last_engine, group.serving
+        if last_engine is not None and self._keeps(last_engine, entry, best):
+            return last_engine
         if not serving or best.engine_id in serving:
             return best
         shared = self._least_loaded_of(serving)
@@ -160,11 +160,11 @@ class Placement:
         near = _surplus(shared, best) <= group.spec.prompt_tokens
         return shared if within_share and near else best
 
-    def _keeps(self, home: EngineEntry, entry: TrajectoryEntry, best: EngineEntry) -> bool:
+    def _keeps(self, last_engine: EngineEntry, entry: TrajectoryEntry, best: EngineEntry) -> bool:
         """Return whether an episode stays where its last turn was."""
-        if self._serving.get(home.engine_id) is not home or not home.has_room:
+        if self._serving.get(last_engine.engine_id) is not last_engine or not last_engine.has_room:
             return False
-        near = _surplus(home, best) <= entry.tokens + entry.extra
+        near = _surplus(last_engine, best) <= entry.tokens + entry.extra_context_tokens
         return near and entry.newest == self._number
 
     def _least_loaded(self) -> EngineEntry:

@@ -23,7 +23,7 @@ from megatron_async.scheduler.counts import Counts
 from megatron_async.scheduler.lag import LagLedger
 from megatron_async.scheduler.queues import ReadyGroups, WorkQueue
 from megatron_async.scheduler.state import (
-    Ending,
+    DeferredAction,
     EngineEntry,
     GroupEntry,
     TrajectoryEntry,
@@ -115,7 +115,7 @@ class Lifecycle:
         for entry, known in found:
             entry.tokens = known.response_tokens
             if (context := contexts.get(entry.trajectory_id)) is not None:
-                entry.extra = context - entry.tokens
+                entry.extra_context_tokens = context - entry.tokens
                 self._begin(entry)
             entry.oldest = known.oldest_version
             entry.newest = version if known.newest_version is None else known.newest_version
@@ -187,7 +187,7 @@ class Lifecycle:
         if entry is None or entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
             return False
         self._fleet.release(entry)
-        if entry.ending is not None:
+        if entry.deferred_action is not None:
             self._end(entry, out)
         else:
             self.work.remove(entry)
@@ -233,7 +233,7 @@ class Lifecycle:
 
     def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` has left its engine unfinished."""
-        if entry.ending is not None:
+        if entry.deferred_action is not None:
             self._end(entry, out)
             return
         if not entry.tokens:
@@ -287,7 +287,7 @@ class Lifecycle:
         if entry is None or entry.state not in (_RUNNING, _PARTIAL):
             return False
         self._fleet.release(entry)
-        if entry.ending is not None:
+        if entry.deferred_action is not None:
             self._end(entry, out)
         else:
             self.work.remove(entry)
@@ -302,7 +302,7 @@ class Lifecycle:
         """The next turn of an episode may run."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None and entry.state is _WAITING:
-            entry.extra = event.context - entry.tokens
+            entry.extra_context_tokens = event.context - entry.tokens
             self._queue(entry)
 
     def episode_ended(self, event: ev.EpisodeEnded, out: Actions) -> None:
@@ -330,7 +330,7 @@ class Lifecycle:
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not TrajectoryState.FINISHED:
             return
-        if entry.ending is not None:
+        if entry.deferred_action is not None:
             self._end(entry, out)
         elif event.reward is not None:
             self._scored(entry, event.reward, out)
@@ -345,7 +345,7 @@ class Lifecycle:
         """`entry` alone starts again; its group waits for it."""
         entry.regenerations += 1
         self.counts.regenerated += 1
-        entry.ending = Ending.RESTART
+        entry.deferred_action = DeferredAction.RESTART
         self.lag.place(entry.group, entry.group.oldest_of_members())
         self._end(entry, out)
 
@@ -408,10 +408,12 @@ class Lifecycle:
         if not group.unfinished:
             self.finished_groups -= 1
         for entry in group.members:
-            self._end_when_free(entry, Ending.DROP, out)
+            self._end_when_free(entry, DeferredAction.DROP, out)
 
-    def _end_when_free(self, entry: TrajectoryEntry, ending: Ending, out: Actions) -> None:
-        entry.ending = ending
+    def _end_when_free(
+        self, entry: TrajectoryEntry, deferred_action: DeferredAction, out: Actions
+    ) -> None:
+        entry.deferred_action = deferred_action
         if entry.engine is not None:
             self._abort(entry, entry.engine, out)
         elif entry.state is not TrajectoryState.FINISHED:
@@ -421,7 +423,7 @@ class Lifecycle:
         """Drop `entry`, on which no engine or scorer works any more, or start it again."""
         waits_in = self.work if entry.tokens or entry.begun else self.starts
         self._close(entry)
-        if entry.ending is Ending.RESTART:
+        if entry.deferred_action is DeferredAction.RESTART:
             self.counts.restart(entry)
             entry.forget_tokens()
             out.append(ev.Restart(entry.trajectory_id))
@@ -449,10 +451,14 @@ class Lifecycle:
                 continue
             self.ready.discard(group)
             for entry in group.members:
-                if entry.ending is None and entry.oldest is not None and entry.oldest < floor:
+                if (
+                    entry.deferred_action is None
+                    and entry.oldest is not None
+                    and entry.oldest < floor
+                ):
                     if entry.state is TrajectoryState.SCORED:
                         group.unscored += 1
                     if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
                         self._unfinished(group)
-                    self._end_when_free(entry, Ending.RESTART, out)
+                    self._end_when_free(entry, DeferredAction.RESTART, out)
             self.lag.place(group, group.oldest_of_members())

@@ -45,7 +45,7 @@ class WorkQueue:
         group, place = entry.group, entry.place
         priority, order = -group.spec.priority, group.order
         item: _Item
-        if not entry.tokens and not entry.extra:
+        if not entry.tokens and not entry.extra_context_tokens:
             item = (1, priority, order, entry.index, place, entry)
         elif self._order == "oldest_first":
             item = (0, priority, order, entry.index, place, entry)

@@ -38,7 +38,7 @@ import msgspec
 from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
-from megatron_async.files.disk import LineFile, writing
+from megatron_async.files.disk import JsonLinesFile, writing
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.snapshot import freeze, thaw
@@ -170,13 +170,13 @@ class RecordFiles:
         self._most_bytes = most_bytes
         self._steps = 0
 
-    def open_next(self) -> LineFile:
+    def open_next(self) -> JsonLinesFile:
         """The next file, empty; what need not be kept any more is removed. Raises CannotWrite."""
         self._steps = 0
         self._key = self._key._replace(segment=self._key.segment + 1)
         with writing(self._directory):
             self._directory.mkdir(exist_ok=True)
-            stream = LineFile(self._directory / self._key.name, new=True)
+            stream = JsonLinesFile(self._directory / self._key.name, new=True)
             self._prune()
         return stream
 
@@ -218,7 +218,7 @@ class Recorder:
     ) -> None:
         self._clock = clock
         self._files = to if isinstance(to, RecordFiles) else None
-        self._stream: TextIO | LineFile = to.open_next() if isinstance(to, RecordFiles) else to
+        self._stream: TextIO | JsonLinesFile = to.open_next() if isinstance(to, RecordFiles) else to
         self._events = 0
         self._size = 0
         self._header: dict[str, Any] = {

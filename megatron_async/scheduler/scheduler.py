@@ -63,7 +63,7 @@ class Scheduler:
             self._auto = auto_concurrency.start(
                 config.groups_per_batch, config.group_size, config.expected_tokens or 1
             )
-        self._watch = warnings.Watch(config)
+        self._warnings = warnings.SchedulerWarnings(config)
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         """Take one event; return what must be done now, in this order."""
@@ -167,7 +167,7 @@ class Scheduler:
         self._fleet_changed(out)
 
     def _lose_engine(self, engine_id: str, out: Actions) -> None:
-        self._watch.engine_lost(engine_id)
+        self._warnings.engine_lost(engine_id)
         for entry in self._fleet.remove(engine_id):
             self._life.ended_early(entry, out)
 
@@ -182,7 +182,7 @@ class Scheduler:
         engine = self._fleet.engines.get(event.engine_id)
         if engine is None:
             return
-        out.extend(self._watch.load(event, len(engine.running), self._fleet.in_flight))
+        out.extend(self._warnings.load(event, len(engine.running), self._fleet.in_flight))
         if self._auto is not None:
             self._auto = auto_concurrency.loaded(self._auto, event.kv_usage, event.preemptions)
             self._advance(out)
@@ -199,14 +199,14 @@ class Scheduler:
         self._untaken = [step for step in self._untaken if step >= event.version.number]
         out.extend(self._gate.published())
         self._advance(out)
-        out.extend(self._watch.published(event.version.number, bool(self._untaken)))
+        out.extend(self._warnings.published(event.version.number, bool(self._untaken)))
 
     # ------------------------------------------------------------ batches
 
     def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
         self._untaken = [step for step in self._untaken if step != event.step]
         unscored = self._life.count(TrajectoryState.FINISHED)
-        out.extend(self._watch.taken(event.step, unscored))
+        out.extend(self._warnings.taken(event.step, unscored))
         if self._auto is not None:
             tokens = self._life.counts.batched_tokens
             self._auto = auto_concurrency.taken(self._auto, event.at_seconds, tokens)
@@ -276,7 +276,7 @@ class Scheduler:
             return
         free = max(0, self.config.ring_batches - len(self._untaken))
         while self._life.ready.count >= (free + 1) * self.config.groups_per_batch:
-            self._watch.new_groups(warnings.Cause.TRAINER)
+            self._warnings.new_groups(warnings.Cause.TRAINER)
             self._life.drop_oldest_ready(out)
 
     # ------------------------------------------------------------ submitting
@@ -365,11 +365,11 @@ class Scheduler:
         - lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in AReaL's
           and PRIME-RL's capacity rules, plus the surplus that `oversample` asks for;
         - `refill: batch`: no more than one (oversampled) batch is open;
-        - back-pressure: none while finished groups fill `ring_batches` (`_held_back_by`).
+        - back-pressure: none while finished groups fill `ring_batches` (`_backpressure_cause`).
         """
         config, life = self.config, self._life
-        cause = self._held_back_by()
-        self._watch.new_groups(cause)
+        cause = self._backpressure_cause()
+        self._warnings.new_groups(cause)
         if cause is not None:
             return 0
         batch = config.groups_per_batch
@@ -382,7 +382,7 @@ class Scheduler:
             limits.append(oversampled)
         return max(0, min(limits) - life.open_groups) if limits else None
 
-    def _held_back_by(self) -> warnings.Cause | None:
+    def _backpressure_cause(self) -> warnings.Cause | None:
         """Return the reason for which no new group may start, if too much waits for training.
 
         Under `overflow: drop_oldest` only what has no score yet counts: the rest makes room by

@@ -15,7 +15,7 @@ from megatron_async.scheduler.events import GroupSpec
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 
-class Ending(enum.Enum):
+class DeferredAction(enum.Enum):
     """Next state of a trajectory whose request or scoring has ended."""
 
     DROP = "drop"
@@ -61,12 +61,12 @@ class TrajectoryEntry:
     reward: float | None = None
     engine: EngineEntry | None = None
     abort_sent: bool = False
-    ending: Ending | None = None
+    deferred_action: DeferredAction | None = None
     place: int = 0
     regenerations: int = 0
-    extra: int = 0
+    extra_context_tokens: int = 0
     begun: bool = False
-    home: EngineEntry | None = None
+    last_engine: EngineEntry | None = None
 
     def add_tokens(self, count: int, version: int) -> None:
         """Count tokens of one policy number."""
@@ -80,9 +80,9 @@ class TrajectoryEntry:
         self.oldest = None
         self.newest = -1
         self.reward = None
-        self.ending = None
-        self.extra = 0
-        self.home = None
+        self.deferred_action = None
+        self.extra_context_tokens = 0
+        self.last_engine = None
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,9 @@ class GroupEntry:
 
     def oldest_of_members(self) -> int | None:
         """Smallest policy number in the group, those with an ending left out."""
-        known = (m.oldest for m in self.members if m.ending is None and m.oldest is not None)
+        known = (
+            m.oldest for m in self.members if m.deferred_action is None and m.oldest is not None
+        )
         return min(known, default=None)
 
     @property

@@ -39,7 +39,7 @@ class Streak:
         return self.seen == self.length
 
 
-class Watch:
+class SchedulerWarnings:
     """Recomputation storm, queues that are empty or full."""
 
     def __init__(self, config: ScheduleConfig) -> None:

@@ -21,7 +21,7 @@ def reward_identity(config: RunConfig) -> str:
         for part in config.scorers.parts:
             name = f"task {config.task.kind}" if part.name == "task" else part.name
             sources.append(_described(name, part.arguments, part.weight))
-    if config.plays:
+    if config.has_episodes:
         player = config.player
         name = player.name or " ".join(config.agent.command)
         sources.append(_described(name, player.arguments))

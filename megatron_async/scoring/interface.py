@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
 SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(

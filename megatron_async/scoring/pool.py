@@ -19,13 +19,19 @@ from typing import Any, Final, Protocol
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost, R
-from megatron_async.scoring import count as scorer_count
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.process_backends.backend import (
+    UNLIMITED,
+    ProcessBackend,
+    R,
+    RemoteObject,
+    RemoteObjectLost,
+)
+from megatron_async.scoring import autoscale as scorer_count
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.scoring.frames import BLOCKING, WAITING
 from megatron_async.scoring.interface import SCORER_FAULTS, ResponseScore, Score
+from megatron_async.scoring.jobs import ScoreJob, combine_scores, split
 from megatron_async.scoring.process import START_TIMEOUT_SECONDS
-from megatron_async.scoring.work import Work, added_up, split
 from megatron_async.scoring.workers import STARTS, TRIES, ScorerWorker
 from megatron_async.trajectory.types import Prompt
 
@@ -41,7 +47,7 @@ class Worker(Protocol):
     async def start(self) -> list[bool]:
         """Have it ready; which rewards are asynchronous."""
 
-    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+    async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         """Score each piece within its limit."""
 
     def retire(self) -> None:
@@ -65,7 +71,7 @@ class ScorerPool:
         self._start = start
         self._clock = clock
         self._model_path = model_path
-        self._queue: deque[tuple[Work, asyncio.Future[list[ResponseScore]]]] = deque()
+        self._queue: deque[tuple[ScoreJob, asyncio.Future[list[ResponseScore]]]] = deque()
         self._idle: list[Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
@@ -111,7 +117,7 @@ class ScorerPool:
             for failure in score.failures:  # of one reward, which has one fault
                 kind = SCORER_FAULTS[next(iter(score.detail))]
                 self.failures.setdefault(kind, failure + self._logs)
-        return added_up(self._settings, work, found)
+        return combine_scores(self._settings, work, found)
 
     def close(self) -> None:
         """End all processes; scores that wait are given up."""
@@ -138,12 +144,12 @@ class ScorerPool:
             self._waits = await self.workers[0].start()
         return self._waits
 
-    async def _score_waiting(self, work: Work) -> list[ResponseScore]:
+    async def _score_waiting(self, work: ScoreJob) -> list[ResponseScore]:
         async with self._gates[work.part]:
             (scores,) = await self._for_waiting.score([work])
         return scores
 
-    async def _score(self, work: Work) -> list[ResponseScore]:
+    async def _score(self, work: ScoreJob) -> list[ResponseScore]:
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
         self._queue.append((work, done))
         self._waiting += 1
@@ -174,7 +180,7 @@ class ScorerPool:
         return max(1, min(most, len(self._queue) // len(self.workers)))
 
     async def _run(
-        self, worker: Worker, pieces: Sequence[tuple[Work, asyncio.Future[list[ResponseScore]]]]
+        self, worker: Worker, pieces: Sequence[tuple[ScoreJob, asyncio.Future[list[ResponseScore]]]]
     ) -> None:
         try:
             found = await worker.score([work for work, _ in pieces])
@@ -215,17 +221,17 @@ async def scored(
         pool.close()
 
 
-class _Placed:
+class _RemoteWorker:
     """A worker in a process of the place, asked again when that has died."""
 
-    def __init__(self, placed: Placed[ScorerWorker], limit_seconds: float) -> None:
-        self._placed = placed
+    def __init__(self, remote: RemoteObject[ScorerWorker], limit_seconds: float) -> None:
+        self._placed = remote
         self._limit = limit_seconds
 
     async def start(self) -> list[bool]:
         return await self._ask(1, lambda worker: worker.start())
 
-    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+    async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         return await self._ask(len(work), lambda worker: worker.score(work))
 
     async def _ask(self, pieces: int, what: Callable[[ScorerWorker], Awaitable[R]]) -> R:
@@ -233,7 +239,7 @@ class _Placed:
         for left in reversed(range(STARTS)):
             try:
                 return await self._placed.call(what, limit=limit)
-            except PlacedLost:
+            except RemoteObjectLost:
                 if not left:
                     raise
             except UserError as error:
@@ -247,18 +253,18 @@ class _Placed:
     close = retire  # the process ends with its worker
 
 
-class PlacedScorerPool(ScorerPool):
+class RemoteScorerPool(ScorerPool):
     """Up to `task.scorer_workers` workers, each in a process of `place`."""
 
-    def __init__(self, settings: ScorerSettings, model_path: str, place: Place) -> None:
+    def __init__(self, settings: ScorerSettings, model_path: str, backend: ProcessBackend) -> None:
         longest = max(map(settings.limit_seconds, settings.parts))
         limit = TRIES[BLOCKING] * (longest + START_TIMEOUT_SECONDS)
-        start = partial(place.start, ScorerWorker, settings, name="scorer", restarts=UNLIMITED)
-        super().__init__(settings, model_path, lambda: _Placed(start(), limit))
+        start = partial(backend.start, ScorerWorker, settings, name="scorer", restarts=UNLIMITED)
+        super().__init__(settings, model_path, lambda: _RemoteWorker(start(), limit))
 
 
-def scorer_pool(settings: ScorerSettings, model_path: str, place: Place) -> ScorerPool:
+def scorer_pool(settings: ScorerSettings, model_path: str, backend: ProcessBackend) -> ScorerPool:
     """The pool of a run: on one machine nothing stands between it and its scorer processes."""
-    if place.one_machine:
+    if backend.one_machine:
         return LocalScorerPool(settings, model_path)
-    return PlacedScorerPool(settings, model_path, place)
+    return RemoteScorerPool(settings, model_path, backend)

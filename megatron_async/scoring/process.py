@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
-from megatron_async.places.child_process import ChildProcess, module_command
+from megatron_async.process_backends.child_process import ChildProcess, module_command
 from megatron_async.scoring.frames import (
     END_ID,
     LARGEST_REPLY_BYTES,
@@ -36,7 +36,7 @@ from megatron_async.scoring.frames import (
     parse_reply,
     request_frame,
 )
-from megatron_async.scoring.work import Work
+from megatron_async.scoring.jobs import ScoreJob
 
 START_TIMEOUT_SECONDS: Final = 120.0
 
@@ -123,7 +123,7 @@ class ScorerProcess:
             raise UserError(first["user_error"])
         return [bool(waits) for waits in first["asynchronous"]]
 
-    async def ask(self, work: Sequence[Work]) -> AsyncIterator[Reply]:
+    async def stream_replies(self, work: Sequence[ScoreJob]) -> AsyncIterator[Reply]:
         """Ask for scores; a reply for each piece of work in turn, each within its limit.
 
         A score that passes its limit is cancelled; a process that does not acknowledge that hangs
@@ -195,7 +195,7 @@ class ScorerProcess:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _request(self, number: str, piece: Work) -> "asyncio.Future[Reply | None]":
+    def _request(self, number: str, piece: ScoreJob) -> "asyncio.Future[Reply | None]":
         """Send a piece of work; its reply. Raises ScorerCrash."""
         if self.closed:
             raise ScorerCrash(self._why)

@@ -76,7 +76,7 @@ class _Replies:
     def error(self, reward: Reward, error: BaseException) -> dict[str, Any]:
         """Log an exception of the reward; the content of the reply to its score."""
         what = reward.described(error)
-        line = f"reward {reward.shown} failed: {what}\n"
+        line = f"reward {reward.display_name} failed: {what}\n"
         if self._log is None:
             print(line, end="", file=sys.stderr)
         else:  # past the keeper, which stops where a reward prints too much
@@ -221,7 +221,7 @@ class _Output:
                 os.write(2, piece)
 
 
-def _keep(scorer: int, requests: int, output: _Output) -> int | None:
+def _supervise(scorer: int, requests: int, output: _Output) -> int | None:
     """Wait until the scorer ends or the worker hangs up. The scorer's exit code, if it ended."""
     poll = select.poll()
     poll.register(requests, 0)
@@ -283,7 +283,7 @@ def main(settings_json: str, kind: str) -> int:
         return _run_scorer(settings, kind == WAITING, requests, channel, output)
     os.close(output)
     printed = _Output(source)
-    code = _keep(scorer, requests, printed)
+    code = _supervise(scorer, requests, printed)
     _end_descendants()
     os.set_blocking(source, False)
     while printed.pump():

@@ -21,8 +21,8 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ProcessKilled
 from megatron_async.scoring.frames import BLOCKING, WAITING
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.jobs import ScoreJob, failed, scores_of
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess, ScorerTimeout, StartHangs
-from megatron_async.scoring.work import Work, failed, scores_of
 
 TRIES: Final = {BLOCKING: 2, WAITING: 3}
 """Number of times that a score is asked for whose process dies."""
@@ -57,7 +57,7 @@ class ScorerWorker:
         await self._running()
         return self._asynchronous
 
-    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+    async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         """Score each piece of work within its limit. Raises what `start` does."""
         done: list[list[ResponseScore]] = []
         crashes, tries = 0, TRIES[self._kind]
@@ -67,7 +67,7 @@ class ScorerWorker:
             try:
                 async with self._alone if last else nullcontext():
                     process = await self._running()
-                    async for reply in process.ask(work[len(done) :]):
+                    async for reply in process.stream_replies(work[len(done) :]):
                         now = time.monotonic()
                         done.append(scores_of(self._settings, reply, work[len(done)], now - began))
                         began, crashes = now, 0

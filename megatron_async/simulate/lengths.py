@@ -39,10 +39,10 @@ import numpy.typing as npt
 
 from megatron_async.config.files import parse_json
 from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
-from megatron_async.store.place import has_store
+from megatron_async.store.location import has_store
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import FinishReason
 
@@ -92,10 +92,10 @@ def read_recorded(path: Path, setting: str) -> Recorded:
         return _of_run(path, setting)
     lengths, censored, ended = array("d"), bytearray(), bytearray()
     for number, entry in enumerate(_entries(path, setting), start=1):
-        (tokens, shown), ending = _length(entry), _ending(entry)
+        (tokens, short_repr), ending = _length(entry), _ending(entry)
         unstarted = tokens == 0 and ending is None
         if tokens is None or not (tokens >= 1 or unstarted):
-            raise UserError(f"{setting} {path}: entry {number} is not a length: {shown}")
+            raise UserError(f"{setting} {path}: entry {number} is not a length: {short_repr}")
         if not unstarted:
             lengths.append(tokens)
             censored.append(ending in (None, "length"))
@@ -171,7 +171,7 @@ def _length(entry: Any) -> tuple[float | None, object]:
         found = count(entry[name])
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None, found
-    return (float(found) if abs(found) < _LONGEST else None), shown(found)
+    return (float(found) if abs(found) < _LONGEST else None), short_repr(found)
 
 
 def _ending(entry: Any) -> str | None:

@@ -41,7 +41,7 @@ from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.engines.interface import EngineClient, EngineError, TokenChunk
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import writing
-from megatron_async.rollout.respond import Wanted, read
+from megatron_async.rollout.responses import ResponseSpec, read
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
 
 _TOKEN_IDS = 32
@@ -186,7 +186,7 @@ class EngineProfiler:
         """Run a request to its end; returns its chunks with the tokens so far."""
         self._serial += 1
         prompt_ids = self._rng.integers(1, _TOKEN_IDS, context).astype(np.int32)
-        wanted = Wanted(SamplingConfig(), new_tokens, exact=True)
+        wanted = ResponseSpec(SamplingConfig(), new_tokens, exact=True)
         arrivals: list[Arrival] = []
 
         async def take(chunk: TokenChunk) -> bool:

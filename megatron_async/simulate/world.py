@@ -33,8 +33,8 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
-from megatron_async.scoring import count as scorer_count
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring import autoscale as scorer_count
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.simulate.engine import Engine, SimulatedRequest, Tokens
 from megatron_async.simulate.episodes import EpisodeSource, Response
 from megatron_async.simulate.lengths import GroupSource

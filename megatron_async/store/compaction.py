@@ -9,7 +9,7 @@ Invariants
   crash leaves beyond that length is cut off at the next open.
 - Neither commits nor the event loop wait for it: lines are read and written on a thread and a
   connection of their own; the writer's thread only removes, in pieces of milliseconds
-  (`apply_removal`, `remove_parts`, `give_back_pages`), between commits.
+  (`apply_removal`, `remove_parts`, `vacuum_pages`), between commits.
 - No group is ever half there: its rows go together, with the length of its lines, and its chunks
   and turns after them, as many at once as a piece may hold. One without a trajectory is nobody's
   (ids are never used twice): what a crash leaves of them goes with the next compaction.
@@ -38,7 +38,7 @@ from megatron_async.store import export as export
 from megatron_async.store import schema as schema
 from megatron_async.store.documents import Exported
 from megatron_async.store.lineage import Consumption, LineageTree
-from megatron_async.store.place import StorePlace
+from megatron_async.store.location import StoreLocation
 from megatron_async.store.reader import consumed_by, read_group
 from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
 from megatron_async.store.state import StoreState
@@ -89,7 +89,7 @@ def plan(
     kept = [checkpoint for checkpoint in kept if checkpoint.lineage in tree]
     places = [Consumption.at(tree, lineage)]
     places += [Consumption.at_checkpoint(tree, point) for point in [oldest, *kept]]
-    here, *others = (consumed_by(batches, place) for place in places)
+    here, *others = (consumed_by(batches, location) for location in places)
     for_good = {i: batch for i, batch in here.items() if all(i in other for other in others)}
     batches_of: dict[int, list[int]] = {}
     for batch in batches:
@@ -155,7 +155,7 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
         write_rows(connection, DocumentRow, [sealed(change.exported.to_row())])
 
 
-def parts_left(file: Path, kind: schema.Kind) -> list[int]:
+def orphaned_keys(file: Path, kind: schema.Kind) -> list[int]:
     """Keys of chunks or turns whose trajectories are gone, in the order of their pages."""
     table = schema.TABLES[kind]
     with closing(schema.connect(file, read_only=True)) as connection:
@@ -173,7 +173,7 @@ def remove_parts(connection: sqlite3.Connection, kind: schema.Kind, keys: Sequen
     connection.execute(f"DELETE FROM {rows} IN ({chosen})", (json.dumps(keys),))
 
 
-def give_back_pages(connection: sqlite3.Connection) -> bool:
+def vacuum_pages(connection: sqlite3.Connection) -> bool:
     """Some of the free pages leave the file; False when there are none left."""
     # Not `execute`: it makes one step of a statement that has no columns, and that is one page.
     connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
@@ -184,11 +184,11 @@ class Compactor:
     """Takes out of a store's state and file what no restorable checkpoint needs."""
 
     def __init__(
-        self, place: StorePlace, state: StoreState, writer: StoreWriter, settings: StoreConfig
+        self, location: StoreLocation, state: StoreState, writer: StoreWriter, settings: StoreConfig
     ) -> None:
-        self._place, self._state, self._writer = place, state, writer
+        self._location, self._state, self._writer = location, state, writer
         self._after = settings.compact_after_checkpoints
-        self._file = place.export_file if settings.export == "jsonl" else None
+        self._file = location.export_file if settings.export == "jsonl" else None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, kept: Sequence[PolicyVersion]) -> None:
@@ -203,7 +203,7 @@ class Compactor:
                 await task
             except sqlite3.Error as error:
                 raise ComponentFailure(
-                    f"trajectory store {self._place.file} cannot be compacted: {reason(error)}"
+                    f"trajectory store {self._location.file} cannot be compacted: {reason(error)}"
                 ) from error
 
     async def _compact(self, kept: Sequence[PolicyVersion]) -> None:
@@ -232,12 +232,12 @@ class Compactor:
                     del state.records[trajectory_id]
         state.forget_emptied_batches()
         for kind in schema.PARTS:
-            find = partial(parts_left, self._place.file, kind)
+            find = partial(orphaned_keys, self._location.file, kind)
             left = await self._beside(find, "compaction read nothing")
             for start in range(0, len(left), _PARTS_PER_REMOVAL):
                 keys = left[start : start + _PARTS_PER_REMOVAL]
                 await self._run(partial(remove_parts, kind=kind, keys=keys))
-        while await self._run(give_back_pages):
+        while await self._run(vacuum_pages):
             pass
 
     def _pieces(self, groups: Sequence[int]) -> Iterator[list[int]]:
@@ -260,7 +260,7 @@ class Compactor:
         def write() -> int:
             with (
                 closing(lock),
-                closing(schema.connect(self._place.file, read_only=True)) as connection,
+                closing(schema.connect(self._location.file, read_only=True)) as connection,
             ):
                 return export.write_lines(
                     connection, change.groups, change.consumed_by, file, change.exported.bytes

@@ -15,9 +15,9 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption
-from megatron_async.store.place import has_store, leave, lock_store, prepared_place
+from megatron_async.store.location import has_store, leave, lock_store, prepared_location
 from megatron_async.store.reader import StoreContent, read_content
-from megatron_async.store.recovery import bring_here, checked, copy_database
+from megatron_async.store.recovery import checked, copy_database, fetch_database
 from megatron_async.store.schema import DamagedStore, TrajectoryRow
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
@@ -33,19 +33,19 @@ def drop_group_of(
     """
     if not has_store(path):
         raise UserError(f"there is no trajectory store {path}")
-    place = prepared_place(path, directory)
-    with closing(lock_store(place.file)):
+    location = prepared_location(path, directory)
+    with closing(lock_store(location.file)):
         try:
-            unusable = bring_here(place)
+            unusable = fetch_database(location)
             if unusable is not None:
                 raise DamagedStore(f"it {unusable}")
-            with checked(place.file) as connection:
+            with checked(location.file) as connection:
                 content = read_content(connection)
                 rows = _droppable(content, trajectory_id, committed)
                 _write(connection, rows)
-            copy_database(place.file, place.replica)
-            if place.away:  # as a stop leaves it
-                leave(place, content.tree.newest, content.position)
+            copy_database(location.file, location.replica)
+            if location.is_external:  # as a stop leaves it
+                leave(location, content.tree.newest, content.position)
         except (DamagedStore, sqlite3.Error, OSError) as error:
             raise UserError(f"trajectory store {path} cannot be changed: {error}") from error
     return [row.trajectory_id for row in rows]

@@ -32,7 +32,7 @@ from megatron_async.store.reader import (
     trajectory_of,
 )
 from megatron_async.store.schema import BatchRow, TrajectoryRow
-from megatron_async.trajectory.columns import fault
+from megatron_async.trajectory.columns import find_mismatch
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -130,7 +130,7 @@ def _values(array: np.ndarray) -> Any:
 # ---------------------------------------------------------------- reading
 
 
-def missing_line(reader: StoreReader) -> str:
+def export_notice(reader: StoreReader) -> str:
     """Return how many trajectories have left the database, and for where; empty: none has."""
     exported = reader.exported()
     count = exported.batched + sum(exported.dropped.values())
@@ -210,7 +210,7 @@ def _segment(row: dict[str, Any]) -> Segment:
         row["from_environment"],
         tuple(_column(*column) for column in row.get("columns", ())),
     )
-    if (found := fault(segment.arrays)) is not None:
+    if (found := find_mismatch(segment.arrays)) is not None:
         raise ValueError(found)
     return segment
 

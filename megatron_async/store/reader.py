@@ -24,7 +24,7 @@ from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.documents import Counters, Exported, read_rows
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
-from megatron_async.store.place import place_of_reader
+from megatron_async.store.location import location_of_reader
 from megatron_async.store.schema import (
     BatchRow,
     CheckpointRow,
@@ -69,12 +69,12 @@ class StoreContent:
         return {i: batch.step for i, batch in consumed_by(self.batches, consumption).items()}
 
 
-def consumed_by(batches: Iterable[BatchRow], place: Consumption) -> dict[int, BatchRow]:
+def consumed_by(batches: Iterable[BatchRow], location: Consumption) -> dict[int, BatchRow]:
     """Trajectory -> the batch that consumed it, as seen from one place."""
     return {
         trajectory_id: batch
         for batch in batches
-        if place.holds(batch.lineage, batch.step)
+        if location.holds(batch.lineage, batch.step)
         for trajectory_id in batch.ids()
     }
 
@@ -267,7 +267,7 @@ class StoreReader:
 
     def __init__(self, path: Path) -> None:
         """`path` is RUN/trajectories.sqlite. Raises UserError when there is no readable store."""
-        found = place_of_reader(path)
+        found = location_of_reader(path)
         self._run_file, self._path, self.note = path, found.file, found.note
         with self._naming_damage():
             self._connection = schema.connect(

@@ -35,7 +35,7 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.documents import Counters
 from megatron_async.store.lineage import Lineage
-from megatron_async.store.place import Record, StorePlace, leave, read_record
+from megatron_async.store.location import Record, StoreLocation, leave, read_record
 from megatron_async.store.reader import read_position, read_rows
 from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
@@ -87,31 +87,31 @@ def is_damage(error: Exception) -> bool:
     )
 
 
-def bring_here(place: StorePlace) -> str | None:
+def fetch_database(location: StoreLocation) -> str | None:
     """Put the run's database where `place` has it, if it was elsewhere.
 
     Returns what keeps it from being used, as the end of a sentence; None when it is there, or the
     run is new. Raises OSError, sqlite3.Error.
     """
-    file, record = place.file, read_record(place.run_file)
+    file, record = location.file, read_record(location.run_file)
     if record is None:  # a new run, or one of a version without the record
-        if file.exists() or not (place.run_file.exists() or place.replica.exists()):
+        if file.exists() or not (location.run_file.exists() or location.replica.exists()):
             return None
         record = Record(socket.gethostname(), None, 0)
-    elif record.names(place) and file.exists():
+    elif record.names(location) and file.exists():
         here = record.file is None or record.host == socket.gethostname()
         # Another node may have a file of that name, from before the run went on elsewhere.
         if here or _as_far_as_readable(file, _newest_lineage) == record.lineage:
             return None
         logger.warning("removing %s: the run has gone on elsewhere since", file)
     schema.remove(file)
-    database = record.database(place.run_file)
-    if database != file and record.reachable(place.run_file):
+    database = record.database(location.run_file)
+    if database != file and record.reachable(location.run_file):
         copy_database(database, file)
     elif record.closed_at is not None and record.closed_at == _as_far_as_readable(
-        place.replica, read_position, immutable=True
+        location.replica, read_position, immutable=True
     ):
-        copy_database(place.replica, file, from_replica=True)
+        copy_database(location.replica, file, from_replica=True)
     elif record.host != socket.gethostname():
         return f"is {database} on {record.host}, which this node does not reach"
     else:
@@ -119,15 +119,15 @@ def bring_here(place: StorePlace) -> str | None:
     return None
 
 
-def restore(place: StorePlace, copy: Path) -> bool:
+def restore(location: StoreLocation, copy: Path) -> bool:
     """Copy the replica; False where there is none that can be read."""
     try:
         schema.remove(copy)
-        copy_database(place.replica, copy, from_replica=True)
+        copy_database(location.replica, copy, from_replica=True)
     except FileNotFoundError:
         return False
     except (OSError, sqlite3.Error) as error:
-        logger.warning("replica %s cannot be read: %s", place.replica, error)
+        logger.warning("replica %s cannot be read: %s", location.replica, error)
         return False
     return True
 
@@ -159,7 +159,7 @@ def counters_of(file: Path, needed: int) -> Counters | None:
     return _as_far_as_readable(file, read)
 
 
-def continue_ids(counters: Counters, known: Counters | None) -> None:
+def skip_used_ids(counters: Counters, known: Counters | None) -> None:
     """Ids that `known` has given, or may have been given, are not given again."""
     if known is None:
         counters.next_group += _ID_GAP
@@ -233,13 +233,13 @@ def _remove_parts(target: Path) -> None:
 class Replicator:
     """Keeps the replica of an open store. One that fails is reported, and costs no run."""
 
-    def __init__(self, place: StorePlace, writer: StoreWriter, lineage: int) -> None:
-        self._place, self._writer, self._lineage = place, writer, lineage
+    def __init__(self, location: StoreLocation, writer: StoreWriter, lineage: int) -> None:
+        self._location, self._writer, self._lineage = location, writer, lineage
         self._task: asyncio.Task[bool] | None = None
         self._again = False
         self._complete_at: int | None = None
         self._lock: FileLock | None = None
-        _remove_parts(place.replica)
+        _remove_parts(location.replica)
 
     def start(self) -> None:
         """Begin a copy of what is committed, or another one after the one that runs."""
@@ -266,7 +266,7 @@ class Replicator:
             return
         with closing(self._lock):
             if self._complete_at is not None:
-                leave(self._place, self._lineage, self._complete_at)
+                leave(self._location, self._lineage, self._complete_at)
 
     async def finish(self) -> bool:
         """Wait for the copy that runs, if any; False when it has failed."""
@@ -285,7 +285,7 @@ class Replicator:
                 logger.warning(
                     "replica %s of the trajectory store cannot be written, the one before it "
                     "stays: %s",
-                    self._place.replica,
+                    self._location.replica,
                     error,
                 )
         return good
@@ -295,7 +295,7 @@ class Replicator:
 
         def work() -> None:
             with closing(lock):
-                _copy(self._place.file, self._place.replica, progress.set)
+                _copy(self._location.file, self._location.replica, progress.set)
 
         done = asyncio.ensure_future(asyncio.to_thread(work))
         limit = self._writer.stall_seconds

@@ -22,7 +22,7 @@ from megatron_async.store import reader as reader
 from megatron_async.store import recovery as recovery
 from megatron_async.store.documents import Counters, Exported
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
-from megatron_async.store.place import StorePlace
+from megatron_async.store.location import StoreLocation
 from megatron_async.store.reader import StoreContent
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
@@ -110,7 +110,7 @@ class StoreState:
 
 
 def load_state(
-    place: StorePlace, *, lineage: int, step: int, parent: int | None, position: int | None
+    location: StoreLocation, *, lineage: int, step: int, parent: int | None, position: int | None
 ) -> StoreState:
     """Read the database and begin (or go on with) lineage `lineage` at policy number `step`.
 
@@ -120,16 +120,16 @@ def load_state(
     """
     needed = position or 0
     read = partial(_read_state, lineage=lineage, step=step, parent=parent, needed=needed)
-    reason = recovery.bring_here(place)
+    reason = recovery.fetch_database(location)
     found = None
     if reason is None:
-        found, reason = _tried(read, place.file)
+        found, reason = _read_checked(read, location.file)
         if found is not None:
             if found.position >= needed:
                 return found
             reason = f"ends at transaction {found.position}"
     unknown = position is None and step > 0  # what the trainer has seen
-    return _replaced(place, read, found, reason, needed, unknown)
+    return _choose_copy(location, read, found, reason, needed, unknown)
 
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
@@ -146,7 +146,9 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
 
-def _tried(read: Callable[[Path], StoreState], file: Path) -> tuple[StoreState | None, str | None]:
+def _read_checked(
+    read: Callable[[Path], StoreState], file: Path
+) -> tuple[StoreState | None, str | None]:
     """The state, or what is damaged."""
     try:
         return read(file), None
@@ -156,8 +158,8 @@ def _tried(read: Callable[[Path], StoreState], file: Path) -> tuple[StoreState |
         return None, f"is damaged ({error})"
 
 
-def _replaced(
-    place: StorePlace,
+def _choose_copy(
+    location: StoreLocation,
     read: Callable[[Path], StoreState],
     found: StoreState | None,
     reason: str | None,
@@ -168,33 +170,33 @@ def _replaced(
 
     `unknown`: it is not known which position would do.
     """
-    known = None if found is not None else recovery.counters_of(place.file, needed)
+    known = None if found is not None else recovery.counters_of(location.file, needed)
     replica, damaged = None, None
-    copy = place.file.with_name(f"{place.file.name}.restored")
-    if recovery.restore(place, copy):
-        replica, fault = _tried(read, copy)
+    copy = location.file.with_name(f"{location.file.name}.restored")
+    if recovery.restore(location, copy):
+        replica, fault = _read_checked(read, copy)
         reason = reason if fault is None else f"{reason} and its replica {fault}"
     if replica is not None and (found is None or replica.position > found.position):
         state = replica
         instead = f"its replica takes its place, which ends at transaction {state.position}"
-        damaged = recovery.set_aside(place.file)
-        replace_durably(copy, place.file)
+        damaged = recovery.set_aside(location.file)
+        replace_durably(copy, location.file)
     elif found is not None:
         state, instead = found, "it goes on from there"
     else:
-        damaged = recovery.set_aside(place.file)
-        state, instead = read(place.file), "there is no replica of it: it begins anew"
+        damaged = recovery.set_aside(location.file)
+        state, instead = read(location.file), "there is no replica of it: it begins anew"
     behind = state.position < needed or (unknown and state is not found)
     if state.position < needed:
         instead += f" (the run has seen transaction {needed})"
     first = state.counters.next_trajectory
-    recovery.continue_ids(state.counters, known)
+    recovery.skip_used_ids(state.counters, known)
     if behind and known is not None:
         state.counters.prompts = max(state.counters.prompts, known.prompts)
     aside = [i for group in _set_aside(state) for i in group.trajectory_ids] if behind else []
     lost = 0 if known is None else state.counters.next_trajectory - first
     state.position = max(state.position, needed)
-    sentence = f"trajectory store {place.file} {reason}; {instead}"
+    sentence = f"trajectory store {location.file} {reason}; {instead}"
     if known is None:
         sentence += f"; trajectories from {first} on are lost"
     elif lost:
@@ -226,7 +228,7 @@ def _read_state(
             turn_keys=itertools.count(reader.newest_turn(connection) + 1),
             checkpoints=content.checkpoints,
         )
-        _begin_line(state, path, step, parent, behind=state.position < needed)
+        _begin_lineage(state, path, step, parent, behind=state.position < needed)
         content.batches = list(state.batches.values())
         _fill(state, content, connection)
     return state
@@ -242,7 +244,7 @@ def _set_aside(state: StoreState) -> list[GroupRecord]:
     return state.set_aside
 
 
-def _begin_line(
+def _begin_lineage(
     state: StoreState, path: Path, step: int, parent: int | None, *, behind: bool
 ) -> None:
     tree, lineage = state.tree, state.lineage

@@ -40,7 +40,7 @@ from megatron_async.store.buffers import ChunkBuffers
 from megatron_async.store.compaction import Compactor
 from megatron_async.store.episodes import EpisodeWriter
 from megatron_async.store.export import cut_uncommitted
-from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
+from megatron_async.store.location import StoreLocation, lock_store, prepared_location, write_record
 from megatron_async.store.reader import read_tokens, trajectory_of
 from megatron_async.store.records import Author, GroupRecord, TrajectoryRecord, running
 from megatron_async.store.recovery import Recovery, Replicator
@@ -91,37 +91,39 @@ class TrajectoryStore:
         `recovery`. Raises UserError.
         """
         settings = settings or StoreConfig()
-        place = prepared_place(Path(path), settings.directory)
-        lock = lock_store(place.file)
+        location = prepared_location(Path(path), settings.directory)
+        lock = lock_store(location.file)
         try:
-            state = load_state(place, lineage=lineage, step=step, parent=parent, position=position)
+            state = load_state(
+                location, lineage=lineage, step=step, parent=parent, position=position
+            )
             if state.recovery is not None:
                 logger.warning("%s", state.recovery.sentence)
-            cut_uncommitted(place.export_file, state.exported.bytes)
-            write_record(place, lineage)
+            cut_uncommitted(location.export_file, state.exported.bytes)
+            write_record(location, lineage)
         except BaseException as error:
             lock.close()
             if isinstance(error, OSError | sqlite3.Error):
                 raise UserError(
-                    f"trajectory store {place.file} cannot be opened: {reason(error)}"
+                    f"trajectory store {location.file} cannot be opened: {reason(error)}"
                 ) from error
             raise
-        return cls(place, settings, lock, state)
+        return cls(location, settings, lock, state)
 
     def __init__(
-        self, place: StorePlace, settings: StoreConfig, lock: FileLock, state: StoreState
+        self, location: StoreLocation, settings: StoreConfig, lock: FileLock, state: StoreState
     ) -> None:
         """Use `open`."""
-        self._place, self._settings, self._state = place, settings, state
+        self._location, self._settings, self._state = location, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
         self._counts = state.counts()  # kept: a person's status is asked for again and again
         self._serials = itertools.count(1)
         self._reading: sqlite3.Connection | None = None
-        self._writer = StoreWriter(place.file, state.position, lock)
+        self._writer = StoreWriter(location.file, state.position, lock)
         self._buffers = ChunkBuffers(self._writer)
         self._loss_reported = False
-        self._compactor = Compactor(place, state, self._writer, settings)
-        self._replicator = Replicator(place, self._writer, state.lineage)
+        self._compactor = Compactor(location, state, self._writer, settings)
+        self._replicator = Replicator(location, self._writer, state.lineage)
         flush = partial(self._buffers.flush, with_row=True)
         self.episodes = EpisodeWriter(state, self._writer, self._serials, self._move, flush)
         first_writes(state, self._writer)
@@ -139,7 +141,7 @@ class TrajectoryStore:
     @property
     def export_file(self) -> Path:
         """Return the file in which compaction puts consumed trajectories."""
-        return self._place.export_file
+        return self._location.export_file
 
     async def close(self, *, leave: bool = False) -> None:
         """Write what is buffered, let compaction end, then the thread, which releases the file.
@@ -149,7 +151,11 @@ class TrajectoryStore:
         end in time; the file stays locked then.
         """
         self._buffers.close()
-        last = self._replicator.last if leave and self._place.away else self._replicator.finish
+        last = (
+            self._replicator.last
+            if leave and self._location.is_external
+            else self._replicator.finish
+        )
         async with AsyncExitStack() as ending:  # from the last, each whatever became of the others
             ending.callback(self._replicator.leave)
             if self._reading is not None:
@@ -344,12 +350,12 @@ class TrajectoryStore:
             return await self._writer.wait(self._writer.barrier(durable=True))
         return await self._writer.committed()
 
-    def take_loss(self) -> Path | None:
+    def pop_lost_database(self) -> Path | None:
         """The database, once, after somebody has removed or replaced it."""
         if self._loss_reported or not self._writer.lost:
             return None
         self._loss_reported = True
-        return self._place.file
+        return self._location.file
 
     def replicate(self) -> None:
         """Begin to copy what is committed into the run directory; `close` waits for the copy."""
@@ -426,13 +432,13 @@ class TrajectoryStore:
     def _record(self, trajectory_id: int) -> TrajectoryRecord:
         record = self._state.records.get(trajectory_id)
         if record is None:
-            raise LookupError(f"trajectory {trajectory_id} is not in {self._place.file}")
+            raise LookupError(f"trajectory {trajectory_id} is not in {self._location.file}")
         return record
 
     def _group(self, group_id: int) -> GroupRecord:
         group = self._state.groups.get(group_id)
         if group is None:
-            raise LookupError(f"group {group_id} is not in {self._place.file}")
+            raise LookupError(f"group {group_id} is not in {self._location.file}")
         return group
 
     def _move(self, record: TrajectoryRecord, state: TrajectoryState, **changes: Any) -> None:
@@ -456,6 +462,6 @@ class TrajectoryStore:
         if not self._writer.is_committed(record.in_flight):
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
-            self._reading = schema.connect(self._place.file, read_only=True)
+            self._reading = schema.connect(self._location.file, read_only=True)
         found = read_tokens(self._reading, record.row)
         return found.segments, found.turns

@@ -3,7 +3,7 @@
 - base: the protocols of a task, a source and a scorer. build: from settings to tasks and sources.
 - text_task: single-turn text problems, with their tokens and stop tokens.
 - files, rows, layouts: problems from a user's files; every row is read before anything starts.
-  kept_index: the index of a large one, for the next process. data_identity: whether files are what
+  index_cache: the index of a large one, for the next process. data_identity: whether files are what
   they were when a run began.
 - procedural: problems that are made as they are asked for, with their scorers. chain_sum: sums and
   worked answers to them. reasoning_gym: the tasks of that optional package.

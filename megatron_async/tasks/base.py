@@ -26,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 _HASH_RANGE = 1 << 64
 
 
-Place = tuple[int, int]
+ProblemLocation = tuple[int, int]
 """Number of a file and of a problem in it."""
 
 Message = dict[str, Any]
@@ -132,10 +132,10 @@ class ProblemSource(Protocol):
     def train(self, index: int) -> Problem:
         """Training problem `index` >= 0."""
 
-    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
+    def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
         """Problems whose texts have more bytes than `size`; the first where they have no end."""
 
-    def leave_out(self, places: Collection[Place]) -> None:
+    def exclude(self, places: Collection[ProblemLocation]) -> None:
         """Ask no problem that `longer` gave one of these places. UserError where none can be."""
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ def build_task(
     model_path: str,
     evaluation: EvalConfig | None = None,
     *,
-    plays: bool = False,
+    has_episodes: bool = False,
 ) -> Task:
     """The task, tokenized for the model in `model_path`. Raises UserError.
 
@@ -34,7 +34,9 @@ def build_task(
     from megatron_async.tasks.text_task import TextTask, load_tokenizer, stop_tokens
 
     tokenizer = load_tokenizer(model_path)
-    prompts = PromptRenderer(config, tokenizer, vocabulary_of(model_path), plays=plays)
+    prompts = PromptRenderer(
+        config, tokenizer, vocabulary_of(model_path), has_episodes=has_episodes
+    )
     files = {} if evaluation is None else evaluation.files()
     how = (config.prompt_template, config.bad_rows, prompts)
     try:
@@ -49,7 +51,7 @@ def build_task(
     elsewhere = {key for file in evaluated.values() for key in file.keys}
     source = build_source(config, elsewhere, prompts)
     stops = stop_tokens(model_path, tokenizer)
-    task = TextTask(config, source, tokenizer, prompts, stops, evaluated, plays=plays)
+    task = TextTask(config, source, tokenizer, prompts, stops, evaluated, has_episodes=has_episodes)
     task.train_prompts(0, 1)  # a template that does not fit is reported now, not mid-run
     return task
 

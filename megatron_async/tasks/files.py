@@ -24,8 +24,8 @@ import orjson
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import Place, Problem, is_heldout_key, stable_hash
-from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
+from megatron_async.tasks.base import Problem, ProblemLocation, is_heldout_key, stable_hash
+from megatron_async.tasks.index_cache import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
 from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
@@ -156,7 +156,7 @@ class _Epochs:
         return order
 
 
-def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+def file_for_turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """(which of several files has turn `position`, how many turns it had before).
 
     The first file has had floor(position x its share) turns, the others share what is left in the
@@ -224,7 +224,7 @@ class FileProblems:
 
     def train(self, index: int) -> Problem:
         """Problem `index` of an endless run of shuffled epochs."""
-        number, place = turn(index, self._weights)
+        number, place = file_for_turn(index, self._weights)
         return self._epochs[number].at(place)
 
     def counts(self, heldout: int) -> tuple[int, int]:
@@ -241,14 +241,14 @@ class FileProblems:
             )
         return [self._files[number][index] for number, index in self._heldout[: count or None]]
 
-    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
+    def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
         """Problems of both sides whose texts have more bytes than `size`."""
         for number, file in enumerate(self._files):
             for index, bytes_ in enumerate(file.sizes):
                 if bytes_ > size:
                     yield (number, index), file[index]
 
-    def leave_out(self, places: Collection[Place]) -> None:
+    def exclude(self, places: Collection[ProblemLocation]) -> None:
         """Neither train nor evaluate on those that `longer` gave these places."""
         gone = set(places)
         self._epochs = [

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from megatron_async.config.data import ColumnsConfig
 from megatron_async.config.files import parse_json
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.tasks.answers import final_answer, last_boxed
 from megatron_async.tasks.base import Message, Problem, row_payload
 
@@ -113,19 +113,19 @@ class Columns:
         name, solution = self._first(row, self.solution, where, "columns.answer")
         answer = (self.find_answer(_text(solution, name, where)) or "").strip()
         if not answer:
-            raise UserError(f"{where}: no answer in column {name!r}, got {shown(solution)}")
+            raise UserError(f"{where}: no answer in column {name!r}, got {short_repr(solution)}")
         return name, answer
 
     def _priority(self, row: Mapping[str, Any], where: str) -> int:
         priority = row.get(self.priority, 0)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(
-                f"{where}: `{self.priority}` must be a whole number, got {shown(priority)}"
+                f"{where}: `{self.priority}` must be a whole number, got {short_repr(priority)}"
             )
         if abs(priority) > _LARGEST_PRIORITY:
             raise UserError(
                 f"{where}: `{self.priority}` must be between -{_LARGEST_PRIORITY} and "
-                f"{_LARGEST_PRIORITY}, got {shown(priority)}"
+                f"{_LARGEST_PRIORITY}, got {short_repr(priority)}"
             )
         return priority
 
@@ -139,7 +139,7 @@ class Columns:
             if value is not _MISSING:
                 return name, value
         wanted = " or ".join(f"`{name}`" for name in names)
-        columns = shown(sorted(row))
+        columns = short_repr(sorted(row))
         raise UserError(f"{where}: there is no column {wanted} among {columns} ({setting})")
 
 
@@ -195,7 +195,7 @@ def _is_list(value: Any) -> bool:
 def _text(value: Any, name: str, where: str) -> str:
     infinite = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or infinite:
-        raise UserError(f"{where}: `{name}` must be a text or a number, got {shown(value)}")
+        raise UserError(f"{where}: `{name}` must be a text or a number, got {short_repr(value)}")
     text = str(value)
     if not text or text.isspace():
         raise UserError(f"{where}: `{name}` is empty")
@@ -203,7 +203,7 @@ def _text(value: Any, name: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: `{name}` holds half of a surrogate pair, got {shown(value)}"
+            f"{where}: `{name}` holds half of a surrogate pair, got {short_repr(value)}"
         ) from error
     return text
 
@@ -215,14 +215,14 @@ def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
     objects. A call or a thought needs no content, nor does the result of a tool.
     """
     if not _is_list(value):
-        raise UserError(f"{where} must be a list of chat messages, got {shown(value)}")
+        raise UserError(f"{where} must be a list of chat messages, got {short_repr(value)}")
     messages = []
     for number, message in enumerate(value, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES:
             raise UserError(
                 f"{where}, message {number}: `role` must be one of {', '.join(_ROLES)}, "
-                f"got {shown(role)}"
+                f"got {short_repr(role)}"
             )
         place = f"{where}, message {number}"
         fields = {k: v for k, v in message.items() if v not in (None, "", [], {})}
@@ -244,7 +244,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f"{where}: `tool_calls` is {shown(calls)}; it must be a list of calls, each with "
+                f"{where}: `tool_calls` is {short_repr(calls)}; it must be a list of calls, each with "
                 "the `name` and the `arguments` of a function"
             )
         arguments = function.get("arguments") or {}
@@ -252,7 +252,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise UserError(
-                f"{where}: the arguments of {function['name']} are {shown(arguments)}; they must "
+                f"{where}: the arguments of {function['name']} are {short_repr(arguments)}; they must "
                 "be an object"
             )
         named = {**{k: v for k, v in function.items() if v is not None}, "arguments": arguments}
@@ -267,7 +267,9 @@ def row_tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}, column 'tools'")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` is {shown(tools)}; it must be a list of JSON schemas")
+        raise UserError(
+            f"{where}: `tools` is {short_repr(tools)}; it must be a list of JSON schemas"
+        )
     return tools
 
 
@@ -279,7 +281,7 @@ def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise UserError(
-                    f"{where} holds a part of type {shown(kind)}: only text can be trained on, "
+                    f"{where} holds a part of type {short_repr(kind)}: only text can be trained on, "
                     "images and sounds cannot"
                 )
         content = "".join(str(part["text"]) for part in content)

@@ -23,8 +23,8 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
     Dataset,
-    Place,
     Problem,
+    ProblemLocation,
     is_heldout,
     row_payload,
     stable_hash,
@@ -53,11 +53,11 @@ class ProceduralProblems:
         """Training problem `index`; one whose text is held out is drawn again."""
         return self._training_problem("train", index)
 
-    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
+    def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
         """The first: problems are made as they are asked for."""
         yield (0, 0), replace(self.train(0), where=f"{self.name}, problem 0")
 
-    def leave_out(self, places: Collection[Place]) -> None:
+    def exclude(self, places: Collection[ProblemLocation]) -> None:
         """Impossible, for the same reason."""
         raise UserError(
             f"task.long_prompts filter removes rows of files; task {self.name} has none: make its "

@@ -143,11 +143,16 @@ class PromptRenderer:
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: Any, vocabulary: int | None, *, plays: bool = False
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        vocabulary: int | None,
+        *,
+        has_episodes: bool = False,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._plays = plays
+        self._has_episodes = has_episodes
         self._rendered = False
         self.vocabulary = vocabulary
         self.chat = chat_template(config, tokenizer)
@@ -158,7 +163,7 @@ class PromptRenderer:
             include={"system_prompt", "chat_template", "chat_template_kwargs", "prompt_template"}
         )
         template = getattr(self._tokenizer, "chat_template", None)
-        numbers = f"{len(self._tokenizer)}\n{self.vocabulary}\n{self._plays}"
+        numbers = f"{len(self._tokenizer)}\n{self.vocabulary}\n{self._has_episodes}"
         return f"{settings}\n{template}\n{numbers}"
 
     def messages(self, problem: Problem) -> Sequence[Message]:
@@ -194,7 +199,7 @@ class PromptRenderer:
         A chat template treats all messages of a single text alike, so that only the first of those
         is rendered. Tokens are looked at where the tokenizer has more of them than the model.
         """
-        if self._plays:
+        if self._has_episodes:
             self.messages(problem)
         elif self.vocabulary is not None and len(self._tokenizer) > self.vocabulary:
             self.ids(problem)

@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from megatron_async.config.files import parse_json, read_json_object
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 
 Row = dict[str, Any]
 
@@ -212,7 +212,7 @@ def _names(file: Path, key: str, what: str) -> list[str]:
     ]
     if not names or not all(isinstance(name, str) and name.strip("./") for name in names):
         raise UserError(
-            f"{what}: {file.name} has {key} {shown(entries)}; a directory that datasets has saved "
+            f"{what}: {file.name} has {key} {short_repr(entries)}; a directory that datasets has saved "
             "lists names there"
         )
     return names
@@ -438,4 +438,4 @@ def _json(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, (decimal.Decimal, datetime.timedelta)):
         return str(value)
-    raise ValueError(f"{shown(value)} is neither text nor number")
+    raise ValueError(f"{short_repr(value)} is neither text nor number")

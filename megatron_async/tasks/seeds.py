@@ -14,8 +14,8 @@ from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import (
-    Place,
     Problem,
+    ProblemLocation,
     is_heldout,
     row_payload,
     stable_hash,
@@ -56,11 +56,11 @@ class SeedProblems:
         """Rows have no end."""
         return None, heldout
 
-    def longer(self, size: int) -> Iterator[tuple[Place, Problem]]:
+    def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
         """The first: all are as long."""
         yield (0, 0), replace(self.train(0), where="task.kind seeds, row 0")
 
-    def leave_out(self, places: Collection[Place]) -> None:
+    def exclude(self, places: Collection[ProblemLocation]) -> None:
         """Impossible: there is no file. Raises UserError."""
         raise UserError("task.long_prompts filter removes rows of files; task.kind seeds has none")
 

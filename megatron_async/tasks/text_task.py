@@ -16,7 +16,7 @@ import numpy as np
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.evaluation import HELDOUT, HELDOUT_SEED
 from megatron_async.config.files import read_json_object, vocabulary_of
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.tasks.base import (
     Message,
     Problem,
@@ -57,9 +57,9 @@ class TextTask:
         stop_token_ids: tuple[int, ...],
         evaluated: Mapping[str, ProblemFile] = MappingProxyType({}),
         *,
-        plays: bool = False,
+        has_episodes: bool = False,
     ) -> None:
-        self._plays = plays
+        self._has_episodes = has_episodes
         self._config = config
         self.source = source
         self._tokenizer = tokenizer
@@ -89,7 +89,7 @@ class TextTask:
         for problem in self._eval_problems(count, name):
             tokens = len(self._prompt(problem).token_ids)
             if longest is not None and tokens > longest and self._config.long_prompts != "drop":
-                place = problem.where or f"the problem {shown(problem.question)}"
+                place = problem.where or f"the problem {short_repr(problem.question)}"
                 raise UserError(
                     f"evaluation set {name}: {place}: the prompt has {tokens} tokens, and at most "
                     f"{longest} leave room for the response (engines.context_length, else the "
@@ -109,7 +109,7 @@ class TextTask:
     def summary(self) -> str:
         """The training data, and the first prompt as the template made it."""
         problem = self.source.train(0)
-        if self._plays:
+        if self._has_episodes:
             return self.source.summary()
         text = shown_text(self._prompts.text(problem))
         kind = "chat template" if self._prompts.chat else "no chat template"
@@ -124,17 +124,17 @@ class TextTask:
         Only what has more bytes than it may have tokens is tokenized, and where one refuses, of
         that so much that it takes seconds; the rest is looked at when it is admitted.
         """
-        if self._plays or self._config.long_prompts == "drop":
+        if self._has_episodes or self._config.long_prompts == "drop":
             return 0
         most = longest - max_new_tokens
         first = self.source.train(0)
         blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
         around = len(self._prompts.text(blank).encode()) + _SPECIAL_TOKENS
-        suspects = self.source.longer(most - around)
+        suspects = self.source.problems_longer_than(most - around)
         if self._config.long_prompts == "filter":
             gone = [place for place, one in suspects if len(self.prompt_ids(one)) > most]
             if gone:
-                self.source.leave_out(gone)
+                self.source.exclude(gone)
             return len(gone)
         for _, problem in itertools.islice(suspects, _MOST_TOKENIZED):
             tokens = len(self.prompt_ids(problem))
@@ -210,10 +210,10 @@ class TextTask:
 
     def _prompt(self, problem: Problem) -> Prompt:
         payload = problem.payload
-        if not self._plays:
+        if not self._has_episodes:
             return Prompt(self.prompt_ids(problem), self.source.name, payload, problem.priority)
-        shown = list(self.messages(problem)) if payload["question"] else []
-        payload = {**payload, "messages": shown, "chat": bool(problem.messages)}
+        short_repr = list(self.messages(problem)) if payload["question"] else []
+        payload = {**payload, "messages": short_repr, "chat": bool(problem.messages)}
         return Prompt(np.zeros(0, np.int32), self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
@@ -296,7 +296,7 @@ def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
         ids = more if isinstance(more, list) else [more]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise UserError(
-                f"model.path: {file}: eos_token_id is {shown(more)}; it must be a token or a list "
+                f"model.path: {file}: eos_token_id is {short_repr(more)}; it must be a token or a list "
                 f"of tokens, from 0 to {vocabulary - 1}"
             )
         stops.update(ids)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.files.disk import LineFile, json_lines, writing
+from megatron_async.files.disk import JsonLinesFile, json_lines, writing
 from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
 # In the order in which a step of the trainer spends its time.
@@ -36,7 +36,7 @@ class MetricsWriter:
     def __init__(
         self, metrics_file: Path, trackers: Sequence[BackgroundTracker] = (), *, lineage: int
     ) -> None:
-        self._file = LineFile(metrics_file)
+        self._file = JsonLinesFile(metrics_file)
         self._path = metrics_file
         self._lineage = lineage
         self._trackers = trackers

@@ -18,7 +18,7 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import R
+from megatron_async.process_backends.backend import R
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
@@ -101,7 +101,9 @@ def train_locally(
     """
     manager = RolloutManager(
         config,
-        task=build_task(config.task, config.model.path, config.eval, plays=config.plays),
+        task=build_task(
+            config.task, config.model.path, config.eval, has_episodes=config.has_episodes
+        ),
         scorers=scorers,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,

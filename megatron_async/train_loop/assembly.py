@@ -13,7 +13,7 @@ from dataclasses import asdict
 from megatron_async.checkpoint.manager import Checkpoint, CheckpointManager
 from megatron_async.config import RunConfig
 from megatron_async.models.save import save_hf
-from megatron_async.places.addresses import place_at
+from megatron_async.process_backends.addresses import connect_backend
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.scoring.identity import reward_identity
@@ -26,7 +26,7 @@ from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
 from megatron_async.train_loop.attempt import restart_warning, restarts
 from megatron_async.train_loop.loop import TrainLoop
-from megatron_async.train_loop.manager_client import PlacedLink, RolloutLink
+from megatron_async.train_loop.manager_client import RemoteLink, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
 from megatron_async.train_loop.stop import StopRequest
 from megatron_async.trainer.capabilities import detect
@@ -38,7 +38,7 @@ from megatron_async.weight_sync.transports.base import seconds_to_give_up
 
 
 def train(
-    directory: RunDirectory, config: RunConfig, place: str, stop: StopRequest, cause: str
+    directory: RunDirectory, config: RunConfig, backend: str, stop: StopRequest, cause: str
 ) -> None:
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
 
@@ -49,10 +49,10 @@ def train(
             config.parallel,
             config.trainer,
             config.seed,
-            held_up_seconds=seconds_to_give_up(config.weights),
+            max_stall_seconds=seconds_to_give_up(config.weights),
         )
         first = stack.enter_context(session).rank == 0
-        rank_zero = RankZero.waited_for(patience_seconds(config))
+        rank_zero = RankZero.with_timeout(patience_seconds(config))
         lineage = rank_zero.run(directory.next_lineage)
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint, rank_zero.group)
         newest = checkpoints.newest()
@@ -71,7 +71,7 @@ def train(
         metrics: MetricsWriter | None = None
         before = _steps_before(directory, resume.step) if first else []
         if first:
-            link = _link(directory, config, place, stop, stack)
+            link = _link(directory, config, backend, stop, stack)
             metrics = writer(directory, config, stack, lineage=lineage, step=resume.step)
             damaged = checkpoints.newer_than(newest)
             found = _warnings(config, restarts(lineage), cause, damaged, resume.step)
@@ -158,13 +158,13 @@ def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
 def _link(
     directory: RunDirectory,
     config: RunConfig,
-    place_address: str,
+    backend_address: str,
     stop: StopRequest,
     stack: ExitStack,
 ) -> RolloutLink:
-    place = place_at(place_address, directory.logs)
-    stack.callback(place.close)
-    return PlacedLink(config, place, stop.asked)
+    backend = connect_backend(backend_address, directory.logs)
+    stack.callback(backend.close)
+    return RemoteLink(config, backend, stop.asked)
 
 
 def writer(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from megatron_async.errors import ATTEMPT_LINE, ComponentFailure, UserError, cause_in_log
-from megatron_async.files.disk import CannotWrite, naming_disk_errors
+from megatron_async.files.disk import CannotWrite, translating_disk_errors
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _cause_in_own_log() -> str | None:
 def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
     """Do a rank's `work`; return 0, 1 for a failed component, 2 for bad input."""
     try:
-        with naming_disk_errors():
+        with translating_disk_errors():
             work()
     except (UserError, ComponentFailure) as error:
         code = 2 if isinstance(error, UserError) else 1

@@ -32,7 +32,7 @@ from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
 from megatron_async.trainer.capabilities import parameter_dtype
-from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
+from megatron_async.trainer.offload import DeviceContents, NoOffload, TrainerMemory
 from megatron_async.trainer.step import PolicyTrainer, StepReport
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import DropReason
@@ -63,7 +63,7 @@ class TrainLoop:
     metrics: MetricsWriter | None
     stop: StopRequest = field(default_factory=StopRequest)
     resume: ResumePoint = field(default_factory=ResumePoint)
-    memory: TrainerMemory = field(default_factory=AlwaysThere)
+    memory: TrainerMemory = field(default_factory=NoOffload)
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
     scored_by: str = ""
@@ -74,7 +74,7 @@ class TrainLoop:
         self._verified_once = False
         self._saved_step = self.trainer.step
         self._store_position = self.resume.store_position
-        self._colocated = not isinstance(self.memory, AlwaysThere)
+        self._colocated = not isinstance(self.memory, NoOffload)
         self._unreported: list[Finalised] = []
         self._unevaluated = False
         self._update_seconds: dict[str, float] = {}
@@ -107,7 +107,7 @@ class TrainLoop:
             return self._stop()
         self.checkpoints.wait()
         self._ask(self._report_finalised)
-        self.memory.hold(Residence.ALL)  # the engines' work is done
+        self.memory.keep_on_device(DeviceContents.ALL)  # the engines' work is done
         return True
 
     def _stop(self) -> bool:
@@ -139,7 +139,7 @@ class TrainLoop:
     def _step(self, batch: TokenBatch, waited: float) -> None:
         self._store_position = batch.store_position
         began = time.monotonic()
-        self.memory.hold(Residence.ALL)
+        self.memory.keep_on_device(DeviceContents.ALL)
         report = self.trainer.train_batch(batch)
         trained = time.monotonic() - began
         if report.skipped:
@@ -175,7 +175,7 @@ class TrainLoop:
     def _publish_once(self) -> UpdateReport:
         number, began = self.trainer.step, time.monotonic()
         self._evaluation_seconds = 0.0
-        self.memory.hold(Residence.WEIGHTS)
+        self.memory.keep_on_device(DeviceContents.WEIGHTS)
         engines = self.rank_zero.run(lambda: self._link.begin_update(number))
         ready = time.monotonic()
         reached = self.publisher.publish(engines, self.trainer.version)
@@ -186,7 +186,7 @@ class TrainLoop:
         samples = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
         if samples is not None:
-            self.memory.hold(Residence.WEIGHTS)
+            self.memory.keep_on_device(DeviceContents.WEIGHTS)
             logprobs_T = self.trainer.compute_logprobs(samples)
             float32 = parameter_dtype(self.config.model).itemsize == 4
             self._offload()
@@ -214,9 +214,9 @@ class TrainLoop:
 
     def _offload(self) -> None:
         """Free every rank's device for the engines."""
-        self.memory.hold(Residence.NOTHING)
+        self.memory.keep_on_device(DeviceContents.NOTHING)
         if self._colocated:
-            self.rank_zero.all_here()
+            self.rank_zero.barrier()
 
     def _evaluate(self, number: int) -> None:
         """An evaluation may take longer than whoever asks the run to stop will wait."""
@@ -265,7 +265,9 @@ class TrainLoop:
 
     def _checkpoint(self) -> None:
         extra = self._ask(lambda: self._link.position())
-        self.memory.hold(Residence.ALL)  # engines that share the memory are offloaded by now
+        self.memory.keep_on_device(
+            DeviceContents.ALL
+        )  # engines that share the memory are offloaded by now
         self.checkpoints.save(self.trainer, extra)
         self._saved_step = self.trainer.step
 

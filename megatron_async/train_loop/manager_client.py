@@ -1,6 +1,6 @@
 """The trainer's connection to the rollout manager: its calls, every one with a time limit.
 
-`RolloutLink` has the calls and their limits, `PlacedLink` makes them to the process of the manager.
+`RolloutLink` has the calls and their limits, `RemoteLink` makes them to the process of the manager.
 Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
 manager's own sentence, the loss of a manager that is started again as `ManagerLost`, after which
 the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import Place, PlacedDead, PlacedLost, R, recorded
+from megatron_async.process_backends.backend import (
+    ProcessBackend,
+    R,
+    RemoteObjectDead,
+    RemoteObjectLost,
+    recorded,
+)
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
@@ -127,15 +133,18 @@ class RolloutLink(ABC):
         )
 
 
-class PlacedLink(RolloutLink):
+class RemoteLink(RolloutLink):
     """Synchronous calls to the manager in its process."""
 
     def __init__(
-        self, config: RunConfig, place: Place, stop_asked: Callable[[], bool] = lambda: False
+        self,
+        config: RunConfig,
+        backend: ProcessBackend,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """`stop_asked` is looked at during waits for batches and evaluations."""
         super().__init__(config)
-        self._manager = place.find(MANAGER_NAME, ManagerHost)
+        self._manager = backend.find(MANAGER_NAME, ManagerHost)
         self._stop_asked = stop_asked
 
     def attach(self, resume: ResumePoint) -> None:
@@ -148,7 +157,7 @@ class PlacedLink(RolloutLink):
                 self._ask(lambda manager: manager.attach(resume), max(left, _RETRY_SECONDS))
                 return
             except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
-                if left <= 0 or isinstance(lost.__cause__, PlacedDead):
+                if left <= 0 or isinstance(lost.__cause__, RemoteObjectDead):
                     raise ComponentFailure(
                         "the rollout manager did not come back within "
                         f"{time.monotonic() - began:.0f} s: {lost}; the log of the rollout side "
@@ -178,11 +187,11 @@ class PlacedLink(RolloutLink):
 
         try:
             call = recorded(what)
-            found: R = self._manager.ask(
+            found: R = self._manager.call_blocking(
                 lambda host: host.on_manager(call), limit=limit, while_waiting=while_waiting
             )
             return found
-        except (NotAttached, PlacedLost) as error:
+        except (NotAttached, RemoteObjectLost) as error:
             raise ManagerLost(str(error)) from error
         except EngineError as error:
             raise ComponentFailure(str(error)) from error

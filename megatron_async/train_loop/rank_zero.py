@@ -40,11 +40,11 @@ class RankZero:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def waited_for(cls, seconds: float) -> "RankZero":
+    def with_timeout(cls, seconds: float) -> "RankZero":
         """Collective: over a group whose operations may take this long."""
         return cls(dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo"))
 
-    def all_here(self) -> None:
+    def barrier(self) -> None:
         """Collective: returns once every rank has called it."""
         dist.barrier(group=self.group)
 

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.files.disk import replacing, with_default_mode, writing
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
@@ -44,7 +44,9 @@ def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample
     ids, mask = row.get("input_ids"), row.get("loss_mask")
     ids_L, mask_L = _vector(ids), _vector(mask)
     if ids_L.dtype.kind != "i":
-        raise UserError(f"{where}: input_ids is {shown(ids)}; it must be a list of whole numbers")
+        raise UserError(
+            f"{where}: input_ids is {short_repr(ids)}; it must be a list of whole numbers"
+        )
     for place in np.flatnonzero((ids_L < 0) | (ids_L >= vocabulary)):
         raise UserError(
             f"{where}: input_ids has {ids_L[place]} at place {place}; the model has the tokens 0 "
@@ -52,7 +54,7 @@ def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample
         )
     if len(mask_L) != len(ids_L) or not np.isin(mask_L, (0, 1)).all():
         raise UserError(
-            f"{where}: loss_mask is {shown(mask)}; it must be a list of {len(ids_L)} numbers, as "
+            f"{where}: loss_mask is {short_repr(mask)}; it must be a list of {len(ids_L)} numbers, as "
             "many as input_ids, each 0 or 1"
         )
     scored_L = mask_L.astype(np.bool_)

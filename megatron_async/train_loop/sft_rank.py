@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_async.config import RunConfig
 from megatron_async.config.run import SFTConfig
-from megatron_async.places.child_process import follow_parent
+from megatron_async.process_backends.child_process import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.train_loop.attempt import exit_code, leave

@@ -24,7 +24,7 @@ from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.optimizer import optimizer_parts
 
 
-class Residence(enum.Enum):
+class DeviceContents(enum.Enum):
     """Part of a trainer that is on its device."""
 
     ALL = "all"
@@ -32,10 +32,10 @@ class Residence(enum.Enum):
     NOTHING = "nothing"
 
 
-class AlwaysThere:
+class NoOffload:
     """`engines.placement: disaggregated`: the trainer has its devices for itself."""
 
-    def hold(self, residence: Residence) -> None:
+    def keep_on_device(self, residence: DeviceContents) -> None:
         """Leave all of it on the device."""
 
 
@@ -72,7 +72,7 @@ class HostCopies:
         self._host = HostBuffers()
 
     @property
-    def away(self) -> bool:
+    def offloaded(self) -> bool:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
@@ -105,7 +105,7 @@ def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-class DeviceMemory:
+class TrainerOffloader:
     """The memory of one rank's trainer."""
 
     def __init__(self, trainer: Any, moves: Callable[[Tensor], bool] = _on_gpu) -> None:
@@ -114,22 +114,22 @@ class DeviceMemory:
         self._weights = HostCopies(moves)
         self._optimizer = HostCopies(moves)
         self._gradients = FreedStorages(moves)
-        self.residence = Residence.ALL
+        self.residence = DeviceContents.ALL
 
-    def hold(self, residence: Residence) -> None:
+    def keep_on_device(self, residence: DeviceContents) -> None:
         """Move what must move so that exactly this is on the device."""
-        if residence is Residence.ALL:
+        if residence is DeviceContents.ALL:
             self._weights.onload()
             self._optimizer.onload()
             self._gradients.allocate()
         else:
             self._gradients.free(gradient_tensors(self._trainer))
-            if not self._optimizer.away:
-                weights = [] if self._weights.away else list(weight_tensors(self._trainer))
+            if not self._optimizer.offloaded:
+                weights = [] if self._weights.offloaded else list(weight_tensors(self._trainer))
                 self._optimizer.offload(optimizer_tensors(self._trainer), but=weights)
-            if residence is Residence.WEIGHTS:
+            if residence is DeviceContents.WEIGHTS:
                 self._weights.onload()
-            elif not self._weights.away:
+            elif not self._weights.offloaded:
                 self._weights.offload(weight_tensors(self._trainer))
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()  # buckets that engines have opened and let go
@@ -137,12 +137,12 @@ class DeviceMemory:
         self.residence = residence
 
 
-TrainerMemory = AlwaysThere | DeviceMemory
+TrainerMemory = NoOffload | TrainerOffloader
 
 
 def trainer_memory(config: RunConfig, trainer: Any) -> TrainerMemory:
     """Return the memory manager that `engines.placement` asks for."""
-    return DeviceMemory(trainer) if config.engines.placement == "colocated" else AlwaysThere()
+    return TrainerOffloader(trainer) if config.engines.placement == "colocated" else NoOffload()
 
 
 def weight_tensors(trainer: Any) -> Iterator[Tensor]:

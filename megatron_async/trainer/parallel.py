@@ -2,7 +2,7 @@
 
 Invariants
 - Every collective has the time limit `trainer.collective_timeout_seconds`, or a longer one where a
-  rank may be held up outside of them for longer (`held_up_seconds`).
+  rank may be held up outside of them for longer (`max_stall_seconds`).
 - Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbours, pipeline stages furthest.
 - Experts are not split over tensor ranks (expert tensor parallel size 1): expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
@@ -46,18 +46,18 @@ class RankLayout:
     device: torch.device
 
 
-def collective_limit(trainer: TrainerConfig, held_up_seconds: float) -> timedelta:
+def collective_limit(trainer: TrainerConfig, max_stall_seconds: float) -> timedelta:
     """Time limit of a collective in which ranks wait for one that may be held up that long.
 
     That one must be the first to give up: it can name what it waited for.
     """
     return timedelta(
-        seconds=max(trainer.collective_timeout_seconds, held_up_seconds + _MARGIN_SECONDS)
+        seconds=max(trainer.collective_timeout_seconds, max_stall_seconds + _MARGIN_SECONDS)
     )
 
 
 def start_process_group(
-    parallel: ParallelConfig, trainer: TrainerConfig, held_up_seconds: float = 0.0
+    parallel: ParallelConfig, trainer: TrainerConfig, max_stall_seconds: float = 0.0
 ) -> torch.device:
     """Join the process group of torchrun's environment; returns this rank's device.
 
@@ -75,7 +75,7 @@ def start_process_group(
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    timeout = collective_limit(trainer, held_up_seconds)
+    timeout = collective_limit(trainer, max_stall_seconds)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
         if folder := os.environ.get(RENDEZVOUS_VARIABLE):
@@ -86,7 +86,7 @@ def start_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         elif "MASTER_ADDR" in os.environ:
-            _meet(backend, timeout)
+            _join_process_group(backend, timeout)
         else:
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -101,7 +101,7 @@ def start_process_group(
     return device
 
 
-def _meet(backend: str, timeout: timedelta) -> None:
+def _join_process_group(backend: str, timeout: timedelta) -> None:
     """Join the group at the address that torchrun has chosen.
 
     It chose a port that was free before this process had imported torch. Meanwhile a connection of
@@ -125,14 +125,14 @@ def _meet(backend: str, timeout: timedelta) -> None:
 
 
 def init_parallel(
-    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, held_up_seconds: float = 0.0
+    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> RankLayout:
     """Process group, Megatron's groups and seeds. Call inside `device_adapter()`.
 
     An earlier model-parallel state of this process is replaced.
     """
-    device = start_process_group(parallel, trainer, held_up_seconds)
-    limit = collective_limit(trainer, held_up_seconds)
+    device = start_process_group(parallel, trainer, max_stall_seconds)
+    limit = collective_limit(trainer, max_stall_seconds)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -178,14 +178,14 @@ def destroy_parallel() -> None:
 
 @contextmanager
 def parallel_session(
-    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, held_up_seconds: float = 0.0
+    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> Iterator[RankLayout]:
     """The device adapter and the parallel state around a rank's whole life.
 
-    `held_up_seconds`: how long one rank may be busy elsewhere, with an engine that takes weights,
+    `max_stall_seconds`: how long one rank may be busy elsewhere, with an engine that takes weights,
     while others wait for it in a collective.
     """
     with ExitStack() as stack:
         stack.enter_context(device_adapter())
         stack.callback(destroy_parallel)
-        yield init_parallel(parallel, trainer, seed, held_up_seconds)
+        yield init_parallel(parallel, trainer, seed, max_stall_seconds)

@@ -30,7 +30,7 @@ LOGPROBS: Final = np.dtype("<f4")
 NO_TOKENS: Final[Arrays] = (np.zeros(0, TOKEN_IDS), np.zeros(0, LOGPROBS))
 
 
-def fault(arrays: Arrays) -> str | None:
+def find_mismatch(arrays: Arrays) -> str | None:
     """Return what is wrong with columns of the same tokens; None where nothing is."""
     for array in arrays:
         if array.shape != (arrays[0].size,):

@@ -10,6 +10,6 @@
 - lost_engines: finds the engines that caused the failure of a broadcast.
 - nccl_errors: a lost engine fails an update, not the trainer or the other engines.
 - receive_ahead, double_buffer: one bucket travels while another is loaded.
-- quantise: fp8 weights for engines that hold them so.
+- quantize: fp8 weights for engines that hold them so.
 - http: calls to engines, every one with a limit; failures name the engine.
 """

@@ -39,7 +39,7 @@ from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.gpu_sharing import engine_on, trainer_ranks_of
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
-from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
+from megatron_async.weight_sync.quantize import quantised_names, quantised_tensors
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
 from megatron_async.weight_sync.transports.base import (
     Bucket,
@@ -53,7 +53,7 @@ from megatron_async.weight_sync.transports.delta import DeltaSender
 from megatron_async.weight_sync.transports.disk import DiskSender
 from megatron_async.weight_sync.transports.distributed import DistributedSender
 from megatron_async.weight_sync.transports.tensor import (
-    HandedBucket,
+    PayloadBucket,
     TensorSender,
     flat_copy,
     serialise,
@@ -157,18 +157,18 @@ class SharedGpus(StageOrder, Leaders):
         """The engine on this rank's GPU, if it is among them."""
         return [e for e in engines if e.index == self._engine]
 
-    def collect(self, tensors: Bucket, by_value: bool) -> HandedBucket:
+    def collect(self, tensors: Bucket, by_value: bool) -> PayloadBucket:
         """Collective over the ranks on the engine's GPUs: a payload for each of its tensor ranks.
 
         Only the leader gets them, and each of them must keep its bucket until they are loaded.
         """
         if self._engine is None:
-            return HandedBucket(None)
+            return PayloadBucket(None)
         flat = flat_copy(tensors, by_value)
         payload = serialise(flat)
         found: list[Any] | None = [None] * self._size if self.leads else None
         dist.gather_object(payload, found, dst=self._leaders[self._engine], group=self._ranks)
-        return HandedBucket(flat, found or [])
+        return PayloadBucket(flat, found or [])
 
 
 @dataclass(frozen=True)

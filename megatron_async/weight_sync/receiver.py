@@ -6,7 +6,7 @@ in a directory of its machine: safetensors in bfloat16, which the engine then lo
 Invariants
 - A version is there whole, with the checksums of its manifest, or not at all: nothing is ever
   loaded from a mixture.
-- Whatever is wrong with differences (another base, a damaged file on either side) is `NeedsFull`;
+- Whatever is wrong with differences (another base, a damaged file on either side) is `FullVersionNeeded`;
   the version that was held stays. A whole version that is damaged is a ComponentFailure.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import CannotWrite
-from megatron_async.files.own_directory import large_files_directory, process_directory
+from megatron_async.files.private_directory import large_files_directory, process_directory
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,
@@ -34,7 +34,7 @@ DELTA_SUFFIX = ".delta"
 _PREFIX = "megatron-async-weights-"
 
 
-class NeedsFull(ComponentFailure):
+class FullVersionNeeded(ComponentFailure):
     """The differences do not lead from what this receiver holds to the version wanted."""
 
 
@@ -56,7 +56,7 @@ class WeightReceiver:
     def receive(self, directory: Path, version: str, *, full: bool) -> Received:
         """Make `version`, published in `directory`, whole on this machine.
 
-        Raises NeedsFull when that takes the whole version and `full` is false, and
+        Raises FullVersionNeeded when that takes the whole version and `full` is false, and
         ComponentFailure when it cannot be done.
         """
         source = directory / (version if full else version + DELTA_SUFFIX)
@@ -65,7 +65,7 @@ class WeightReceiver:
         except ComponentFailure as error:
             if full:
                 raise
-            raise NeedsFull(str(error)) from error
+            raise FullVersionNeeded(str(error)) from error
         if manifest.version != version:
             raise ComponentFailure(
                 f"published weights {directory / version} are labelled {manifest.version}"
@@ -77,17 +77,21 @@ class WeightReceiver:
 
     def _take_delta(self, source: Path, manifest: VersionManifest) -> Received:
         if self._held is None:
-            raise NeedsFull(f"{manifest.version} came as differences, and nothing is held yet")
+            raise FullVersionNeeded(
+                f"{manifest.version} came as differences, and nothing is held yet"
+            )
         held, base = self._held
         if held.digest == manifest.digest and held.version == manifest.version:
             try:  # it is sent again because something was wrong: perhaps these very files
                 for name, expected in held.shards.items():
                     read_shard(base, name, expected)
             except ComponentFailure as error:
-                raise NeedsFull(f"{held.version} is held, but not whole: {error}") from error
+                raise FullVersionNeeded(
+                    f"{held.version} is held, but not whole: {error}"
+                ) from error
             return Received(base, 0)
         if held.digest != manifest.base:
-            raise NeedsFull(
+            raise FullVersionNeeded(
                 f"the differences to {manifest.version} are not against {held.version}, which is "
                 "held"
             )
@@ -99,12 +103,12 @@ class WeightReceiver:
                 with (base / name).open("rb") as file:
                     data = apply(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), delta)
             except (ComponentFailure, DeltaError, OSError, KeyError, ValueError) as error:
-                raise NeedsFull(
+                raise FullVersionNeeded(
                     f"the differences from {held.version} to {manifest.version} do not hold: "
                     f"{name}: {error}"
                 ) from error
             if shard_of(data) != expected:
-                raise NeedsFull(f"{name} of {manifest.version} is not what was published")
+                raise FullVersionNeeded(f"{name} of {manifest.version} is not what was published")
             return data
 
         return self._make(manifest, shard, sum(file.bytes for file in files.values()))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from megatron_async.checkpoint.manager import CheckpointManager
-from megatron_async.checkpoint.placement import stage_slots
+from megatron_async.checkpoint.placement import stage_parameter_ids
 from megatron_async.cli import app
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
@@ -286,8 +286,10 @@ def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
 
     def tensors():  # type: ignore[no-untyped-def]
         nonlocal total
-        for slot in stage_slots(architecture, 0, 1):
-            for name, shape in zip(slot.tensor_names, slot.rule.shapes, strict=True):
+        for parameter_id in stage_parameter_ids(architecture, 0, 1):
+            for name, shape in zip(
+                parameter_id.tensor_names, parameter_id.rule.shapes, strict=True
+            ):
                 # Below the bits of infinity: a conversion refuses what no model has.
                 bits = torch.randint(0, 0x7F80, shape, generator=generator, dtype=torch.int16)
                 total += bits.nbytes

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
+from megatron_async.checkpoint.placement import ParameterId, boxes, shards_of, stage_parameter_ids
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import read_architecture
 from megatron_async.models.shards import split
@@ -29,21 +29,23 @@ def architecture(case: str) -> Architecture:
     return read_architecture(folder)
 
 
-def numbered(slot: Slot) -> tuple[Tensor, dict[str, Tensor]]:
+def numbered(parameter_id: ParameterId) -> tuple[Tensor, dict[str, Tensor]]:
     """A whole parameter whose elements are all different, and the tensors it is made of."""
     source, count = {}, 0
-    for name, shape in zip(slot.tensor_names, slot.rule.shapes, strict=True):
+    for name, shape in zip(parameter_id.tensor_names, parameter_id.rule.shapes, strict=True):
         size = torch.Size(shape).numel()
         source[name] = torch.arange(count, count + size).reshape(shape)
         count += size
-    return shard_of(slot, source, 1, 0), source
+    return shard_of(parameter_id, source, 1, 0), source
 
 
-def shard_of(slot: Slot, source: dict[str, Tensor], size: int, rank: int) -> Tensor:
+def shard_of(parameter_id: ParameterId, source: dict[str, Tensor], size: int, rank: int) -> Tensor:
     def read(name: str, dim: int, start: int, stop: int) -> Tensor:
         return source[name].narrow(dim, start, stop - start)
 
-    return split(slot.rule, slot.tensor_names, read, shards_of(slot.rule, size), rank)
+    return split(
+        parameter_id.rule, parameter_id.tensor_names, read, shards_of(parameter_id.rule, size), rank
+    )
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -53,16 +55,16 @@ def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
 ) -> None:
     """The shards are those that a tensor rank holds; padding of the vocabulary is nowhere."""
     a = architecture(case)
-    slot = data.draw(st.sampled_from(list(stage_slots(a, 0, 1))))
+    parameter_id = data.draw(st.sampled_from(list(stage_parameter_ids(a, 0, 1))))
     size = data.draw(st.sampled_from([1, 2, 4]))
-    whole, source = numbered(slot)
-    assert whole.shape == slot.shape
-    found = torch.full(slot.shape, -1)
-    for rank in range(shards_of(slot.rule, size)):
-        flat_N = shard_of(slot, source, size, rank).reshape(-1)
+    whole, source = numbered(parameter_id)
+    assert whole.shape == parameter_id.shape
+    found = torch.full(parameter_id.shape, -1)
+    for rank in range(shards_of(parameter_id.rule, size)):
+        flat_N = shard_of(parameter_id, source, size, rank).reshape(-1)
         cuts = data.draw(st.lists(st.integers(0, len(flat_N)), max_size=4))
         for begin, end in pairwise([0, *sorted(cuts), len(flat_N)]):
-            for box in boxes(slot, size, rank, begin, end):
+            for box in boxes(parameter_id, size, rank, begin, end):
                 assert begin <= box.begin < box.end <= end
                 where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.shape, strict=True))
                 assert (found[where] == -1).all()
@@ -73,6 +75,8 @@ def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
 @pytest.mark.parametrize("case", FAMILIES)
 def test_names_are_unique_and_those_of_the_stages_are_those_of_the_model(case: str) -> None:
     a = architecture(case)
-    names = [slot.name for slot in stage_slots(a, 0, 1)]
+    names = [parameter_id.name for parameter_id in stage_parameter_ids(a, 0, 1)]
     assert len(set(names)) == len(names)
-    assert [slot.name for stage in range(2) for slot in stage_slots(a, stage, 2)] == names
+    assert [
+        parameter_id.name for stage in range(2) for parameter_id in stage_parameter_ids(a, stage, 2)
+    ] == names

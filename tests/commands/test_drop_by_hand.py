@@ -11,7 +11,7 @@ import pytest
 from megatron_async.checkpoint.manifest import Checkpoint
 from megatron_async.config import build_config
 from megatron_async.errors import UserError
-from megatron_async.launcher.claim import claimed
+from megatron_async.launcher.run_lock import hold_run_lock
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.drop import drop_group_of
 from megatron_async.store.reader import StoreReader
@@ -92,7 +92,7 @@ def test_what_is_not_there_or_dropped_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_run_that_goes_on_is_refused_by_name_of_who_has_it(run: RunDirectory) -> None:
-    with claimed(run, "train"), pytest.raises(UserError, match=r"is in use by .*train"):
+    with hold_run_lock(run, "train"), pytest.raises(UserError, match=r"is in use by .*train"):
         call(run, "--drop", "4")
 
     async def writing() -> None:

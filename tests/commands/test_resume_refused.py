@@ -19,7 +19,7 @@ from megatron_async.commands import train
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.launcher.claim import RunInUse, claimed
+from megatron_async.launcher.run_lock import RunInUse, hold_run_lock
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.data_identity import data_identity
@@ -244,7 +244,7 @@ def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
     before = content(run)
     with pytest.raises(UserError, match="--from-step is 3"):
         train.resume_command(run.path, ["steps=9"], 3)
-    with claimed(run, "another"):
+    with hold_run_lock(run, "another"):
         for dry in (False, True):
             with pytest.raises(RunInUse, match=r"run is in use by process .* \(another, "):
                 train.resume_command(run.path, ["steps=9"], None, dry=dry)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_async.commands.teacher import check_teacher, taught
+from megatron_async.commands.teacher import check_teacher, sample_from_teacher
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.run import SFTConfig
@@ -90,7 +90,7 @@ def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
 ) -> None:
     config = settings(tmp_path)
     directory = RunDirectory(tmp_path)
-    found = taught(config, directory, endpoint.url)
+    found = sample_from_teacher(config, directory, endpoint.url)
     asked = Counter(body["messages"][-1]["content"] for body in endpoint.asked)
     assert asked == {f"{n}+2=": 5 for n in range(8)}
     body = endpoint.asked[0]
@@ -136,11 +136,11 @@ def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
 ) -> None:
     config = settings(tmp_path, least_reward=2.0, samples=1, prompts=2)
     with pytest.raises(UserError, match="the reward accepted none of its answers"):
-        taught(config, RunDirectory(tmp_path), endpoint.url)
+        sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
     assert len(endpoint.asked) == 2
     endpoint.status = 500
     with pytest.raises(ComponentFailure, match=r"the teacher at http.* failed: .*status 500"):
-        taught(config, RunDirectory(tmp_path), endpoint.url)
+        sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -160,7 +160,7 @@ def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) ->
     config = config.model_copy(update={"engines": EngineConfig.model_validate(engines)})
     directory = RunDirectory(tmp_path)
     directory.logs.mkdir()
-    found = taught(config, directory, str(tmp_path / "model"))
+    found = sample_from_teacher(config, directory, str(tmp_path / "model"))
     rows = [json.loads(line) for line in Path(found.sft.data).read_text().splitlines()]
     assert {row["prompt"] for row in rows} == {f"{n}+2" for n in range(8)}
     assert 8 <= len(rows) <= 16 and all(isinstance(row["response"], str) for row in rows)

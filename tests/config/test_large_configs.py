@@ -23,8 +23,8 @@ from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.families import families, read_architecture, rules_of
 from megatron_async.models.layout import check_layout
 from megatron_async.models.shape import shape_from_config, shape_of
-from megatron_async.models.shards import LayerPlace
-from megatron_async.rollout.prompt_lengths import longest_tokens
+from megatron_async.models.shards import LayerPosition
+from megatron_async.rollout.prompt_lengths import max_sequence_tokens
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 from tests.config.headers import printed, simulation, stated
@@ -71,7 +71,7 @@ def count(a: Architecture) -> Count:
     found = {False: 0, True: 0}
     for rule in rules_of(a):
         if rule.exported:
-            times = a.num_layers if rule.place is LayerPlace.LAYER else 1
+            times = a.num_layers if rule.place is LayerPosition.LAYER else 1
             times *= a.experts.num if rule.expert and a.experts else 1
             found[rule.expert] += times * sum(map(prod, rule.shapes))
     return Count(found[False], found[True])
@@ -220,7 +220,7 @@ def test_the_first_llama_of_70b_needs_the_override_that_its_file_names(tmp_path:
     def room(*overrides: str) -> int:
         config = load_config(file, [f"model.path={tmp_path}", *overrides])
         config = derive(config, Machine.of_nodes(GPUS_PER_NODE, 4)).config
-        longest = longest_tokens(config)
+        longest = max_sequence_tokens(config)
         assert longest is not None
         preflight._check_room(config, longest)
         return longest - config.sampling.max_new_tokens
@@ -248,11 +248,11 @@ def test_answers_of_the_whole_context_need_the_yarn_that_the_file_states(tmp_pat
         [f"model.path={tmp_path}", "engines.max_total_tokens=null"],
     )
     new = config.sampling.max_new_tokens
-    assert (longest_tokens(config) or 0) < new, "no prompt fits: the run is refused"
+    assert (max_sequence_tokens(config) or 0) < new, "no prompt fits: the run is refused"
     text = (ROOT / "configs" / "qwen2.5-72b-32k.yaml").read_text()
     [scaling] = re.findall(r'^#   "rope_scaling": (\{.*\})$', text, re.M)
     file.write_text(json.dumps({**raw, "rope_scaling": json.loads(scaling)}))
-    assert longest_tokens(config) == 65536 - 6
+    assert max_sequence_tokens(config) == 65536 - 6
     assert read_architecture(tmp_path).rope.kind == "yarn"
     assert config.trainer.microbatch_tokens > new
 

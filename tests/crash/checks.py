@@ -327,7 +327,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     """
     wrong = []
     # Also those that are to begin anew, which have no opening.
-    plays = any(one.opening for one in _every(evidence))
+    has_episodes = any(one.opening for one in _every(evidence))
     for one in _every(evidence):
         answers = _answers(one)
         after = sum(_after_stop(answer, rules) for answer in answers)
@@ -343,7 +343,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
             )
     for batch in evidence.batches:
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
-            if plays:
+            if has_episodes:
                 continue  # what is trained is what is kept (`wrong_tokens`)
             after = _after_stop(response, rules)
             if after:
@@ -354,7 +354,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     for trajectory_id, requests in evidence.requests.items():
         for request, following in pairwise(requests):
             again = following.start >= request.end
-            if plays:
+            if has_episodes:
                 again = following.start == request.end  # else an observation is between
             if request.noted_end in ("stop", "length") and again:
                 wrong.append(

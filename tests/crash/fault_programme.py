@@ -82,9 +82,9 @@ def is_due_to_a_slow_machine(result: Result) -> bool:
     )
 
 
-def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, plays: bool) -> Result:
+def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, has_episodes: bool) -> Result:
     """A run whose engines are threads' and whose trainer is made up; `plays`: of episodes."""
-    if plays:
+    if has_episodes:
         config = episode_settings(plan.preset, folder)
     else:
         failure = ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
 
     def carry_out(plan: Plan, folder: Path) -> Result:
         if parsed.engine is None:
-            return in_one_process(plan, folder, edges, plays=parsed.episodes)
+            return in_one_process(plan, folder, edges, has_episodes=parsed.episodes)
         return suffer_in_processes(
             plan.preset,
             parsed.engine,

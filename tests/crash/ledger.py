@@ -82,12 +82,12 @@ def note_engines(module: ModuleType) -> None:
 
 def note_batches(module: ModuleType) -> None:
     """Let the trainer note its attaches, batches and drops."""
-    placed_link = module.PlacedLink
+    placed_link = module.RemoteLink
 
     def noting_link(*arguments: Any) -> NotingLink:
         return NotingLink(placed_link(*arguments), Path(os.environ[RUN_VARIABLE]))
 
-    module.PlacedLink = noting_link  # type: ignore[attr-defined]
+    module.RemoteLink = noting_link  # type: ignore[attr-defined]
 
 
 class Account:

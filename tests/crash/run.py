@@ -45,10 +45,10 @@ PARTS_OF_EPISODES: tuple[Target, ...] = ("worker", "manager", "engine", "trainer
 TARGETS: tuple[Target, ...] = (*PARTS, "worker", "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.train_loop.rank",),
-    "manager": ("places.host rollout-manager", "ray::ManagerHost"),
+    "manager": ("process_backends.host rollout-manager", "ray::ManagerHost"),
     "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
     "scorer": ("megatron_async.scoring.process_main", "ray::ScorerWorker"),
-    "worker": ("places.host environments",),
+    "worker": ("process_backends.host environments",),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 _LAUNCHER = "torch.distributed.run"
@@ -217,14 +217,14 @@ class RunUnderFire:
 
     def evidence(self) -> Evidence:
         """What is known of it once it has ended."""
-        decode = answer_decoder(self.config["model"]["path"]) if self.plays else None
+        decode = answer_decoder(self.config["model"]["path"]) if self.has_episodes else None
         remade = sum(kill.target in ("worker", "manager", "tree", "trainer") for kill in self.kills)
         return gather(
             self.directory, self.looks, decode=decode, open_at=self.open_at, lives=1 + remade
         )
 
     @property
-    def plays(self) -> bool:
+    def has_episodes(self) -> bool:
         """Return whether its trajectories are episodes."""
         return bool(self.config.keys() & {"environment", "agent"})
 

@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 from megatron_async.config import RunConfig
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.scoring.interface import Score
-from megatron_async.scoring.work import Work
+from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.workers import ScorerWorker
 from megatron_async.trajectory.types import Prompt
 from tests.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
@@ -56,7 +56,7 @@ class ScorerProcesses:
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         place = await self._idle.get()  # bounded: every score is
-        work = [Work(0, prompt.payload, (text_of(response_ids),))]
+        work = [ScoreJob(0, prompt.payload, (text_of(response_ids),))]
         # A task, which goes on when nobody waits for it any more.
         scoring = asyncio.ensure_future(self._workers[place].score(work))
         scoring.add_done_callback(lambda _: self._idle.put_nowait(place))

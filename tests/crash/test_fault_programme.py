@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import RunningRequest
 from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, RequestKey
@@ -76,10 +76,10 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine generates is stored before its weights have been verified."""
 
-    async def passes(slot: EngineSlot, version: PolicyVersion) -> bool:
+    async def wait_accepted(tracked: TrackedEngine, version: PolicyVersion) -> bool:
         return True
 
-    monkeypatch.setattr(EngineSlot, "passes", passes)
+    monkeypatch.setattr(TrackedEngine, "passes", wait_accepted)
 
 
 def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +144,15 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
 ) -> None:
     """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
-    clock, seen = Clock(), dict[EngineSlot, float]()
+    clock, seen = Clock(), dict[TrackedEngine, float]()
     works = EngineMonitor._works
 
-    async def works_by_the_wall_clock(monitor: EngineMonitor, slot: EngineSlot) -> bool:
+    async def works_by_the_wall_clock(monitor: EngineMonitor, tracked: TrackedEngine) -> bool:
         now = time.monotonic() + clock.ahead
-        if now - seen.setdefault(slot, now) > 60.0:
-            monitor.give_up(slot, f"engine {slot.engine_id} was not seen for a minute")
-        seen[slot] = now
-        return await works(monitor, slot)
+        if now - seen.setdefault(tracked, now) > 60.0:
+            monitor.give_up(tracked, f"engine {tracked.engine_id} was not seen for a minute")
+        seen[tracked] = now
+        return await works(monitor, tracked)
 
     if planted:
         monkeypatch.setattr(EngineMonitor, "_works", works_by_the_wall_clock)

@@ -34,7 +34,7 @@ from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.tiny_model import EOS_ID, VOCAB_SIZE, write_character_tokenizer
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.rollout.fleet import EngineLauncher
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
@@ -109,17 +109,17 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(
         CHUNK_TOKENS,
         config.schedule.max_async_level,
-        EOS_ID if config.plays else STOP_TOKEN,
+        EOS_ID if config.has_episodes else STOP_TOKEN,
         config.sampling.max_new_tokens,
         model_of(config),
         by_version=True,
-        reward_of=None if config.plays else lambda tokens: reward_of(text_of(tokens)),
+        reward_of=None if config.has_episodes else lambda tokens: reward_of(text_of(tokens)),
     )
 
 
 def model_of(config: RunConfig) -> SimulatedEngineModel:
     """What engines generate with weights that are right."""
-    return TEXT_MODEL if config.plays else MODEL
+    return TEXT_MODEL if config.has_episodes else MODEL
 
 
 class NumberedTask:
@@ -211,7 +211,7 @@ class World:
         looking = asyncio.create_task(self._look())
         listening = asyncio.create_task(self._listen())
         scorer: Any = PlainScorer()
-        if self.config.plays:
+        if self.config.has_episodes:
             os.environ[COMMAND_VARIABLE] = str(self._command)  # of the environments' workers
         if self._scorer_processes:
             scorer = ScorerProcesses(self.config, self._command)
@@ -254,10 +254,10 @@ class World:
     async def _life(self, scorer: Any) -> str | None:
         """One process tree's; None when it came to its end, else the sentence that ended it."""
         config = self.config
-        if not config.plays:
+        if not config.has_episodes:
             return await self._lived(scorer, NumberedTask(), None)
-        task = build_task(config.task, config.model.path, config.eval, plays=True)
-        with local_place(self.directory.path / "ledger") as place:
+        task = build_task(config.task, config.model.path, config.eval, has_episodes=True)
+        with local_backend(self.directory.path / "ledger") as place:
             return await self._lived(scorer, task, EnvironmentWorkers(config, place))
 
     async def _lived(
@@ -367,7 +367,7 @@ class World:
             case "environment" if fault.kind == "environment worker dies":
                 self._note(fault)
                 for process in psutil.Process().children():
-                    if "places.host environments" in " ".join(process.cmdline()):
+                    if "process_backends.host environments" in " ".join(process.cmdline()):
                         process.kill()
             case "scorer" | "environment":
                 await self._command_taken()
@@ -506,8 +506,8 @@ async def suffer(
 
 def _account(world: World, result: Result) -> None:
     try:
-        plays = world.config.plays
-        decode = answer_decoder(world.config.model.path) if plays else None
+        has_episodes = world.config.has_episodes
+        decode = answer_decoder(world.config.model.path) if has_episodes else None
         lives = 1 + len(world.injected)  # each may cost a worker its life
         evidence = gather(world.directory, world.looks, decode=decode, lives=lives)
     except ValueError as error:

@@ -21,15 +21,15 @@ def given_back_before_engines_take_it(folder: Path) -> int:
     import torch.distributed as dist
 
     from megatron_async.train_loop.loop import TrainLoop
-    from megatron_async.trainer.offload import Residence
+    from megatron_async.trainer.offload import DeviceContents
     from megatron_async.trajectory.types import PolicyVersion
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found: list[int] = []
 
-    def hold(residence: Any) -> None:
-        if rank == 1 and residence is Residence.NOTHING:
+    def keep_on_device(residence: Any) -> None:
+        if rank == 1 and residence is DeviceContents.NOTHING:
             time.sleep(0.3)  # rank 0 is done long before
             (folder / f"{len(list(folder.iterdir()))}").touch()
 
@@ -47,7 +47,7 @@ def given_back_before_engines_take_it(folder: Path) -> int:
         checkpoints=SimpleNamespace(wait=lambda: None, take_finalised=list),  # type: ignore[arg-type]
         link=link if rank == 0 else None,  # type: ignore[arg-type]
         metrics=None,
-        memory=SimpleNamespace(hold=hold),
+        memory=SimpleNamespace(keep_on_device=keep_on_device),
     )
     assert loop.run()
     dist.destroy_process_group()

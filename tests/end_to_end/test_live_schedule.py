@@ -26,7 +26,7 @@ from megatron_async.models.tiny_model import TinyModel, build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import read_record, replay
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally

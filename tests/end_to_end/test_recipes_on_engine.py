@@ -20,13 +20,13 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing import local
 from megatron_async.testing.local import train_locally
-from megatron_async.trainer.offload import DeviceMemory, Residence
+from megatron_async.trainer.offload import DeviceContents, TrainerOffloader
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -144,9 +144,9 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
 
         monkeypatch.setattr(SGLangClient, name, noted)
 
-    class Emptied(DeviceMemory):
-        def hold(self, residence: Residence) -> None:
-            super().hold(residence)
+    class Emptied(TrainerOffloader):
+        def keep_on_device(self, residence: DeviceContents) -> None:
+            super().keep_on_device(residence)
             calls.append(f"trainer {residence.value}")
 
     monkeypatch.setattr(

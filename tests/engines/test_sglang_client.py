@@ -142,11 +142,11 @@ def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
     engine: EngineUnderTest,
 ) -> None:
     """The longest that is taken, resumed at its last token, is what the settings ask for."""
-    longest = SETTINGS.longest_tokens(2048)
+    longest = SETTINGS.max_sequence_tokens(2048)
     assert longest is not None
 
     async def check(client: SGLangClient) -> list[TokenChunk]:
-        assert client.longest_tokens == longest
+        assert client.max_sequence_tokens == longest
         for prompt, more in ((2048, 1), (longest, 2), (1000, 1049)):
             with pytest.raises(RequestRefused, match="status 400"):
                 await collect(client, make_request("long", [5] * prompt, more))

@@ -15,8 +15,8 @@ import pytest
 from megatron_async.config import RunConfig
 from megatron_async.engines.host import HostedEngines
 from megatron_async.engines.interface import EngineError, TokenChunk
-from megatron_async.places.local import local_place
-from megatron_async.places.place import Place
+from megatron_async.process_backends.backend import ProcessBackend
+from megatron_async.process_backends.local import local_backend
 from tests.engine import SETTINGS, VOCAB, collect, make_request, tokens_of, until_streaming
 from tests.hf_models import save_hf_model
 
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
     (tmp_path / "logs").mkdir()
-    with local_place(tmp_path / "logs") as found:
+    with local_backend(tmp_path / "logs") as found:
         yield found
 
 
@@ -42,14 +42,14 @@ def _server_processes(log_directory: Path) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
-    place: Place, tmp_path: Path
+    backend: ProcessBackend, tmp_path: Path
 ) -> None:
     save_hf_model("qwen3", tmp_path / "model", vocab_size=VOCAB, max_position_embeddings=2048)
     config = RunConfig.model_validate(
         {"model": {"path": str(tmp_path / "model")}, "engines": SETTINGS.model_dump()}
     )
     logs = tmp_path / "logs"
-    launcher = HostedEngines(config, logs, place)
+    launcher = HostedEngines(config, logs, backend)
 
     async def check() -> None:
         assert not await launcher.alive(0)

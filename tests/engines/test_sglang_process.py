@@ -20,7 +20,7 @@ import uvloop
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.host import EngineHost
-from megatron_async.engines.nodes import hold_port
+from megatron_async.engines.nodes import reserve_port
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     SGLangProcess,
@@ -31,7 +31,7 @@ from megatron_async.engines.sglang.process import (
 )
 from megatron_async.engines.sglang.server import KEY_VARIABLE, take_key
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.child_process import LIFELINE_VARIABLE, ChildProcess
+from megatron_async.process_backends.child_process import LIFELINE_VARIABLE, ChildProcess
 from tests.engine import EngineUnderTest
 from tests.listening import documented, listening
 
@@ -39,7 +39,7 @@ RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
 import http.server, subprocess, sys
-from megatron_async.places.child_process import hold_lifeline
+from megatron_async.process_backends.child_process import hold_lifeline
 child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
 hold_lifeline()
@@ -165,7 +165,7 @@ def test_a_server_listens_on_the_port_that_is_held_for_it(new_loop: Any) -> None
         (await asyncio.open_connection("127.0.0.1", port))[1].close()
         server.close()
 
-    with hold_port("127.0.0.1") as held, asyncio.Runner(loop_factory=new_loop) as runner:
+    with reserve_port("127.0.0.1") as held, asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(body(int(held.getsockname()[1])))
 
 

@@ -21,7 +21,7 @@ from megatron_async.engines.sglang import models
 from megatron_async.engines.sglang.hooks import forked
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.models.families import families
-from megatron_async.places.child_process import LIFELINE_VARIABLE
+from megatron_async.process_backends.child_process import LIFELINE_VARIABLE
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.receiver import make_root, remove_roots
 from tests.engine import (
@@ -52,7 +52,7 @@ def test_schedulers_alone_are_forked() -> None:
 def test_a_server_that_is_let_go_does_its_last_act_and_ends(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys, time\n"
-        "from megatron_async.places.child_process import hold_lifeline\n"
+        "from megatron_async.process_backends.child_process import hold_lifeline\n"
         "hold_lifeline(lambda: pathlib.Path(sys.argv[1]).touch())\n"
         "print('holds', flush=True)\n"
         "time.sleep(600)\n"

@@ -19,7 +19,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.engines.simulated.server import engine_model, parameter_names
 from megatron_async.errors import UserError
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, call
 from tests.crash.run import configuration, prepare
@@ -204,9 +204,9 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
         config = config.model_copy(update={"engines": SETTINGS})
         host = EngineHost("e", config, model / "log")
         await host.serve(process.url)
-        placed: Any = Here(host)
+        remote: Any = Here(host)
         there = await SGLangClient.connect("e", process.url, SETTINGS)
-        client = RelayedEngine(there, HostCalls(placed, "e", 10.0), Pace())
+        client = RelayedEngine(there, HostCalls(remote, "e", 10.0), Pace())
         long = asyncio.create_task(collect(client, make_request("long", PROMPT, 1900)))
         answers = await asyncio.gather(
             *(collect(client, make_request(f"r{i}", [*PROMPT, i], 50)) for i in range(8))
@@ -232,14 +232,14 @@ def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) ->
     config = build_config(configuration("copris", "simulated", tmp_path, "run", {}))
 
     async def launched() -> list[str]:
-        launcher = HostedEngines(config, tmp_path, place)
+        launcher = HostedEngines(config, tmp_path, backend)
         launcher.begin()
         clients = [await launcher.launch(index) for index in (0, 1, 0)]
         assert await launcher.alive(0) and await launcher.alive(1)
         await asyncio.gather(launcher.stop(0), launcher.stop(1))
         return [client.engine_id for client in clients]
 
-    with local_place(tmp_path) as place:
+    with local_backend(tmp_path) as backend:
         found = asyncio.run(asyncio.wait_for(launched(), 240))
     assert found == ["engine0", "engine1", "engine0.1"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron_async.environments.agents import AgentProcess, AgentWorker
 from megatron_async.environments.worker import EnvironmentProcess, EnvironmentWorker
-from megatron_async.places.place import PlacedLost, recorded
+from megatron_async.process_backends.backend import RemoteObjectLost, recorded
 
 
-class InsidePlaced:
+class InProcessObject:
     """An object that is made anew at some of its calls, before or after they had their effect.
 
     It dies at every call of which the number is a multiple of one in `before` or `after`.
@@ -37,24 +37,24 @@ class InsidePlaced:
         returned = await call.on(self._object)
         if dies:
             self.die()
-            raise PlacedLost("it died")
+            raise RemoteObjectLost("it died")
         return returned
 
     def end(self) -> None:
         pass
 
 
-class InsidePlace:
+class InProcessBackend:
     """Implements what the product uses of `Place`."""
 
     address, one_machine = "inside:", True
 
     def __init__(self, before: int = 0, after: int = 0) -> None:
         self._dies = (before, after)
-        self.started: list[InsidePlaced] = []
+        self.started: list[InProcessObject] = []
 
-    def start(self, what: type, *arguments: Any, **options: Any) -> InsidePlaced:
+    def start(self, what: type, *arguments: Any, **options: Any) -> InProcessObject:
         within = {EnvironmentProcess: EnvironmentWorker, AgentProcess: AgentWorker}
         what = within.get(what, what)  # the process is the test's
-        self.started.append(InsidePlaced(what, arguments, *self._dies))
+        self.started.append(InProcessObject(what, arguments, *self._dies))
         return self.started[-1]

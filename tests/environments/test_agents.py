@@ -29,11 +29,11 @@ from megatron_async.environments.agents import AgentWorker
 from megatron_async.environments.check import check_environment
 from megatron_async.environments.gateway import Gateway
 from megatron_async.environments.interface import EnvironmentFault
-from megatron_async.environments.worker import Opened, Stepped
+from megatron_async.environments.worker import EpisodeStart, StepResult
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.places.host import new_loops
-from megatron_async.rollout.respond import SharedEngines
+from megatron_async.process_backends.host import new_loops
+from megatron_async.rollout.responses import EnginePool
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Turn
 from tests.environments.templates import template_of
 
@@ -76,9 +76,9 @@ class Played:
     tokens: list[tuple[list[int], list[int]]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    ended: Stepped | None = None
+    ended: StepResult | None = None
 
-    def opened(self, opened: Opened | Stepped, parent: int | None) -> None:
+    def opened(self, opened: EpisodeStart | StepResult, parent: int | None) -> None:
         assert opened.token_ids is not None
         number = len(self.turns)
         self.turns.append(Turn(number, parent, 0, opened.messages, state=opened.state))
@@ -93,7 +93,7 @@ class Played:
         self.turns[-1] = replace(self.turns[-1], end=FinishReason.STOP)
         return ids
 
-    def stepped(self, stepped: Stepped) -> None:
+    def stepped(self, stepped: StepResult) -> None:
         newest = replace(self.turns[-1], answer=stepped.answer, reward=stepped.reward, state=None)
         self.turns[-1] = newest
         for name, count in stepped.counts.items():
@@ -422,11 +422,11 @@ async def test_a_program_that_runs_again_gets_the_stored_answers(
 
 
 async def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
-    found = await worker_of(model, "solve").rehearse(PAYLOAD)
+    found = await worker_of(model, "solve").trial_run(PAYLOAD)
     assert (found.opening, found.text) == (5, "ask?\n")
     assert found.observation == len("\nNo. Try again.\n")
     with pytest.raises(EnvironmentFault, match="no good with"):
-        await worker_of(model, "raises").rehearse(PAYLOAD)
+        await worker_of(model, "raises").trial_run(PAYLOAD)
 
 
 def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str) -> None:
@@ -450,14 +450,14 @@ def test_the_check_before_a_start_names_the_program_once(model: str) -> None:
 
 async def test_the_gateway_command_serves_a_policy_without_training(model: str) -> None:
     config = build_config({"model": {"path": model}, "sampling": {"max_new_tokens": 8}})
-    simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, longest_tokens=100)
+    simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, max_sequence_tokens=100)
     engine = SimulatedEngine("engine", simulated)
     engine.set_weights(PolicyVersion(0, 0))
     gateway = Gateway(config.sampling)
     bound = socket.create_server(("127.0.0.1", 0))
     url = await gateway.start(bound)
     assert url == f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-    key = gateway.open(ServedPolicy(config, model, SharedEngines(lambda: [engine])))
+    key = gateway.open(ServedPolicy(config, model, EnginePool(lambda: [engine])))
     shown = instructions(url, key)
     assert f"OPENAI_BASE_URL={url}" in shown and f"OPENAI_API_KEY={key}" in shown
     policy = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)

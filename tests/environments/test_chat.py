@@ -16,8 +16,8 @@ from megatron_async.environments.chat import (
     ChatCall,
     checked_call,
 )
+from megatron_async.environments.chat_codec import ChatCodec
 from megatron_async.environments.conversation import Conversation
-from megatron_async.environments.texts import ToolTexts
 from tests.environments.byte_tokenizers import (
     byte_level,
     byte_tokenizer,
@@ -195,7 +195,7 @@ def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -
 
 def test_an_answer_made_up_for_a_check_has_log_probs_when_a_program_asks_for_them() -> None:
     tokenizer = byte_tokenizer(byte_level)
-    texts = ToolTexts(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
+    texts = ChatCodec(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
     ids = tokenizer.encode("hello", add_special_tokens=False)
     call = ChatCall(({"role": "user", "content": "?"},), logprobs=True)
     stored = texts.stored(call, ids, (), 3, ended=False)

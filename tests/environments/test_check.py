@@ -19,7 +19,7 @@ from megatron_async.environments.worker import row_of
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.tasks import build_task
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 
 GAMES = Path(__file__).with_name("games.py")
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
@@ -109,10 +109,10 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is an object of this process."""
 
     @contextmanager
-    def place(logs: Path) -> Iterator[InsidePlace]:
-        yield InsidePlace()
+    def backend(logs: Path) -> Iterator[InProcessBackend]:
+        yield InProcessBackend()
 
-    monkeypatch.setattr(check, "local_place", place)
+    monkeypatch.setattr(check, "local_backend", backend)
 
 
 def checked(
@@ -133,7 +133,7 @@ def checked(
             "sampling": {"max_new_tokens": 16},
         }
     )
-    task = build_task(config.task, config.model.path, plays=True)
+    task = build_task(config.task, config.model.path, has_episodes=True)
     return check_environment(config, task.train_prompts(0, 1)[0].payload, longest)
 
 
@@ -189,13 +189,13 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused(
-    own: Path, plays: str, template: str, sentence: str
+    own: Path, has_episodes: str, template: str, sentence: str
 ) -> None:
     tokenizer = write_character_tokenizer(own.parent / "model")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(own.parent / "model")
     with pytest.raises(UserError, match=sentence):
-        if plays == "game":
+        if has_episodes == "game":
             checked(f"{own}:Long", own.parent)
         else:
             model = {"path": str(own.parent / "model")}
@@ -230,7 +230,7 @@ def test_an_environment_gets_the_row_as_it_is(own: Path, prompt: object) -> None
     template = write_character_tokenizer(own.parent / "model")
     template.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template.save_pretrained(own.parent / "model")
-    made = build_task(config.task, str(own.parent / "model"), plays=True)
+    made = build_task(config.task, str(own.parent / "model"), has_episodes=True)
     assert row_of(made.train_prompts(0, 1)[0].payload) == row
 
 

@@ -17,9 +17,9 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.environments.interface import EnvironmentFault
-from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
+from megatron_async.environments.workers import EnvironmentWorkers, EpisodeSessions
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.places.local import LocalPlace, local_place
+from megatron_async.process_backends.local import LocalBackend, local_backend
 from megatron_async.trajectory.types import Turn
 
 VILLAIN = str(Path(__file__).with_name("villain.py"))
@@ -30,8 +30,8 @@ SECONDS = 300.0
 class Workers:
     """One process of villains, and the tools of who watches it."""
 
-    def __init__(self, folder: Path, place: LocalPlace) -> None:
-        self.folder, self.place = folder, place
+    def __init__(self, folder: Path, backend: LocalBackend) -> None:
+        self.folder, self.backend = folder, backend
         settings: Mapping[str, Any] = {
             "model": {"path": str(folder)},
             "task": {"kind": "seeds"},
@@ -41,7 +41,7 @@ class Workers:
             },
             "episode": {"step_seconds": 1.0, "threads": THREADS, "memory_mib": 1024},
         }
-        self.workers = EnvironmentWorkers(build_config(merge({}, settings)), place)
+        self.workers = EnvironmentWorkers(build_config(merge({}, settings)), backend)
 
     def process(self) -> psutil.Process:
         """The worker; waits for one that is being started."""
@@ -58,8 +58,8 @@ class Workers:
 def villains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     folder = tmp_path_factory.mktemp("villains")
     write_character_tokenizer(folder)
-    with local_place(folder) as place:
-        yield Workers(folder, place)
+    with local_backend(folder) as backend:
+        yield Workers(folder, backend)
 
 
 def payload(how: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Player:
     """Plays episodes, as a run does, with made-up answers."""
 
     def __init__(self, villains: Workers) -> None:
-        self.held = HeldEpisodes(villains.workers)
+        self.held = EpisodeSessions(villains.workers)
 
     async def play(self, number: int, how: str, kill: int | None = None) -> list[Turn]:
         """Play an episode to its end; `kill`: a process that dies after its first turn."""

@@ -15,8 +15,8 @@ import pytest
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from megatron_async.environments.environment_runner import EnvironmentRunner, Threads
 from megatron_async.environments.interface import ToolCall
-from megatron_async.environments.player import Player, Threads
 from megatron_async.environments.tools import bound, described, tool_message, tools_of
 from megatron_async.errors import UserError
 
@@ -417,8 +417,8 @@ async def test_tool_error_reaches_the_policy_when_it_is_a_stop_iteration(
 ) -> None:
     tools = type("Tools", (), {"reset": lambda self, **row: None, "draw": member})
     threads = Threads(1)
-    player = Player(tools, "own.py:Tools", threads, 5.0)
-    await player.reset({}, PROMPT)
-    reply = await asyncio.wait_for(player._tool(ToolCall("draw"), 5.0), 10)
+    runner = EnvironmentRunner(tools, "own.py:Tools", threads, 5.0)
+    await runner.reset({}, PROMPT)
+    reply = await asyncio.wait_for(runner._tool(ToolCall("draw"), 5.0), 10)
     threads.close()
     assert reply["content"] == content

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.environments.interface import EnvironmentFault
-from megatron_async.environments.worker import EpisodeUnknown, Opened, Stepped
-from megatron_async.environments.workers import EnvironmentWorkers, HeldEpisodes
-from megatron_async.places.place import PlacedLost, recorded
+from megatron_async.environments.worker import EpisodeStart, EpisodeUnknown, StepResult
+from megatron_async.environments.workers import EnvironmentWorkers, EpisodeSessions
+from megatron_async.process_backends.backend import RemoteObjectLost, recorded
 from megatron_async.trajectory.types import Turn
 
-OPENED = Opened(({"role": "user", "content": "Begin."},), np.zeros(1, np.int32), None)
+OPENED = EpisodeStart(({"role": "user", "content": "Begin."},), np.zeros(1, np.int32), None)
 KILLERS = range(0, 40, 4)
 EPISODES = 40
 SECONDS = 60
@@ -41,27 +41,27 @@ class Mortal:
             await asyncio.sleep(self.waits / 2)
             self.held, self.dying = set(), asyncio.Event()
             life.set()
-            raise PlacedLost("it died")
+            raise RemoteObjectLost("it died")
         waiting = asyncio.create_task(life.wait())
         done, _ = await asyncio.wait([waiting], timeout=self.waits)
         if done:
-            raise PlacedLost("it died")
+            raise RemoteObjectLost("it died")
         waiting.cancel()
         if method in ("begin", "restore"):
             self.held.add(key)
         if method == "forget":
             self.held.discard(key)
             self.forgotten.append(key)
-        return {"begin": OPENED, "step": Stepped({}, 1.0, ended="stop")}.get(method)
+        return {"begin": OPENED, "step": StepResult({}, 1.0, ended="stop")}.get(method)
 
 
-class MortalPlace:
+class MortalBackend:
     def start(self, *arguments: Any, **options: Any) -> Mortal:
         self.worker = Mortal()
         return self.worker
 
 
-async def played(held: HeldEpisodes, number: int) -> Stepped:
+async def played(held: EpisodeSessions, number: int) -> StepResult:
     opened = await held.begin(number, {})
     return await held.step(
         number, {}, [Turn(0, None, 0, opened.messages)], [1], room=10, last=False
@@ -69,7 +69,7 @@ async def played(held: HeldEpisodes, number: int) -> Stepped:
 
 
 async def test_no_number_of_killers_costs_another_episode() -> None:
-    held = HeldEpisodes(EnvironmentWorkers(build_config({}), MortalPlace()))  # type: ignore[arg-type]
+    held = EpisodeSessions(EnvironmentWorkers(build_config({}), MortalBackend()))  # type: ignore[arg-type]
     found = await asyncio.gather(
         *(played(held, number) for number in range(EPISODES)), return_exceptions=True
     )
@@ -78,17 +78,17 @@ async def test_no_number_of_killers_costs_another_episode() -> None:
             assert isinstance(outcome, EnvironmentFault)
             assert "its worker died 3 times: it died" in str(outcome)
         else:
-            assert isinstance(outcome, Stepped), outcome
+            assert isinstance(outcome, StepResult), outcome
     assert held.counts["workers_lost"] >= 3 * len(KILLERS)
 
 
 @pytest.mark.parametrize("method", ["begin", "step"])
 async def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None:
     """Dropped and restarted trajectories cancel their calls; nothing may stay behind."""
-    place = MortalPlace()
-    held = HeldEpisodes(EnvironmentWorkers(build_config({}), place))  # type: ignore[arg-type]
+    backend = MortalBackend()
+    held = EpisodeSessions(EnvironmentWorkers(build_config({}), backend))  # type: ignore[arg-type]
     opened = await held.begin(1, {}) if method == "step" else OPENED
-    place.worker.waits = 3600
+    backend.worker.waits = 3600
     turns = [Turn(0, None, 0, opened.messages)]
     asking = {
         "begin": lambda: held.begin(1, {}),
@@ -97,7 +97,7 @@ async def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None
     call = asyncio.create_task(asking[method]())
     await asyncio.sleep(0.01)
     call.cancel()
-    place.worker.waits = 0.001
+    backend.worker.waits = 0.001
     await held.forget(1)
-    assert [key.split(".")[1] for key in place.worker.forgotten] == ["1"]
-    assert not place.worker.held
+    assert [key.split(".")[1] for key in backend.worker.forgotten] == ["1"]
+    assert not backend.worker.held

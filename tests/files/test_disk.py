@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from megatron_async.files.disk import (
     CannotWrite,
-    LineFile,
+    JsonLinesFile,
     check_room,
     disk_failure,
     json_lines,
-    naming_disk_errors,
     reason,
+    translating_disk_errors,
     whole_lines_end,
     writing,
 )
@@ -58,10 +58,10 @@ def test_what_is_no_matter_of_the_disk_stays_as_it_is() -> None:
 
 
 def test_an_error_that_got_out_without_a_path_is_a_sentence_all_the_same() -> None:
-    with pytest.raises(CannotWrite) as failure, naming_disk_errors():
+    with pytest.raises(CannotWrite) as failure, translating_disk_errors():
         raise raised(errno.ENOSPC)
     assert str(failure.value).startswith("a file cannot be used: No space left on device; free")
-    with pytest.raises(CannotWrite) as failure, naming_disk_errors():
+    with pytest.raises(CannotWrite) as failure, translating_disk_errors():
         raise raised(errno.EACCES, "/a/b")
     assert str(failure.value).startswith("/a/b cannot be used: Permission denied; give")
 
@@ -101,7 +101,7 @@ class TestLineFile:
 
     def test_a_full_disk_never_leaves_a_part_of_a_line(self, disk: SmallDisk) -> None:
         path = disk.path / "a.jsonl"
-        lines = LineFile(path)
+        lines = JsonLinesFile(path)
         disk.fill(leave=5 * 4096)
         written = 0
         with pytest.raises(CannotWrite, match=f"^{path} cannot be written: No space left"):
@@ -116,7 +116,7 @@ class TestLineFile:
             lines.write(self.LINE)  # what is missing between may be anything
         lines.close()
         lines.close()
-        again = LineFile(path)
+        again = JsonLinesFile(path)
         again.write(self.LINE)
         again.close()
         assert path.read_text() == (written + 1) * self.LINE
@@ -126,7 +126,7 @@ class TestLineFile:
         self, tmp_path: Path, replaced: bool
     ) -> None:
         path = tmp_path / "a.jsonl"
-        lines = LineFile(path)
+        lines = JsonLinesFile(path)
         lines.write('{"a": 1}\n')
         lines.flush()
         path.unlink()
@@ -138,7 +138,7 @@ class TestLineFile:
         assert path.read_text() == '{"a": 0}\n' * replaced + '{"a": 2}\n'
 
     def test_what_gathers_is_written_together(self, tmp_path: Path) -> None:
-        lines = LineFile(tmp_path / "a.jsonl", new=True)
+        lines = JsonLinesFile(tmp_path / "a.jsonl", new=True)
         lines.write(self.LINE)
         assert (tmp_path / "a.jsonl").read_text() == ""
         for _ in range(99):
@@ -147,7 +147,7 @@ class TestLineFile:
         lines.close()
         assert (tmp_path / "a.jsonl").read_text() == 100 * self.LINE
         with pytest.raises(CannotWrite, match="File exists"):
-            LineFile(tmp_path / "a.jsonl", new=True)
+            JsonLinesFile(tmp_path / "a.jsonl", new=True)
 
     @pytest.mark.parametrize(
         ("before", "after"),
@@ -168,7 +168,7 @@ class TestLineFile:
         path = tmp_path / "a.jsonl"
         path.write_text(before)
         assert whole_lines_end(path) == before.rfind("\n") + 1
-        lines = LineFile(path)
+        lines = JsonLinesFile(path)
         assert path.read_text() == after
         lines.write('{"a": 3}\n')
         lines.close()

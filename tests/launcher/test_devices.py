@@ -24,7 +24,7 @@ from megatron_async.launcher.devices import (
     split_of_this_machine,
 )
 from megatron_async.models.tiny_model import build_tiny_model
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 EIGHT = [str(index) for index in range(8)]
@@ -202,14 +202,14 @@ class Host:
         return ",".join(gpus_of(self._shared_index, self._tensor, visible))
 
 
-def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
+def remote(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
     """The GPUs that each of so many engines sees, all there at once."""
     settings = config.engines.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"engines": settings})
-    with local_place(folder, gpus=",".join(GPUS)) as place:
-        launcher = HostedEngines(config, folder, place, Host)  # type: ignore[arg-type]
+    with local_backend(folder, gpus=",".join(GPUS)) as backend:
+        launcher = HostedEngines(config, folder, backend, Host)  # type: ignore[arg-type]
         hosts = [launcher._start_host(index, f"engine{index}") for index in range(engines)]
-        seen = [host.ask(lambda one: one.start(), limit=120) for host in hosts]
+        seen = [host.call_blocking(lambda one: one.start(), limit=120) for host in hosts]
     return [gpus.split(",") for gpus in seen]
 
 
@@ -218,7 +218,7 @@ def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
 def test_engines_of_a_node_share_no_gpu(placement: str, tmp_path: Path) -> None:
     config = settings(8, 3, tensor=2, transport="tensor", placement=placement)
-    seen = placed(config, 3, tmp_path)
+    seen = remote(config, 3, tmp_path)
     assert [len(gpus) for gpus in seen] == [2, 2, 2]
     every = [gpu for gpus in seen for gpu in gpus]
     assert len(set(every)) == len(every) and set(every) <= set(GPUS)

@@ -14,7 +14,7 @@ import pytest
 from megatron_async.files.disk import json_lines
 from megatron_async.telemetry.metrics import read_metrics
 from tests.crash.run import RunFailed, RunUnderFire, configuration, prepare
-from tests.places.test_child_process import wait_for
+from tests.process_backends.test_child_process import wait_for
 
 KILLS = 3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]

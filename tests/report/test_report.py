@@ -20,9 +20,9 @@ from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
     PANELS,
     accuracy,
-    endings,
+    episode_endings,
     evaluation_reward,
-    happenings,
+    event_timeline,
     importance_weights,
 )
 from megatron_async.run_directory import RunDirectory
@@ -248,7 +248,7 @@ def test_best_worst_and_a_random_episode_are_shown_turn_by_turn(played: Path) ->
 
 def test_a_run_of_episodes_shows_turns_tool_times_and_where_they_ended(played: Path) -> None:
     read = read_run(played)
-    figure = endings(read)
+    figure = episode_endings(read)
     assert figure is not None
     drawn_ = {trace.name: (tuple(trace.x), tuple(trace.y)) for trace in figure.data}
     assert drawn_ == {
@@ -342,7 +342,7 @@ def test_a_run_without_any_step_has_a_page_too(tmp_path: Path) -> None:
 
 
 def test_resumes_and_warnings_have_rows_of_their_own_and_no_label_on_another(run: Path) -> None:
-    figure = happenings(read_run(run))
+    figure = event_timeline(read_run(run))
     (points,) = figure.data
     assert points.y == ("engine_failed", "engine_failed", "resume")
     assert points.text[2] == "lineage 1 from step 3" and min(points.x) >= 0

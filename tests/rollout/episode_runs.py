@@ -17,13 +17,13 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import write_character_tokenizer
-from megatron_async.places.host import new_loops
+from megatron_async.process_backends.host import new_loops
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scoring.interface import NoScorers
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory, Turn
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 from tests.rollout.stand_ins import trajectories_in
 
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
@@ -54,22 +54,26 @@ class Run:
     """A manager over simulated engines and environments, and its trainer."""
 
     def __init__(
-        self, folder: Path, config: RunConfig, engines: int = 2, place: InsidePlace | None = None
+        self,
+        folder: Path,
+        config: RunConfig,
+        engines: int = 2,
+        backend: InProcessBackend | None = None,
     ) -> None:
         self.folder, self.config = folder, config
-        place = place or InsidePlace()
+        backend = backend or InProcessBackend()
         model = SimulatedEngineModel(
-            mean_length=6, step_seconds=0.01, stream_interval=2, longest_tokens=600
+            mean_length=6, step_seconds=0.01, stream_interval=2, max_sequence_tokens=600
         )
         self.engines = [Noting(f"engine{i}", model) for i in range(engines)]
         self.manager = RolloutManager(
             config,
-            task=build_task(config.task, config.model.path, config.eval, plays=True),
+            task=build_task(config.task, config.model.path, config.eval, has_episodes=True),
             scorers=NoScorers(),
             launcher=self,
             store_file=folder / "store.sqlite",
             events_directory=folder / "events",
-            environments=EnvironmentWorkers(config, place),  # type: ignore[arg-type]
+            environments=EnvironmentWorkers(config, backend),  # type: ignore[arg-type]
         )
         self.lineage = 0
 

@@ -13,7 +13,7 @@ from megatron_async.errors import UserError
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import Trajectory
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 from tests.rollout.episode_runs import (
     LOOPS,
     SECONDS,
@@ -63,7 +63,7 @@ async def test_a_worker_that_dies_costs_no_episode(
     log = tmp_path / "answers"
     agent = {"arguments": {"log": str(log)}}
     config = with_agent(tokenizer, tmp_path / "rows.jsonl", program, agent=agent)
-    one = Run(tmp_path, config, place=InsidePlace(before=53, after=71))
+    one = Run(tmp_path, config, backend=InProcessBackend(before=53, after=71))
     batches: list[TokenBatch] = []
     await one.begin(ResumePoint(0))
     batches.extend(await one.train(range(8)))
@@ -93,8 +93,8 @@ def assert_log_agrees(log: Path, episodes: dict[int, Trajectory]) -> None:
         e.prompt.payload["question"] for e in episodes.values() if e.state not in ("batched",)
     }
     for line in log.read_text().splitlines():
-        prompt, place, text = json.loads(line)
-        assert (prompt, place, text) in stored or prompt in unfinished
+        prompt, backend, text = json.loads(line)
+        assert (prompt, backend, text) in stored or prompt in unfinished
 
 
 async def test_a_first_call_that_no_engine_takes_is_refused_to_the_program(

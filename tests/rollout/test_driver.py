@@ -281,9 +281,9 @@ async def test_what_has_ended_early_is_reported_before_its_engine_is_lost(tmp_pa
     await manager.start()
     await manager.attach(ResumePoint(0))
     driver = manager._driver
-    engine_id = next(iter(driver._slots))
-    driver._slots[engine_id].up = True
-    driver._step = lambda event: seen.append((event, engine_id in driver._slots))  # type: ignore[method-assign]
+    engine_id = next(iter(driver._tracked_engines))
+    driver._tracked_engines[engine_id].up = True
+    driver._step = lambda event: seen.append((event, engine_id in driver._tracked_engines))  # type: ignore[method-assign]
     driver._feed(ev.Aborted(1))
     driver.engine_failed(engine_id, "a test")
     await manager.stop()

@@ -24,7 +24,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import Trajectory
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 from tests.environments.templates import family_tokenizer
 from tests.rollout.episode_runs import (
     LOOPS,
@@ -84,7 +84,7 @@ def family_folder(folder: Path, family: str, tool: str = "") -> Path:
 async def played(folder: Path, config: RunConfig, batches: int) -> tuple[Run, list[TokenBatch]]:
     """A run on engines of which some requests break off, and workers of environments that die."""
     tokenizer = load_tokenizer(config.model.path)
-    one = Run(folder, config, place=InsidePlace(before=211, after=307))
+    one = Run(folder, config, backend=InProcessBackend(before=211, after=307))
     engine_model = SimulatedEngineModel(
         vocab_size=len(tokenizer), mean_length=6, step_seconds=0.001, stream_interval=2
     )

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model, write_character_tokenizer
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.rollout import probe
 from megatron_async.rollout.episodes import PLAYED
 from megatron_async.rollout.manager import ResumePoint
@@ -22,7 +22,7 @@ from megatron_async.store import buffers
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Trajectory
 from tests.environments.games import rows_of
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 from tests.environments.villain import BY_SEED
 from tests.rollout.episode_runs import (
     LOOPS,
@@ -213,7 +213,7 @@ async def test_a_worker_that_dies_costs_no_episode(
     config = configured(
         tokenizer, game=game, environment={"arguments": {"turns": 6, "log": str(log)}}
     )
-    one = Run(tmp_path, config, place=InsidePlace(before=37, after=53))
+    one = Run(tmp_path, config, backend=InProcessBackend(before=37, after=53))
     await one.begin(ResumePoint(0))
     batches = await one.train(range(6))
     counts = one.manager._driver.statistics.counts.episodes
@@ -343,13 +343,13 @@ async def test_an_environment_that_cannot_be_restored_ends_no_run(
         environment={"arguments": {"turns": 2}},
         schedule=schedule,
     )
-    place = InsidePlace()
-    one = Run(tmp_path, config, place=place)
+    backend = InProcessBackend()
+    one = Run(tmp_path, config, backend=backend)
     await one.begin(ResumePoint(0))
-    (placed,) = place.started
-    while placed.calls.count("begin") < 80:
+    (remote,) = backend.started
+    while remote.calls.count("begin") < 80:
         await asyncio.sleep(0.001)
-    placed.die()
+    remote.die()
     await one.train(range(2))
     assert one.manager._driver.statistics.counts.episodes["replay_differs"] > 64
     await one.manager.stop()
@@ -418,7 +418,7 @@ async def test_an_environment_that_cannot_be_restored_begins_anew(
     config = configured(
         tokenizer, game=game, environment={"arguments": {"turns": 6}}, schedule=schedule
     )
-    one = Run(tmp_path, config, place=InsidePlace(before=53))
+    one = Run(tmp_path, config, backend=InProcessBackend(before=53))
     await one.begin(ResumePoint(0))
     await one.train(range(3))
     statistics = one.manager._driver.statistics
@@ -460,8 +460,8 @@ async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
     schedule = {"max_regenerations": 0, "concurrency": 12}
     changes = {"environment": environment, "episode": episode, "schedule": schedule, "task": task}
     config = configured(tmp_path, **changes)
-    with local_place(tmp_path) as place:
-        one = Run(tmp_path, config, place=place)  # type: ignore[arg-type]
+    with local_backend(tmp_path) as backend:
+        one = Run(tmp_path, config, backend=backend)  # type: ignore[arg-type]
         await one.begin(ResumePoint(0))
         statistics = one.manager._driver.statistics
         for step in range(MOST_STEPS):

@@ -19,25 +19,25 @@ from megatron_async.config.environment import EpisodeConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.environments.worker import Opened, Stepped
+from megatron_async.environments.worker import EpisodeStart, StepResult
 from megatron_async.environments.workers import EnvironmentWorkers
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.rollout.episodes import play
 from megatron_async.rollout.evaluate import (
-    Answered,
     Estimate,
+    EvalResponse,
     Evaluation,
     Evaluator,
     estimates,
     majority_is_right,
     pass_at_k,
 )
-from megatron_async.rollout.respond import SharedEngines, Wanted
+from megatron_async.rollout.responses import EnginePool, ResponseSpec
 from megatron_async.rollout.scoring import conversation_of
 from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.tasks import build_task
 from megatron_async.trajectory.types import PolicyVersion, Prompt, RequestKey
-from tests.environments.inside import InsidePlace
+from tests.environments.inside import InProcessBackend
 from tests.rollout.episode_runs import configured
 from tests.rollout.stand_ins import Fixed
 
@@ -76,8 +76,8 @@ def test_an_estimate_lies_in_its_interval(values: list[float]) -> None:
     assert 0 <= found.low <= found.value + 1e-9 and found.value - 1e-9 <= found.high <= 1
 
 
-def answered(*texts: str, right: str) -> list[Answered]:
-    return [Answered(text, float(text == right), {}, len(text), False) for text in texts]
+def answered(*texts: str, right: str) -> list[EvalResponse]:
+    return [EvalResponse(text, float(text == right), {}, len(text), False) for text in texts]
 
 
 def test_several_responses_give_pass_and_majority() -> None:
@@ -124,8 +124,8 @@ class Sets(Fixed):
         return float(response_ids[0] % 2), {"part": 0.5}
 
 
-def alone(engine: Echo) -> SharedEngines:
-    return SharedEngines(lambda: [engine])  # type: ignore[list-item]
+def alone(engine: Echo) -> EnginePool:
+    return EnginePool(lambda: [engine])  # type: ignore[list-item]
 
 
 def evaluated(**settings: Any) -> tuple[Evaluation, Echo]:
@@ -192,7 +192,7 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
         async def score_group(
             self, prompt: Prompt, responses: Sequence[Sequence[int]]
         ) -> list[tuple[float | None, dict[str, float]]]:
-            return [(float(place == 0), {}) for place in range(len(responses))]
+            return [(float(backend == 0), {}) for backend in range(len(responses))]
 
     settings_ = {"eval": {"prompts": 3, "samples": 4}, "reward": {"name": "exact", "group": True}}
     config = RunConfig.model_validate(settings_)
@@ -205,24 +205,26 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
 class Abandons:
     """A program of two calls: when it ends, it has never got the answer of the second."""
 
-    async def begin(self, number: int, payload: Mapping[str, Any], room: int | None) -> Opened:
-        return Opened(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
+    async def begin(
+        self, number: int, payload: Mapping[str, Any], room: int | None
+    ) -> EpisodeStart:
+        return EpisodeStart(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
 
-    async def step(self, *of_episode: Any, **given: Any) -> Stepped:
+    async def step(self, *of_episode: Any, **given: Any) -> StepResult:
         turn = of_episode[2][-1].number
         answer = {"text": str(turn), "truncated": False}
         if turn:
-            return Stepped(answer, 1.0, ended="stop", left=(1,))
+            return StepResult(answer, 1.0, ended="stop", left=(1,))
         messages = ({"role": "user", "content": "b"},)
-        return Stepped(answer, 0.0, messages, np.array([8], np.int32))
+        return StepResult(answer, 0.0, messages, np.array([8], np.int32))
 
     async def forget(self, number: int) -> None:
         return None
 
 
 def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either() -> None:
-    wanted = Wanted(SamplingConfig(), 2, (1,))
-    engines = SharedEngines(lambda: [Echo()])  # type: ignore[list-item]
+    wanted = ResponseSpec(SamplingConfig(), 2, (1,))
+    engines = EnginePool(lambda: [Echo()])  # type: ignore[list-item]
     found = asyncio.run(
         play(Abandons(), 0, {}, wanted, "e", engines, EpisodeConfig(), None)  # type: ignore[arg-type]
     )
@@ -265,7 +267,7 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     engine, task = Asked(), Fixed()
     config = RunConfig.model_validate({"eval": {"prompts": 12}})
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    engines = SharedEngines(lambda: [engine])  # type: ignore[list-item]
+    engines = EnginePool(lambda: [engine])  # type: ignore[list-item]
     work = evaluator.evaluate(engines, PolicyVersion(0, 0))
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
@@ -297,16 +299,16 @@ def test_samples_of_an_evaluation_are_conversations_that_the_reward_has_read(
         reward={"name": name, "group": group, "label": "whole"},
         eval={"prompts": 3, "samples": 2, "save_samples": 3, "temperature": 1.0},
     )
-    model = SimulatedEngineModel(mean_length=6, step_seconds=0.001, longest_tokens=600)
+    model = SimulatedEngineModel(mean_length=6, step_seconds=0.001, max_sequence_tokens=600)
 
     async def evaluated() -> Evaluation:
         engine = SimulatedEngine("engine", model)
         engine.set_weights(PolicyVersion(0, 3))
-        task = build_task(config.task, config.model.path, config.eval, plays=True)
-        workers = EnvironmentWorkers(config, InsidePlace())  # type: ignore[arg-type]
+        task = build_task(config.task, config.model.path, config.eval, has_episodes=True)
+        workers = EnvironmentWorkers(config, InProcessBackend())  # type: ignore[arg-type]
         with closing(LocalScorerPool(config.scorers, config.model.path)) as pool:
             evaluator = Evaluator(config, task, pool, workers)
-            return await evaluator.evaluate(SharedEngines(lambda: [engine]), PolicyVersion(0, 3))
+            return await evaluator.evaluate(EnginePool(lambda: [engine]), PolicyVersion(0, 3))
 
     found = asyncio.run(asyncio.wait_for(evaluated(), 120))
     samples = found.samples()

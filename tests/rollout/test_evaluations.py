@@ -217,7 +217,7 @@ async def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
 async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_async.rollout.respond._END_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_async.rollout.responses._END_SECONDS", 0.1)
 
     class Deaf(Watched):
         async def abort(self, request_ids: Any) -> None:

@@ -24,12 +24,12 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 from megatron_async.engines.simulated.engine import SimulatedEngine
-from megatron_async.rollout.background import Background
-from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.evidence import PromptEvidence
+from megatron_async.rollout.background import BackgroundTasks
+from megatron_async.rollout.engine_health import PromptFailures
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.scheduler import events as ev
 from megatron_async.store import buffers
 from megatron_async.store.store import TrajectoryStore
@@ -83,11 +83,11 @@ class Scripted:
         return None
 
 
-def verified_slot(engine: Any, clock: Callable[[], float] = time.monotonic) -> EngineSlot:
+def verified_slot(engine: Any, clock: Callable[[], float] = time.monotonic) -> TrackedEngine:
     """Of an engine that serves version `V0`."""
-    slot = EngineSlot(engine, clock)
-    slot._accepted[V0] = None
-    return slot
+    tracked = TrackedEngine(engine, clock)
+    tracked._accepted[V0] = None
+    return tracked
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Bench:
 
     store: TrajectoryStore
     generation: Generation
-    slot: EngineSlot
+    tracked: TrackedEngine
     events: list[ev.Event]
     trajectory_id: int
     statistics: RolloutStatistics
@@ -117,33 +117,33 @@ class Bench:
         class Seen:
             """Admission and monitor: what is reported to them; the engine answers."""
 
-            evidence = PromptEvidence()
+            health = PromptFailures()
 
             def refused(self, _id: int, _group: int, why: str) -> None:
                 refused.append(why)
 
-            def give_up(self, _slot: EngineSlot, why: str) -> None:
+            def give_up(self, _tracked: TrackedEngine, why: str) -> None:
                 given_up.append(why)
 
-            async def suspect(self, _slot: EngineSlot, why: str) -> None:
+            async def suspect(self, _tracked: TrackedEngine, why: str) -> None:
                 suspected.append(why)
 
         seen: Any = Seen()
-        background = Background(lambda: "a test")
+        background = BackgroundTasks(lambda: "a test")
         generation = Generation(
             config, store, statistics, (STOP,), seen, seen, background, events.append
         )
         engine = Scripted(list(script))
-        slot = verified_slot(engine)
+        tracked = verified_slot(engine)
         trajectory_id = group.trajectories[0].trajectory_id
         return cls(
-            store, generation, slot, events, trajectory_id, statistics, engine,
+            store, generation, tracked, events, trajectory_id, statistics, engine,
             suspected, given_up, refused,
         )  # fmt: skip
 
     async def one_request(self) -> Trajectory:
         """Run it to its end; what is kept then."""
-        self.generation.submit(self.trajectory_id, self.slot)
+        self.generation.submit(self.trajectory_id, self.tracked)
         await asyncio.sleep(0)  # it begins
         (request,) = self.generation._requests.values()
         assert request.task is not None
@@ -243,7 +243,7 @@ async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_
 
     async def lost_and_restarted_meanwhile() -> int:
         monkeypatch.undo()
-        bench.generation.forget_engine(bench.slot, failed=True)
+        bench.generation.detach_engine(bench.tracked, failed=True)
         bench.store.restart(bench.trajectory_id)
         bench.store.begin_request(bench.trajectory_id)
         return await committed()
@@ -251,7 +251,7 @@ async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_
     monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
     kept = await bench.one_request()
     assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
-    assert bench.slot.evidence.failed_prompts == set()
+    assert bench.tracked.health.failed_prompts == set()
     await bench.store.close()
 
 
@@ -301,10 +301,10 @@ async def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
 
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
     bench = Bench.of(tmp_path, config_of())
-    bench.slot = verified_slot(Slow([]))
-    bench.generation.submit(bench.trajectory_id, bench.slot)
+    bench.tracked = verified_slot(Slow([]))
+    bench.generation.submit(bench.trajectory_id, bench.tracked)
     await asyncio.sleep(0)
-    await bench.generation.abort(bench.generation.mark_unwanted())
+    await bench.generation.abort(bench.generation.mark_for_abort())
     assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
     assert bench.given_up == [] and bench.statistics.warnings == {}
     await bench.store.close()
@@ -319,9 +319,9 @@ async def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_fi
     committed = bench.store.sync
 
     async def lost_meanwhile() -> int:
-        if bench.slot.evidence.requests:
+        if bench.tracked.health.requests:
             monkeypatch.undo()
-            bench.generation.forget_engine(bench.slot, failed=True)
+            bench.generation.detach_engine(bench.tracked, failed=True)
         return await committed()
 
     monkeypatch.setattr(bench.store, "sync", lost_meanwhile)
@@ -338,7 +338,7 @@ async def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path
     assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
     assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
     assert bench.refused == ["too long"]
-    assert bench.suspected == bench.given_up == [] and bench.slot.evidence.failed_prompts == set()
+    assert bench.suspected == bench.given_up == [] and bench.tracked.health.failed_prompts == set()
     await bench.store.close()
 
 
@@ -363,7 +363,7 @@ async def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_
     for prompts in range(1, 4):
         assert bench.given_up == []
         await bench.one_request()
-        assert len(bench.slot.evidence.failed_prompts) == prompts
+        assert len(bench.tracked.health.failed_prompts) == prompts
         group = bench.store.add_group(Prompt(np.array([5, prompts], np.int32), "fixed"), 1)
         bench.trajectory_id = group.trajectories[0].trajectory_id
     [why] = bench.given_up
@@ -385,28 +385,28 @@ class Quiet(Scripted):
         self.aborts += 1
 
 
-async def quiet(bench: Bench) -> EngineSlot:
+async def quiet(bench: Bench) -> TrackedEngine:
     """A request that has generated (7) on a `Quiet` engine with a clock in `bench.now`."""
-    slot = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
-    slot.evidence.queue(0, 0.0)
-    bench.generation.submit(bench.trajectory_id, slot)
+    tracked = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
+    tracked.health.queue(0, 0.0)
+    bench.generation.submit(bench.trajectory_id, tracked)
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
-    while slot.evidence.request_clock(2.0) == slot.evidence.request_clock(1.0):
+    while tracked.health.request_clock(2.0) == tracked.health.request_clock(1.0):
         await asyncio.sleep(0)  # its clock stands still until the token is stored
-    return slot
+    return tracked
 
 
 async def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> None:
     bench = Bench.of(tmp_path, config_of())
-    slot = await quiet(bench)
-    slot.evidence.hold("pause", 100.0)
-    slot.evidence.release("pause", 900.0)
+    tracked = await quiet(bench)
+    tracked.health.suspend("pause", 100.0)
+    tracked.health.release("pause", 900.0)
     bench.now = 1399.0
-    bench.generation.end_silent(slot, 600.0)
+    bench.generation.end_silent(tracked, 600.0)
     assert bench.outcomes == []
     bench.now = 1401.0
-    bench.generation.end_silent(slot, 600.0)
+    bench.generation.end_silent(tracked, 600.0)
     assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
     assert (
         "no token came from engine scripted for 600 s"
@@ -421,12 +421,12 @@ async def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
     bench = Bench.of(tmp_path, config_of())
-    bench.slot = await quiet(bench)
-    await bench.generation.abort(bench.generation.mark_unwanted())
+    bench.tracked = await quiet(bench)
+    await bench.generation.abort(bench.generation.mark_for_abort())
     assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
     assert "did not end it" in bench.statistics.warnings["abort_ignored"]
     assert bench.given_up == bench.suspected == []
-    engine = bench.slot.client._client  # type: ignore[attr-defined]
+    engine = bench.tracked.client._client  # type: ignore[attr-defined]
     assert engine.aborts == 1  # it has answered
     await bench.store.close()
 
@@ -451,13 +451,13 @@ async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
 
     bench = Bench.of(tmp_path, config_of())
     engine = Busy([])
-    slot = verified_slot(engine)
+    tracked = verified_slot(engine)
     group = bench.store.add_group(Prompt(np.array([5, 1], np.int32), "fixed"), 8)
     for trajectory in group.trajectories:
-        bench.generation.submit(trajectory.trajectory_id, slot)
+        bench.generation.submit(trajectory.trajectory_id, tracked)
     while bench.statistics.counts.tokens < 8:
         await asyncio.sleep(0.001)
-    await bench.generation.abort(bench.generation.mark_unwanted())
+    await bench.generation.abort(bench.generation.mark_for_abort())
     assert engine.aborts == 1 and bench.statistics.warnings == {}
     assert bench.statistics.counts.tokens == 16
     await bench.store.close()
@@ -474,18 +474,18 @@ async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
         async def abort(self, request_ids: list[str]) -> None:
             await super().abort(request_ids)
             if self.aborts == 1:
-                slot.hold()
-                slot.release()
+                tracked.suspend()
+                tracked.release()
                 if error is not None:
                     raise error
 
     bench = Bench.of(tmp_path, config_of())
     engine = Deaf([chunk(7)])
-    slot = verified_slot(engine)
-    bench.generation.submit(bench.trajectory_id, slot)
+    tracked = verified_slot(engine)
+    bench.generation.submit(bench.trajectory_id, tracked)
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
-    await bench.generation.abort(bench.generation.mark_unwanted())
+    await bench.generation.abort(bench.generation.mark_for_abort())
     assert engine.aborts == 2
     assert bench.suspected == ([] if error is None else ["no answer"])
     await bench.store.close()
@@ -495,19 +495,19 @@ async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
 def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: str) -> None:
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of())
-        slot = await quiet(bench)
-        slot.hold()
-        aborting = asyncio.create_task(bench.generation.abort(bench.generation.mark_unwanted()))
+        tracked = await quiet(bench)
+        tracked.suspend()
+        aborting = asyncio.create_task(bench.generation.abort(bench.generation.mark_for_abort()))
         for _ in range(20):
             await asyncio.sleep(0)
-        engine = slot.client._client  # type: ignore[attr-defined]
+        engine = tracked.client._client  # type: ignore[attr-defined]
         assert engine.aborts == 0 and not aborting.done()
         if then == "given up":
-            bench.generation.forget_engine(slot, failed=True)
+            bench.generation.detach_engine(tracked, failed=True)
             await aborting
             assert engine.aborts == 0
         else:
-            slot.release()
+            tracked.release()
             while not engine.aborts:
                 await asyncio.sleep(0)
             aborting.cancel()

@@ -431,6 +431,6 @@ async def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_agains
         await asyncio.sleep(0.01)
     go_on.set()
     await asyncio.sleep(0.05)
-    [slot] = driver._slots.values()
-    assert not slot.given_up and slot.check is None
+    [tracked] = driver._tracked_engines.values()
+    assert not tracked.given_up and tracked.check is None
     await trainer.manager.stop()

@@ -35,9 +35,9 @@ def mixed(trajectory: Trajectory, model: SimulatedEngineModel) -> int | None:
     """The first place whose token does not follow from the one before; None if all do."""
     prompt = trajectory.prompt.token_ids
     ids = np.concatenate([prompt, *(s.token_ids for s in trajectory.segments)]).tolist()
-    for place in range(len(prompt), len(ids)):
-        if ids[place] not in (STOP, model.next_token(ids[place - 1], place, (STOP,))):
-            return place
+    for backend in range(len(prompt), len(ids)):
+        if ids[backend] not in (STOP, model.next_token(ids[backend - 1], backend, (STOP,))):
+            return backend
     return None
 
 
@@ -47,11 +47,13 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
     driver = trainer.manager._driver
     generation: Generation = driver._generation
     for _ in range(6):
-        slot = driver._slots[chosen.choice(sorted(driver._slots))]
+        tracked = driver._tracked_engines[chosen.choice(sorted(driver._tracked_engines))]
         async with asyncio.timeout(10):
-            while not any(r.slot is slot and r.complete for r in generation._requests.values()):
+            while not any(
+                r.tracked is tracked and r.complete for r in generation._requests.values()
+            ):
                 await asyncio.sleep(0)
-        driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
+        driver.engine_stale(tracked.engine_id, "its weights are suspect (a test asks for it)")
         owned = {request.task for request in generation._requests.values()}
         running = {t for t in asyncio.all_tasks() if "Generation._run" in repr(t)}
         assert not [t for t in running - owned if not t.cancelling()], "a stream of no request"
@@ -102,10 +104,10 @@ async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Pa
     driver = trainer.manager._driver
     while driver.statistics.counts.tokens < 100:
         await asyncio.sleep(0.005)
-    slot = driver._slots[trainer.engines.all[0].engine_id]
-    for request in driver._generation._on(slot):
+    tracked = driver._tracked_engines[trainer.engines.all[0].engine_id]
+    for request in driver._generation._on(tracked):
         request.cancel = lambda: None  # type: ignore[method-assign]
-    driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
+    driver.engine_stale(tracked.engine_id, "its weights are suspect (a test asks for it)")
     before = driver.statistics.counts.tokens
     while driver.statistics.counts.tokens < before + 300:
         await asyncio.sleep(0.005)

@@ -116,7 +116,7 @@ async def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: b
 
 
 async def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
-    engine = SimulatedEngine("one", replace(MODEL, longest_tokens=6), VERSION)
+    engine = SimulatedEngine("one", replace(MODEL, max_sequence_tokens=6), VERSION)
     samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
     assert [len(one.prompt_ids) for one in samples] == [1, 3, 2], "4 + 3 tokens are too many"
     with pytest.raises(EngineError, match=r"refuses every prompt of its check: .*7 tokens"):

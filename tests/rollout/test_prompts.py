@@ -14,7 +14,7 @@ from megatron_async.config.data import DifficultyConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout import admission
-from megatron_async.rollout.admission import FilteredRounds
+from megatron_async.rollout.admission import FilterStreak
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.trajectory.types import PolicyVersion, Prompt
@@ -168,17 +168,17 @@ def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)
-    rounds = FilteredRounds(4)
+    rounds = FilterStreak(4)
     assert [rounds.dropped(0) for _ in range(4)] == [False, False, False, True]
     assert [rounds.dropped(0) for _ in range(4)] == [False] * 4, "named once"
-    assert not rounds.hopeless
+    assert not rounds.too_many_refusals
     assert [rounds.dropped(1) for _ in range(4)] == [False, False, False, True]
     for _ in range(8):
         rounds.dropped(1)
-    assert rounds.hopeless
+    assert rounds.too_many_refusals
     rounds.emitted()
-    assert not rounds.hopeless
+    assert not rounds.too_many_refusals
     for _ in range(12):
         rounds.dropped(0)
-    assert rounds.hopeless
+    assert rounds.too_many_refusals
     assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()

@@ -122,7 +122,7 @@ async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run
     """Its answer may be damaged, and it would refuse what it really does not take."""
 
     class Damaged(ForwardingClient):
-        longest_tokens = 1
+        max_sequence_tokens = 1
 
     class OneDamaged(ModelEngines):
         async def launch(self, index: int) -> Any:
@@ -130,7 +130,7 @@ async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run
             return Damaged(engine) if index else engine
 
     config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
-    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=limit)
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, max_sequence_tokens=limit)
     trainer = await trainer_of(tmp_path, config, OneDamaged(model)).started()
     for step in range(3):
         assert (await trainer.batch()).step == step
@@ -214,7 +214,7 @@ class SomeTooLong(Fixed):
         if position >= self.asked:  # the manager also asks for its probe sequence
             self.asked = position + count
         places = [(position + i) % (self._size or 1000) for i in range(count)]
-        lengths = [8 if place < self._too_long else 1 for place in places]
+        lengths = [8 if backend < self._too_long else 1 for backend in places]
         return [
             Prompt(np.array([5, position + i, *[7] * length], np.int32), "long")
             for i, length in enumerate(lengths)
@@ -223,7 +223,7 @@ class SomeTooLong(Fixed):
 
 def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
     changes = {"sampling": {"max_new_tokens": 28}, "trainer": {"wait_for_batch_seconds": 20.0}}
-    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, max_sequence_tokens=34)
     return trainer_of(folder, config_of("copris", count=1, **changes), ModelEngines(model), task)
 
 

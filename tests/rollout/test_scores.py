@@ -80,8 +80,8 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
         assert counts[f"rollout/scorer_{kind}"] >= each, counts
     kinds = ("errors", "timeouts", "crashes", "unavailable")
     assert {f"scorer_{kind}" for kind in kinds} <= warnings.keys()
-    place = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
-    assert re.search(place, warnings["scorer_errors"])
+    backend = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
+    assert re.search(backend, warnings["scorer_errors"])
 
 
 GROUP_STEPS = 4

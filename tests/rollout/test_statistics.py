@@ -16,7 +16,7 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
 

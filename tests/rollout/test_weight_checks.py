@@ -291,7 +291,9 @@ async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path
     while not len(driver._generation):
         await asyncio.sleep(0.001)
     with mock.patch("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.001):
-        aborting = asyncio.create_task(driver._generation.abort(driver._generation.mark_unwanted()))
+        aborting = asyncio.create_task(
+            driver._generation.abort(driver._generation.mark_for_abort())
+        )
         await asyncio.sleep(0.1)  # many times over
         assert it.up == ["engine0.0"] and not aborting.done()
         assert samples is not None

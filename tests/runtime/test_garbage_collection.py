@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megatron_async.runtime.garbage_collection import unsearched
+from megatron_async.runtime.garbage_collection import gc_disabled
 
 
 @pytest.mark.parametrize("searched", [True, False])
@@ -15,7 +15,7 @@ def test_searches_go_on_as_before_imports(searched: bool, frozen: bool) -> None:
     before = gc.get_freeze_count()
     try:
         (gc.enable if searched else gc.disable)()
-        with pytest.raises(ImportError), unsearched(frozen=frozen):
+        with pytest.raises(ImportError), gc_disabled(frozen=frozen):
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() == searched

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.scoring.interface import ResponseScore
-from megatron_async.scoring.work import Work
+from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.workers import ScorerWorker
 
 
@@ -25,7 +25,7 @@ class DrivenWorker:
     def start(self) -> list[bool]:
         return self._runner.run(self.worker.start())
 
-    def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+    def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         return self._runner.run(self.worker.score(work))
 
     def pid(self) -> int | None:

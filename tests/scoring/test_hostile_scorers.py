@@ -20,10 +20,10 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.pool import scorer_pool
-from megatron_async.scoring.work import Work
 from tests.scoring.driven import DrivenWorker
 
 HOSTILE = Path(__file__).parent / "hostile"
@@ -58,7 +58,7 @@ def hostile(
 
 
 def _score(worker: DrivenWorker, right: bool) -> ResponseScore:
-    ((score,),) = worker.score([Work(0, {"answer": "2"}, ("#2" if right else "#3",))])
+    ((score,),) = worker.score([ScoreJob(0, {"answer": "2"}, ("#2" if right else "#3",))])
     return score
 
 
@@ -113,7 +113,7 @@ def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
 ) -> None:
     worker = hostile("interrupted_reply")
     right = [True, False, True, True, False]
-    scores = worker.score([Work(0, {"answer": "2"}, ("#2" if r else "#3",)) for r in right])
+    scores = worker.score([ScoreJob(0, {"answer": "2"}, ("#2" if r else "#3",)) for r in right])
     assert [score.reward for (score,) in scores] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
@@ -150,8 +150,8 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
 ) -> None:
     hostile("stop_the_parent_for_ever")  # for the environment
     limited = config.model_copy(update={"scorer_timeout_seconds": 1.0, "scorer_workers": 2})
-    with local_place(tmp_path) as place:
-        pool = scorer_pool(ScorerSettings(task=limited), "", place)
+    with local_backend(tmp_path) as backend:
+        pool = scorer_pool(ScorerSettings(task=limited), "", backend)
         began = time.monotonic()
         try:
             scores = asyncio.run(pool.score_texts({"answer": "2"}, ["#2", "#3"]))
@@ -221,7 +221,7 @@ def test_nothing_is_left_when_the_worker_itself_is_killed(
     code = (
         "import sys, time\n"
         "from megatron_async.config.reward import ScorerSettings\n"
-        "from megatron_async.scoring.work import Work\n"
+        "from megatron_async.scoring.jobs import Work\n"
         "from tests.scoring.driven import DrivenWorker\n"
         "worker = DrivenWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
         "print(worker.score([Work(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
-from megatron_async.scoring.count import DRAIN_SECONDS, REST_SECONDS, ScorerCount, queued, scored
+from megatron_async.scoring.autoscale import (
+    DRAIN_SECONDS,
+    REST_SECONDS,
+    ScorerCount,
+    queued,
+    scored,
+)
 from megatron_async.scoring.interface import ResponseScore
+from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.pool import ScorerPool
-from megatron_async.scoring.work import Work
 from megatron_async.trajectory.types import Prompt
 
 PROMPT = Prompt(np.zeros(1, np.int32), "any", {})
@@ -36,7 +42,7 @@ class Worker:
     async def start(self) -> list[bool]:
         return [False]
 
-    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+    async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         self.busy += 1
         assert self.busy == 1, "two calls at once"
         self.held.append(len(work))
@@ -135,7 +141,7 @@ def test_a_reward_gets_special_tokens_but_not_the_end_of_a_response(tmp_path: Pa
         seen = []
 
         class Reads(Worker):
-            async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
+            async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
                 seen.extend(text for piece in work for text in piece.texts)
                 return [[ResponseScore(0.0, {}, 0.0)] for _ in work]
 

@@ -20,10 +20,10 @@ from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.places.local import local_place
+from megatron_async.process_backends.local import local_backend
 from megatron_async.scoring.interface import ResponseScore
-from megatron_async.scoring.pool import PlacedScorerPool
-from megatron_async.scoring.work import Work
+from megatron_async.scoring.jobs import ScoreJob
+from megatron_async.scoring.pool import RemoteScorerPool
 from megatron_async.scoring.workers import ScorerWorker
 from megatron_async.tasks.procedural import ProceduralProblems
 from megatron_async.trajectory.types import Prompt
@@ -33,7 +33,7 @@ HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
 
 
 def _score(worker: DrivenWorker, payload: dict[str, str], text: str) -> ResponseScore:
-    ((score,),) = worker.score([Work(0, payload, (text,))])
+    ((score,),) = worker.score([ScoreJob(0, payload, (text,))])
     return score
 
 
@@ -118,7 +118,7 @@ def test_a_score_that_is_under_way_at_the_close_starts_no_other_process(tmp_path
     async def closed_meanwhile() -> ResponseScore:
         worker = ScorerWorker(ScorerSettings(task=TaskConfig(), rewards=[part]))
         await worker.start()
-        scoring = asyncio.create_task(worker.score([Work(0, {"metadata": {}}, ("1",))]))
+        scoring = asyncio.create_task(worker.score([ScoreJob(0, {"metadata": {}}, ("1",))]))
         await asyncio.sleep(0.2)
         worker.close()
         ((score,),) = await asyncio.wait_for(scoring, 10)
@@ -187,8 +187,8 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
     config = TaskConfig(answer_marker="#", scorer_workers=2)
     tokenizer = character_tokenizer()
     pairs = ProceduralProblems(config).worked(10)
-    with local_place(tmp_path) as place:
-        pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
+    with local_backend(tmp_path) as backend:
+        pool = RemoteScorerPool(ScorerSettings(task=config), str(tmp_path), backend)
 
         def pids() -> list[int]:
             found = []

@@ -17,7 +17,7 @@ from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
-from megatron_async.scheduler.warnings import Watch
+from megatron_async.scheduler.warnings import SchedulerWarnings
 from megatron_async.simulate import sweep
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.planner import Candidate, ranked
@@ -174,7 +174,7 @@ def test_replay_shows_the_exception_at_its_event(
     lines = path.read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if '["Submit",0,' in line)
     event, error = ev.EngineLoad("engine-0", 0.5, 3), "LookupError('a defect')"
-    monkeypatch.setattr(Watch, "load", Mock(side_effect=LookupError("a defect")))
+    monkeypatch.setattr(SchedulerWarnings, "load", Mock(side_effect=LookupError("a defect")))
     line = json.dumps({"e": ["EngineLoad", "engine-0", 0.5, 3], "a": [["Raised", error]]})
     path.write_text("\n".join([*lines[: place + 1], line]) + "\n")
     output = call("replay", tmp_path)

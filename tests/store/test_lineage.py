@@ -54,5 +54,5 @@ def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
         assert [b for b in every if here.holds(*b)] == [b for b in every if b in done]
         lineage = new
     for (at, number), batches in checkpoints.items():
-        place = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
-        assert {b for b in every if place.holds(*b)} == set(batches)
+        location = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
+        assert {b for b in every if location.holds(*b)} == set(batches)

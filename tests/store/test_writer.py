@@ -13,7 +13,7 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import CannotWrite
 from megatron_async.store import export as store_export
-from megatron_async.store.place import lock_store
+from megatron_async.store.location import lock_store
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.writer import StoreWriter, _Pending

@@ -16,7 +16,7 @@ from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.launcher.preflight import check_run
 from megatron_async.models.tiny_model import character_tokenizer
-from megatron_async.tasks import build_task, kept_index
+from megatron_async.tasks import build_task, index_cache
 from megatron_async.tasks.build import build_source
 from megatron_async.tasks.text_task import TextTask
 from tests.inputs.model_directories import write_model
@@ -285,7 +285,7 @@ def test_an_episode_may_start_from_a_row_of_which_no_prompt_can_be_made(tmp_path
     """An environment or an agent makes its own prompt; only its episode fails."""
     path = write_answered(tmp_path / "rows.jsonl", [{"prompt": SYSTEM}, {"prompt": "a<new>b"}])
     config = TaskConfig.model_validate({"path": path, "name": "exact", "heldout_share": 0})
-    task = build_task(config, model_of(tmp_path, extra=("<new>",)), plays=True)
+    task = build_task(config, model_of(tmp_path, extra=("<new>",)), has_episodes=True)
     assert [len(prompt.token_ids) for prompt in task.train_prompts(0, 4)] == [0, 0, 0, 0]
 
 
@@ -301,4 +301,4 @@ def test_a_kept_index_is_made_again_for_another_tokenizer_or_template(
         task_of(tmp_path, path, extra=("<new>",))
     with pytest.raises(UserError, match="no system role"):
         task_of(tmp_path, path, system_prompt="Be brief.")
-    assert kept_index.LEAST_ROWS > 1
+    assert index_cache.LEAST_ROWS > 1

@@ -20,7 +20,7 @@ from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.tasks import build_task
 from megatron_async.tasks.base import Problem
-from megatron_async.tasks.files import FileProblems, ProblemFile, turn
+from megatron_async.tasks.files import FileProblems, ProblemFile, file_for_turn
 from megatron_async.tasks.layouts import Columns
 
 Rows = list[dict[str, Any]]
@@ -398,7 +398,7 @@ def test_files_take_turns_by_their_weights(weights: list[int], position: int) ->
     shares = [Fraction(weight) for weight in weights]
     counts = Counter[int]()
     for at in range(position):
-        number, before = turn(at, shares)
+        number, before = file_for_turn(at, shares)
         assert before == counts[number]  # no row is passed over and none comes twice
         counts[number] += 1
     for number, weight in enumerate(weights):

@@ -11,16 +11,21 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.place import CallRecorder, PlacedDead, PlacedLost, recorded
+from megatron_async.process_backends.backend import (
+    CallRecorder,
+    RemoteObjectDead,
+    RemoteObjectLost,
+    recorded,
+)
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
 from megatron_async.rollout.messages import NotAttached, ResumePoint
-from megatron_async.train_loop.manager_client import ManagerLost, PlacedLink, RolloutLink
+from megatron_async.train_loop.manager_client import ManagerLost, RemoteLink, RolloutLink
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.types import PolicyVersion
 
 
-class NotingLink(PlacedLink):
+class NotingLink(RemoteLink):
     """Records the limit of every call in place of making it."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -53,7 +58,7 @@ class Manager:
         assert (name, what) == (MANAGER_NAME, ManagerHost)
         return self
 
-    def ask(self, what: Any, *, limit: float, while_waiting: Callable[[], None]) -> None:
+    def call_blocking(self, what: Any, *, limit: float, while_waiting: Callable[[], None]) -> None:
         [call] = recorded(what).arguments
         self.asked.append((call.method, call.arguments))
         if self.trouble:
@@ -65,12 +70,12 @@ class Manager:
         return [method for method, _ in self.asked]
 
 
-def link(manager: Any, *, stop: bool = False, config: RunConfig | None = None) -> PlacedLink:
-    return PlacedLink(config or build_config({}), manager, lambda: stop)
+def link(manager: Any, *, stop: bool = False, config: RunConfig | None = None) -> RemoteLink:
+    return RemoteLink(config or build_config({}), manager, lambda: stop)
 
 
 def test_attach_waits_for_the_manager() -> None:
-    manager = Manager([PlacedLost("not started yet"), NotAttached("lost half-way")])
+    manager = Manager([RemoteObjectLost("not started yet"), NotAttached("lost half-way")])
     ours = link(manager)
     ours.attach(ResumePoint(0))
     ours.attach(ResumePoint(0))
@@ -79,7 +84,7 @@ def test_attach_waits_for_the_manager() -> None:
 
 def test_a_manager_that_never_comes_is_named() -> None:
     config = build_config({"engines": {"start_timeout_seconds": 0.1}})
-    manager = Manager([PlacedLost("rollout-manager is not there")] * 1000)
+    manager = Manager([RemoteObjectLost("rollout-manager is not there")] * 1000)
     with (
         mock.patch("megatron_async.train_loop.manager_client._CALL_SECONDS", 0.2),
         pytest.raises(
@@ -90,13 +95,13 @@ def test_a_manager_that_never_comes_is_named() -> None:
 
 
 def test_a_manager_that_is_dead_for_good_is_not_waited_for() -> None:
-    manager = Manager([PlacedDead("rollout-manager has died")] * 1000)
+    manager = Manager([RemoteObjectDead("rollout-manager has died")] * 1000)
     with pytest.raises(ComponentFailure, match="rollout-manager has died"):
         link(manager).attach(ResumePoint(0))
     assert manager.methods == ["attach"]
 
 
-@pytest.mark.parametrize("lost", [PlacedLost("it has died"), NotAttached("a new manager")])
+@pytest.mark.parametrize("lost", [RemoteObjectLost("it has died"), NotAttached("a new manager")])
 def test_a_manager_that_is_lost_in_a_call_is_attached_to_again(lost: Exception) -> None:
     manager = Manager()
     ours = link(manager)

@@ -23,7 +23,7 @@ def answers_of_rank_zero() -> list[str]:
     from megatron_async.train_loop.rank_zero import RankZero
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
-    rank_zero = RankZero.waited_for(10 * WORK_SECONDS)
+    rank_zero = RankZero.with_timeout(10 * WORK_SECONDS)
     heard = []
 
     def slow() -> str:
@@ -58,9 +58,9 @@ def test_the_patience_is_longer_than_each_limit_of_rank_zero() -> None:
         assert patience_seconds(build_config({section: {name: 5000}})) > 5000 + 60
 
 
-@pytest.mark.parametrize(("held_up_seconds", "limit_seconds"), [(0.0, 120.0), (600.0, 660.0)])
+@pytest.mark.parametrize(("max_stall_seconds", "limit_seconds"), [(0.0, 120.0), (600.0, 660.0)])
 def test_collectives_outlast_an_engine_that_holds_a_rank_up(
-    held_up_seconds: float, limit_seconds: float
+    max_stall_seconds: float, limit_seconds: float
 ) -> None:
     """In the trainer's groups and in the default one: the sending rank is the first to give up."""
     import torch
@@ -71,7 +71,7 @@ def test_collectives_outlast_an_engine_that_holds_a_rank_up(
     from megatron_async.trainer.parallel import parallel_session
 
     trainer = TrainerConfig(collective_timeout_seconds=120)
-    with parallel_session(ParallelConfig(), trainer, seed=0, held_up_seconds=held_up_seconds):
+    with parallel_session(ParallelConfig(), trainer, seed=0, max_stall_seconds=max_stall_seconds):
         for group in (parallel_state.get_tensor_model_parallel_group(), dist.group.WORLD):
             options = group._get_backend(torch.device("cpu")).options
             assert options._timeout == timedelta(seconds=limit_seconds)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_async.checkpoint.files import PieceFile
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.manifest import list_checkpoints
-from megatron_async.launcher.figures import Checkpoints
+from megatron_async.launcher.estimates import Checkpoints
 from megatron_async.models.shape import shape_of
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.train_loop.stop import StopRequest

@@ -10,9 +10,9 @@ import torch
 
 from megatron_async.config.load import merge
 from megatron_async.trainer.offload import (
-    DeviceMemory,
+    DeviceContents,
     HostCopies,
-    Residence,
+    TrainerOffloader,
     gradient_tensors,
     optimizer_tensors,
     weight_tensors,
@@ -45,18 +45,18 @@ def test_host_memory_is_asked_for_once() -> None:
 @pytest.mark.one_core
 def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, process: None) -> None:
     with trainer_session(settings(model_dir, {"model": {"dtype": "bfloat16"}})) as trainer:
-        memory = DeviceMemory(trainer, everything)
+        memory = TrainerOffloader(trainer, everything)
         kept = [
             x.untyped_storage() for x in (*weight_tensors(trainer), *optimizer_tensors(trainer))
         ]
         expected = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
         gradients = list(gradient_tensors(trainer))
         assert gradients and all(x.untyped_storage().nbytes() for x in gradients)
-        memory.hold(Residence.NOTHING)
+        memory.keep_on_device(DeviceContents.NOTHING)
         assert not any(x.untyped_storage().nbytes() for x in gradients)
         copied = [*memory._weights._host._kept, *memory._optimizer._host._kept]
         assert sum(copy.nbytes for copy in copied) == expected
-        memory.hold(Residence.ALL)
+        memory.keep_on_device(DeviceContents.ALL)
         assert all(x.untyped_storage().nbytes() for x in gradients)
 
 
@@ -84,23 +84,23 @@ def test_a_trainer_that_was_away_trains_on_as_if_it_had_not_been(
     losses: dict[bool, list[float]] = {}
     for away in (False, True):
         with trainer_session(settings(model_dir, kind)) as trainer:
-            memory = DeviceMemory(trainer, everything)
+            memory = TrainerOffloader(trainer, everything)
             full = held(trainer)
             losses[away] = []
             for step in range(3):
-                memory.hold(Residence.ALL)
+                memory.keep_on_device(DeviceContents.ALL)
                 losses[away].append(trainer.train_batch(ragged_batch(step)).loss)
                 if not away:
                     continue
-                memory.hold(Residence.WEIGHTS)
+                memory.keep_on_device(DeviceContents.WEIGHTS)
                 weights, rest = held(trainer)
                 assert weights > 0 and rest < full[1]
                 before = trainer.compute_logprobs(ragged_batch(step))
-                memory.hold(Residence.NOTHING)
+                memory.keep_on_device(DeviceContents.NOTHING)
                 assert held(trainer) == (0, 0)
-                memory.hold(Residence.WEIGHTS)
+                memory.keep_on_device(DeviceContents.WEIGHTS)
                 assert (trainer.compute_logprobs(ragged_batch(step)) == before).all()
-                memory.hold(Residence.NOTHING)
-            memory.hold(Residence.ALL)
+                memory.keep_on_device(DeviceContents.NOTHING)
+            memory.keep_on_device(DeviceContents.ALL)
             assert held(trainer) == full
     assert losses[True] == losses[False]

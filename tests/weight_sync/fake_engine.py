@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from benchmarks.gpu_check.ipc_child import named_tensors
 from megatron_async.engines.sglang.receiver import answer
 from megatron_async.weight_sync.http import EngineAddress
-from megatron_async.weight_sync.receive_ahead import ReceiveAhead, next_bytes_of
+from megatron_async.weight_sync.prefetch import BucketPrefetcher, next_bytes_of
 from megatron_async.weight_sync.receiver import WeightReceiver
 
 KNOWN = ("x.weight", "y.weight")
@@ -45,7 +45,7 @@ class FakeEngine:
         self.known = tuple(known)
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.groups: dict[str, Any] = {}
-        self.ahead = ReceiveAhead()
+        self.ahead = BucketPrefetcher()
         self.received: list[int] = []
         self.session = False
         # A model loads one bucket after the other; so does this.

@@ -18,7 +18,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
-from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver
+from megatron_async.weight_sync.receiver import FullVersionNeeded, WeightReceiver
 from megatron_async.weight_sync.transports import delta
 from megatron_async.weight_sync.transports.delta import DeltaSender
 from megatron_async.weight_sync.transports.disk import DiskSender
@@ -230,7 +230,7 @@ def test_scales_of_quantised_weights_are_not_rounded() -> None:
 
 def test_a_receiver_reports_what_it_misses(tmp_path: Path) -> None:
     receiver = WeightReceiver(tmp_path / "held")
-    with pytest.raises(NeedsFull, match="no readable manifest"):
+    with pytest.raises(FullVersionNeeded, match="no readable manifest"):
         receiver.receive(tmp_path / "published", "0.1", full=False)
     with pytest.raises(ComponentFailure, match="no readable manifest"):
         receiver.receive(tmp_path / "published", "0.1", full=True)

@@ -15,7 +15,7 @@ from benchmarks.gpu_check.ipc_child import load, named_tensors
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.background_stage import BackgroundStage
 from megatron_async.weight_sync.transports.base import sending_device
 from megatron_async.weight_sync.transports.flat_bucket import Buffers
 from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
@@ -135,7 +135,7 @@ def test_the_next_item_is_made_while_one_is_in_work() -> None:
             assert made.wait(10)
         seen.append(item)
 
-    with OneAhead[int](work) as ahead:
+    with BackgroundStage[int](work) as ahead:
         ahead.put(0)
         made.set()  # item 1 exists now
         ahead.put(1)
@@ -148,12 +148,12 @@ def test_an_error_of_the_last_item_is_raised_at_the_end() -> None:
         if item == 2:
             raise ArithmeticError("no room")
 
-    with pytest.raises(ArithmeticError, match="no room"), OneAhead[int](work) as ahead:
+    with pytest.raises(ArithmeticError, match="no room"), BackgroundStage[int](work) as ahead:
         for item in range(3):
             ahead.put(item)
 
 
 def test_the_callers_own_error_is_not_hidden() -> None:
-    with pytest.raises(KeyError), OneAhead[int](lambda item: 1 // item and None) as ahead:
+    with pytest.raises(KeyError), BackgroundStage[int](lambda item: 1 // item and None) as ahead:
         ahead.put(0)
         raise KeyError("gathering failed")

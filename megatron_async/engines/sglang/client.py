@@ -36,7 +36,6 @@ import aiohttp
 import orjson
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.door import Door, count_of, load_of
 from megatron_async.engines.interface import (
     EngineError,
     EngineStatus,
@@ -54,6 +53,7 @@ from megatron_async.engines.sglang.stream import (
     refusal_of,
     sampling_params,
 )
+from megatron_async.engines.stream_validation import StreamValidator, count_of, load_of
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
@@ -88,7 +88,7 @@ class SGLangClient:
         self._vocabulary = vocabulary
         self.url = url
         self.kv_capacity_tokens = 0
-        self.longest_tokens: int | None = None
+        self.max_sequence_tokens: int | None = None
         """Prompt and response together: what was generated is part of the input of a resumption."""
         self.dtype: str | None = None
         # The dtype that the server was started with; `auto` if this client does not know it.
@@ -127,7 +127,7 @@ class SGLangClient:
         with self._reading("server_info"):
             info = await self._get_json("server_info")
             longest = info.get("max_req_input_len")
-            self.longest_tokens = None if longest is None else count_of(longest)
+            self.max_sequence_tokens = None if longest is None else count_of(longest)
             self.dtype = info["dtype"]
             if self._expected_dtype not in ("auto", self.dtype):
                 raise ValueError(f"dtype is {self.dtype!r} instead of {self._expected_dtype}")
@@ -140,14 +140,14 @@ class SGLangClient:
         self._open_session()
         self._wire_ids[name] = self._wire_id(name)
         decoder, ended = StreamDecoder(request, self._wire_ids[name]), False
-        door = Door(request, self._vocabulary, self.longest_tokens)
+        validator = StreamValidator(request, self._vocabulary, self.max_sequence_tokens)
         try:
             async with aclosing(self._answer(request)) as parts:
                 async for part in parts:
                     decoder.wire_id = self._wire_ids.get(name, decoder.wire_id)
                     for chunk in decoder.chunks(part):
-                        if (finding := door.finding(chunk)) is not None:
-                            raise BadReport(f"the engine sent what cannot be: {finding}")
+                        if (violation := validator.violation(chunk)) is not None:
+                            raise BadReport(f"the engine sent what cannot be: {violation}")
                         self._answered.add(name)
                         if chunk.end is not None:
                             ended = True

@@ -25,7 +25,7 @@ _SCHEDULERS = f"{_ENGINE}._launch_scheduler_processes"
 _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 
 
-def put_in(hooks: Sequence[Hook]) -> None:
+def register_hooks(hooks: Sequence[Hook]) -> None:
     """Register hooks in this process. Raises RuntimeError for a function that SGLang lacks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -78,4 +78,4 @@ def register(on_cpu: bool) -> None:
     if on_cpu:
         hooks.append((_SCHEDULERS, forked, "AROUND", slow))
         hooks.append((_FREEZE, frozen_already, "AROUND", "each start would log an error"))
-    put_in(hooks)
+    register_hooks(hooks)

@@ -28,8 +28,8 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
 from megatron_async.engines.nodes import (
     communication_environment,
-    hold_port,
-    only_here,
+    is_loopback,
+    reserve_port,
     without_expandable_segments,
 )
 from megatron_async.engines.sglang import models
@@ -41,9 +41,13 @@ from megatron_async.engines.sglang.server import (
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.files.disk import writing
-from megatron_async.files.own_directory import own_directory, temporary_files
+from megatron_async.files.private_directory import private_directory, temporary_files
 from megatron_async.models.architecture import read_config_json, yarn_context
-from megatron_async.places.child_process import TAIL_CHARACTERS, ChildProcess, module_command
+from megatron_async.process_backends.child_process import (
+    TAIL_CHARACTERS,
+    ChildProcess,
+    module_command,
+)
 from megatron_async.runtime.gpus import sees_gpu
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -136,7 +140,7 @@ def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
     if settings.quantization == "fp8":
         # Imported here: whoever only starts servers need not import torch.
         from megatron_async.models.families import read_architecture
-        from megatron_async.weight_sync.quantise import quantization_config
+        from megatron_async.weight_sync.quantize import quantization_config
 
         # The directory has no fp8 weights: they come with the first update, as every version does.
         override["quantization_config"] = quantization_config(read_architecture(model_path))
@@ -154,7 +158,7 @@ def server_environment(
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
-    local = only_here(settings.host)
+    local = is_loopback(settings.host)
     environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
     if settings.placement == "colocated":
         environment |= without_expandable_segments(base)
@@ -187,7 +191,7 @@ def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> d
     SGLang's own store listens on every interface, without a key. An engine that other machines
     reach keeps it. Several ranks were tried on CPUs alone.
     """
-    if not only_here(settings.host):
+    if not is_loopback(settings.host):
         return {}
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
@@ -250,7 +254,7 @@ class SGLangProcess:
             return
         deadline = time.monotonic() + self.settings.start_timeout_seconds
         for attempt in range(_PORT_ATTEMPTS):
-            with hold_port(self.settings.host) as held:
+            with reserve_port(self.settings.host) as held:
                 port = int(held.getsockname()[1])
                 server = self._spawn(port)
                 try:
@@ -278,7 +282,7 @@ class SGLangProcess:
             command = server_command(
                 self.settings, self.model_path, port, device, self.awaits_weights
             )
-            shared = self._files.enter_context(own_directory())
+            shared = self._files.enter_context(private_directory())
             environment |= rendezvous_of_ranks(self.settings, shared, port)
             environment |= temporary_files(shared, environment)
             environment[DIRECTORY_VARIABLE] = str(shared)

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root
+from megatron_async.weight_sync.receiver import FullVersionNeeded, WeightReceiver, make_root
 
 PATH = "/receive_weights"
 
@@ -35,7 +35,7 @@ def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, 
         )
     except KeyError as missing:
         return HTTPStatus.BAD_REQUEST, {"message": f"{PATH} was called without {missing}"}
-    except NeedsFull as error:
+    except FullVersionNeeded as error:
         return HTTPStatus.CONFLICT, {"message": str(error)}
     except ComponentFailure as error:
         return HTTPStatus.BAD_REQUEST, {"message": str(error)}

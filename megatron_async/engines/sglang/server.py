@@ -31,8 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_async.places.child_process import hold_lifeline
-from megatron_async.runtime.garbage_collection import unsearched
+from megatron_async.process_backends.child_process import hold_lifeline
+from megatron_async.runtime.garbage_collection import gc_disabled
 
 # The key that clients must show: every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
@@ -104,8 +104,8 @@ def install() -> None:
     ahead = updater.AheadHooks()
     drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
     if on_cpu:
-        hooks.put_in([drawn])
-    hooks.put_in(
+        hooks.register_hooks([drawn])
+    hooks.register_hooks(
         [
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
             (_LOADS, _loads_in_own_directory, "AROUND", "each start leaves a file"),
@@ -146,7 +146,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if key:
         arguments.append(f"--api-key={key}")
-    with unsearched(frozen=True):
+    with gc_disabled(frozen=True):
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints.http_server import app
         from sglang.srt.server_args import prepare_server_args
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    with unsearched(frozen=True):
+    with gc_disabled(frozen=True):
         install()
 
 if __name__ == "__main__":

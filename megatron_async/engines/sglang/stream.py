@@ -23,8 +23,8 @@ import numpy as np
 import orjson
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.engines.door import count_of
 from megatron_async.engines.interface import GenerationRequest, StreamEnd, TokenChunk
+from megatron_async.engines.stream_validation import count_of
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")

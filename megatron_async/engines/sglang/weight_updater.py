@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
-from megatron_async.weight_sync.receive_ahead import ReceiveAhead, next_bytes_of
+from megatron_async.weight_sync.prefetch import BucketPrefetcher, next_bytes_of
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 RECEIVE = f"{UPDATER}.receive_weights_from_distributed"
@@ -35,7 +35,7 @@ class AheadHooks:
     """The hooks of one engine process and what they hold between two buckets."""
 
     def __init__(self) -> None:
-        self._ahead = ReceiveAhead()
+        self._ahead = BucketPrefetcher()
         # The groups that were there when the newest update began, and those it was received from.
         self._there: frozenset[str] = frozenset()
         self._used: set[str] = set()

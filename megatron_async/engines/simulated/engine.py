@@ -53,7 +53,7 @@ class SimulatedEngineModel:
     stream_interval: int = 16
     max_running_requests: int = 1024
     kv_capacity_tokens: int = 1 << 20
-    longest_tokens: int | None = None
+    max_sequence_tokens: int | None = None
     columns: tuple[np.dtype, ...] = ()
 
     def seconds_per_step(self, running: int) -> float:
@@ -115,7 +115,7 @@ class SimulatedEngine:
         self.url = f"simulated://{engine_id}"
         self._model = model = model or SimulatedEngineModel()
         self.kv_capacity_tokens = model.kv_capacity_tokens
-        self.longest_tokens = model.longest_tokens
+        self.max_sequence_tokens = model.max_sequence_tokens
         self.dtype = "float32"
         self._version = version
         self._weights = "initial"
@@ -156,7 +156,7 @@ class SimulatedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling the iteration aborts the request."""
         self._require_alive("generate")
-        name, longest = request.request_id, self.longest_tokens
+        name, longest = request.request_id, self.max_sequence_tokens
         whole = len(request.input_ids) + request.max_new_tokens
         if not len(request.input_ids):
             raise RequestRefused(

@@ -36,7 +36,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.sglang.queue import URGENT
 from megatron_async.engines.sglang.server import take_key
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.places.child_process import hold_lifeline
+from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30
@@ -54,7 +54,7 @@ def engine_model(settings: EngineConfig, model_path: Path) -> SimulatedEngineMod
         stream_interval=settings.stream_interval,
         max_running_requests=settings.max_running_requests or 1024,
         kv_capacity_tokens=settings.max_total_tokens or 1 << 20,
-        longest_tokens=settings.longest_tokens(None),
+        max_sequence_tokens=settings.max_sequence_tokens(None),
         **settings.simulated.model_dump(),
     )
 
@@ -140,7 +140,7 @@ class SimulatedServer:
     async def _server_info(self, request: web.Request) -> web.Response:
         engine = self._engine
         return web.json_response(
-            {"max_req_input_len": engine.longest_tokens, "dtype": engine.dtype}
+            {"max_req_input_len": engine.max_sequence_tokens, "dtype": engine.dtype}
         )
 
     async def _loads(self, request: web.Request) -> web.Response:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.models.architecture import Architecture, ConfigReader, read_config_json
-from megatron_async.models.shards import LayerPlace, Rule
+from megatron_async.models.shards import LayerPosition, Rule
 from megatron_async.runtime.import_path import is_import_path, load_object
 
 
@@ -66,7 +66,7 @@ def read_architecture(model_dir: Path | str, family_path: str = "") -> Architect
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in families():
         raise UserError(
-            f"model_type {shown(model_type)} in {model_dir}/config.json is not supported; "
+            f"model_type {short_repr(model_type)} in {model_dir}/config.json is not supported; "
             f"supported are {', '.join(sorted(families()))}, and your own by model.family"
         )
     return families()[model_type].architecture(ConfigReader(raw, model_type, where))
@@ -84,9 +84,9 @@ def stage_rules(a: Architecture, stage: int = 0, stages: int = 1) -> Iterator[tu
     """
     rules = [rule for rule in rules_of(a) if rule.exported]
     if stage == 0:
-        yield from ((rule, 0) for rule in rules if rule.place is LayerPlace.FIRST)
+        yield from ((rule, 0) for rule in rules if rule.place is LayerPosition.FIRST)
     size = a.num_layers // stages
     for layer in range(stage * size, (stage + 1) * size):
-        yield from ((rule, layer) for rule in rules if rule.place is LayerPlace.LAYER)
+        yield from ((rule, layer) for rule in rules if rule.place is LayerPosition.LAYER)
     if stage == stages - 1:
-        yield from ((rule, 0) for rule in rules if rule.place is LayerPlace.LAST)
+        yield from ((rule, 0) for rule in rules if rule.place is LayerPosition.LAST)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.runtime.blocking import blocking
 from megatron_async.scoring.pool import scored
 from megatron_async.scoring.rewards.code import check_code
@@ -47,7 +47,9 @@ def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tup
         alone = settings.model_copy(update={"rewards": tried})
         (scores,) = blocking(scored(alone, [(payloads[0], texts)]))
         for failure in (failure for score in scores for failure in score.failures):
-            raise UserError(f"{failure} (tried on {shown(texts)} as responses to the first prompt)")
+            raise UserError(
+                f"{failure} (tried on {short_repr(texts)} as responses to the first prompt)"
+            )
     return tuple(notices)
 
 
@@ -65,7 +67,10 @@ def _references(
     columns = _reference_columns(settings)
     found = {}
     for payload in payloads:
-        row, metadata = f"the row with the prompt {shown(payload['question'])}", payload["metadata"]
+        row, metadata = (
+            f"the row with the prompt {short_repr(payload['question'])}",
+            payload["metadata"],
+        )
         column = next((name for name in columns if isinstance(metadata.get(name), str)), "")
         name = f"the reference `{column}` of {row}" if column else row
         found[name] = sample_of(payload, metadata.get(column, ""))

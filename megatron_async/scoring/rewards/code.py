@@ -16,7 +16,7 @@ from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.scoring.rewards.code_blocks import PYTHON_TAGS, code_candidates
 from megatron_async.scoring.rewards.sample import Returned, Sample
 from megatron_async.scoring.sandbox import Outcome, Sandbox, SandboxError
@@ -41,7 +41,9 @@ class Code(Settings):
     that does not define `check` runs as it stands.
     """
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward. Raises UserError where the sandbox is required and not to be had."""
         sandbox = _sandbox(settings)
 
@@ -179,7 +181,7 @@ def _texts(row: Mapping[str, Any], column: str) -> list[str]:
         return [value]
     several = column != "test" and isinstance(value, list)
     if not several or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"the row's `{column}` is {shown(value)}, which is no text to run")
+        raise ValueError(f"the row's `{column}` is {short_repr(value)}, which is no text to run")
     return list(value)
 
 
@@ -225,7 +227,9 @@ class Command(Settings):
     sandbox: bool = True
     """false: it keeps this user, the network and all files; limits remain."""
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward. Raises UserError for a program that is not there."""
         if shutil.which(self.command[0]) is None:
             raise UserError(

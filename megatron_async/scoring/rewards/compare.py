@@ -30,7 +30,9 @@ class Exact(Settings):
     ignore_case: bool = False
     """`A` and `a` are the same."""
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward."""
         return lambda sample: _compared(self._equal, sample, self.answer_marker)
 
@@ -45,7 +47,9 @@ class Math(Settings):
 
     answer_marker: str = Field("", description=_MARKER)
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward. On hostile input it hangs: it runs under the limit of a scorer process."""
         return lambda sample: _compared(mathematically_equal, sample, self.answer_marker)
 
@@ -65,7 +69,9 @@ class Regex(Settings):
             raise ValueError(f"{value!r} is not a regular expression: {error}") from error
         return value
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward."""
         pattern = re.compile(self.pattern, re.DOTALL | re.MULTILINE)
 
@@ -114,7 +120,9 @@ _CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
 class TaskReward(Settings):
     """The procedural task's own scorer; for a file the checker that `task.name` names."""
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+    def build_scorer(
+        self, settings: ScorerSettings, limit_seconds: float
+    ) -> Callable[[Sample], Returned]:
         """The reward. Raises UserError."""
         task = settings.task
         if task.kind not in ("chain_sum", "reasoning_gym"):
@@ -125,7 +133,7 @@ class TaskReward(Settings):
                     "or set `reward`"
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
-            return checker.bound(settings, limit_seconds)
+            return checker.build_scorer(settings, limit_seconds)
         from megatron_async.tasks.procedural import ProceduralScorer
 
         scorer = ProceduralScorer(task)

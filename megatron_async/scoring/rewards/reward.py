@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from megatron_async.config.base import Settings
 from megatron_async.config.load import describe
 from megatron_async.config.reward import ASYNCHRONOUS, RewardConfig, ScorerSettings
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.scoring.rewards.sample import RewardScore, Sample, score_of
 
@@ -41,7 +41,7 @@ class Reward:
     """A reward, ready to score in this process."""
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any], file: str = "") -> None:
-        self.shown = config.shown
+        self.display_name = config.display_name
         self._group = config.group
         self._function = function
         self._file = file
@@ -69,7 +69,7 @@ class Reward:
             return [score_of(returned)]
         if not isinstance(returned, Sequence) or len(returned) != count:
             raise ValueError(
-                f"the reward has `group: true` and returned {shown(returned)} for {count} "
+                f"the reward has `group: true` and returned {short_repr(returned)} for {count} "
                 "responses; it must return a list of one score for each"
             )
         return [score_of(item) for item in returned]
@@ -101,7 +101,7 @@ def build_reward(settings: ScorerSettings, config: RewardConfig) -> Reward:
         reward: Settings = arguments_of(config.name).model_validate(config.arguments)
     except ValidationError as error:
         raise UserError(f"reward {config.name}: arguments.{describe(error)}") from error
-    function: Callable[..., Any] = reward.bound(  # type: ignore[attr-defined]
+    function: Callable[..., Any] = reward.build_scorer(  # type: ignore[attr-defined]
         settings, settings.limit_seconds(config)
     )
     return Reward(config, function)

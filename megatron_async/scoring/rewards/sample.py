@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_async.config.reward import BATCH_METRICS
-from megatron_async.errors import shown
+from megatron_async.errors import short_repr
 from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
@@ -62,7 +62,7 @@ def score_of(returned: Any) -> RewardScore:
     value, parts = returned if pair else (returned, {})
     if not isinstance(parts, Mapping):
         raise ValueError(
-            f"the reward returned {shown(returned)}; the second of two must be a mapping of names "
+            f"the reward returned {short_repr(returned)}; the second of two must be a mapping of names "
             "to numbers"
         )
     named = {str(name): _number(str(name), part) for name, part in parts.items()}
@@ -77,7 +77,7 @@ def _number(name: str, value: Any) -> float:
         pair = "" if name else ", or a number and a mapping of names to numbers"
         group = " (with `group: true` a reward returns a list)" if isinstance(value, list) else ""
         raise ValueError(
-            f"the reward returned {shown(value)}{f' as {name!r}' if name else ''}; it must be a "
+            f"the reward returned {short_repr(value)}{f' as {name!r}' if name else ''}; it must be a "
             f"number{pair}{group}"
         )
     number = float(value)

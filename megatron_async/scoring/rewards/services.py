@@ -25,7 +25,7 @@ from yarl import URL
 
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
-from megatron_async.errors import UserError, shown
+from megatron_async.errors import UserError, short_repr
 from megatron_async.scoring.rewards.sample import Returned, Sample, Unavailable
 
 _FIRST_PAUSE_SECONDS: Final = 0.5
@@ -205,7 +205,7 @@ class Http(_Service):
     template: str = "{prompt}\n{response}"
     """sglang: the text that the reward model reads."""
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
+    def build_scorer(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
         post, address = self._poster().post, below(self.url, "classify")
 
@@ -223,7 +223,7 @@ class Http(_Service):
                 (score,) = found[0]["embedding"]
             except (LookupError, TypeError, ValueError):
                 raise ValueError(
-                    f"{address} replied {shown(found)}; a reward model of SGLang replies "
+                    f"{address} replied {short_repr(found)}; a reward model of SGLang replies "
                     "[{'embedding': [score]}]"
                 ) from None
             return float(score)
@@ -257,7 +257,7 @@ class Judge(_Service):
     body: dict[str, Any] = Field(default_factory=dict)
     """More fields of the request, e.g. `top_p`."""
 
-    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
+    def build_scorer(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
         post, address = self._poster().post, below(self.url, "chat/completions")
 
@@ -335,4 +335,6 @@ def _content(reply: Any, address: str) -> tuple[str, bool]:
         choice = reply["choices"][0]
         return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
     except (LookupError, TypeError, AttributeError):
-        raise ValueError(f"{address} replied {shown(reply)}, which is no chat completion") from None
+        raise ValueError(
+            f"{address} replied {short_repr(reply)}, which is no chat completion"
+        ) from None

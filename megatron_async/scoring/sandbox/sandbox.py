@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from megatron_async.config.reward import SandboxConfig
 from megatron_async.errors import UserError
-from megatron_async.places.child_process import ChildProcess
+from megatron_async.process_backends.child_process import ChildProcess
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 _END_SECONDS: Final = 10.0  # for the launcher to end what runs, on a busy machine

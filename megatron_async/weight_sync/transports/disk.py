@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
-from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.background_stage import BackgroundStage
 from megatron_async.weight_sync.http import gather
 from megatron_async.weight_sync.receiver import DELTA_SUFFIX
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
@@ -47,7 +47,7 @@ class ShardWriter:
 
     def write_all(self, transfer: Transfer) -> None:
         """Every bucket, each written while the next one is gathered."""
-        with OneAhead[Bucket](self.write) as writes:
+        with BackgroundStage[Bucket](self.write) as writes:
             for bucket in transfer.buckets():
                 transfer.lap("gather")
                 writes.put(bucket)

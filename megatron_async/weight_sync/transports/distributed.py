@@ -11,7 +11,7 @@ Invariants
   announce them, up to the deadline; the first failure of either ends the update. What may block
   inside NCCL (a group's first broadcast, its end) runs on a thread that is abandoned if it hangs.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
-  (in an engine, the hooks of `engines/sglang/weight_updater.py` call `receive_ahead.py`). An engine
+  (in an engine, the hooks of `engines/sglang/weight_updater.py` call `prefetch.py`). An engine
   has one announcement at a time.
 """
 
@@ -36,7 +36,7 @@ from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
 from megatron_async.weight_sync.lost_engines import raise_lost, raise_own_failures
 from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
-from megatron_async.weight_sync.receive_ahead import load_format
+from megatron_async.weight_sync.prefetch import load_format
 from megatron_async.weight_sync.transports.base import (
     CLEANUP_SECONDS,
     JOIN_SECONDS,
@@ -112,7 +112,7 @@ class _Link:
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.start(tensor)
 
-        return _aside(start)
+        return _run_detached(start)
 
     def start(self, tensor: Tensor) -> None:
         """Begin to broadcast; `finish` before the next one."""
@@ -139,7 +139,7 @@ class _Link:
         """
         self._work = None
         if self._group is not None:
-            self._ended = _aside(self._group.abort)
+            self._ended = _run_detached(self._group.abort)
             self._group = None
 
     def drop(self) -> None:
@@ -323,7 +323,7 @@ class DistributedSender(WeightSender):
         return self._link
 
 
-def _aside(work: Callable[[], None]) -> Future[None]:
+def _run_detached(work: Callable[[], None]) -> Future[None]:
     """Run it on a thread that nobody has to wait for, not even the end of the process."""
     future: Future[None] = Future()
 

@@ -4,7 +4,7 @@ A bucket travels as one flat tensor: a handle for each tensor would cost several
 (benchmarks/results/gpu/h100.md).
 
 An engine on one GPU gets the handles of the rank that sends. One on several (`gpu_sharing.py`) gets
-for each of its tensor ranks those of the trainer rank on the same GPU (`HandedBucket`).
+for each of its tensor ranks those of the trainer rank on the same GPU (`PayloadBucket`).
 
 Invariants
 - On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
-from megatron_async.weight_sync.double_buffer import OneAhead
-from megatron_async.weight_sync.receive_ahead import FLATTENED
+from megatron_async.weight_sync.background_stage import BackgroundStage
+from megatron_async.weight_sync.prefetch import FLATTENED
 from megatron_async.weight_sync.transports.base import (
     Bucket,
     NamedTensor,
@@ -59,7 +59,7 @@ class _HandlePickler(pickle.Pickler):
         return rebuild, tuple(changed)
 
 
-class HandedBucket(list[NamedTensor]):
+class PayloadBucket(list[NamedTensor]):
     """A bucket with a payload for each tensor rank of the engine; none but on the engine's leader.
 
     This rank's payload may be a handle to `flat`, which lives as long as this object.
@@ -109,9 +109,11 @@ class TensorSender(WeightSender):
 
     def _transfer(self, transfer: Transfer) -> None:
         begun = False
-        with OneAhead[tuple[HandedBucket, bool]](lambda load: self._load(*load, transfer)) as loads:
+        with BackgroundStage[tuple[PayloadBucket, bool]](
+            lambda load: self._load(*load, transfer)
+        ) as loads:
             for tensors, following in with_next(transfer.buckets()):
-                bucket = tensors if isinstance(tensors, HandedBucket) else self._handed(tensors)
+                bucket = tensors if isinstance(tensors, PayloadBucket) else self._handed(tensors)
                 transfer.report.sent_bytes += sum(map(len, bucket.payloads))
                 transfer.lap("gather")
                 if not begun:
@@ -124,12 +126,12 @@ class TensorSender(WeightSender):
         transfer.report.phases["load"] += loads.busy_seconds
         self._end_session(transfer)
 
-    def _handed(self, tensors: Bucket) -> HandedBucket:
+    def _handed(self, tensors: Bucket) -> PayloadBucket:
         """The same payload for every tensor rank, from this rank alone."""
         flat = flat_copy(tensors, self._by_value)
-        return HandedBucket(flat, [serialise(flat)] * self.engine_settings.tensor)
+        return PayloadBucket(flat, [serialise(flat)] * self.engine_settings.tensor)
 
-    def _load(self, bucket: HandedBucket, last: bool, transfer: Transfer) -> None:
+    def _load(self, bucket: PayloadBucket, last: bool, transfer: Transfer) -> None:
         body: dict[str, Any] = {
             "serialized_named_tensors": bucket.payloads,
             "load_format": FLATTENED,

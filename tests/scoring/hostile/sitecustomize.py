@@ -189,13 +189,13 @@ def endless_recursion(score: Any) -> Any:
 def _misbehave(behaviour: Callable[[Any], Any]) -> None:
     from megatron_async.scoring.rewards.compare import TaskReward
 
-    bound = TaskReward.bound
+    build_scorer = TaskReward.build_scorer
 
     def bound_hostile(self: TaskReward, *arguments: Any) -> Any:
-        score = bound(self, *arguments)
+        score = build_scorer(self, *arguments)
         return lambda sample: behaviour(score(sample))
 
-    TaskReward.bound = bound_hostile
+    TaskReward.build_scorer = bound_hostile
 
 
 if "HOSTILE_SCORER" in os.environ and "megatron_async.scoring.process_main" in sys.orig_argv:

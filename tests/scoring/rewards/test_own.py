@@ -22,11 +22,11 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.scoring.frames import WAITING
+from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess
 from megatron_async.scoring.rewards.check import check_rewards
 from megatron_async.scoring.rewards.sample import score_of
-from megatron_async.scoring.work import Work
 from megatron_async.trajectory.types import Prompt
 
 HERE = Path(__file__).parent
@@ -245,7 +245,7 @@ def test_a_file_beside_the_config_is_found_and_a_name_is_enough(tmp_path: Path) 
     (tmp_path / "mine.py").write_text("def score(sample):\n    return 1.0\n")
     (tmp_path / "run.yaml").write_text("reward: mine.py:score\n")
     (reward,) = load_config(tmp_path / "run.yaml").reward
-    assert reward.name == f"{tmp_path / 'mine.py'}:score" and reward.shown == "score"
+    assert reward.name == f"{tmp_path / 'mine.py'}:score" and reward.display_name == "score"
 
 
 def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
@@ -283,7 +283,9 @@ async def started(reward: str, **arguments: float) -> ScorerProcess:
 
 
 async def asked_for(process: ScorerProcess, response: str) -> dict[str, Any]:
-    (reply,) = [reply async for reply in process.ask([Work(0, PAYLOAD, (response,))])]
+    (reply,) = [
+        reply async for reply in process.stream_replies([ScoreJob(0, PAYLOAD, (response,))])
+    ]
     return reply
 
 

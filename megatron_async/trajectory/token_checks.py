@@ -1,0 +1,34 @@
+"""Values that a token of the policy can have: what trains, whoever has stored it.
+
+A log-prob of a sampled token is at most 0, but for rounding, and above what a float32 probability
+of 0 would have: the smallest one is 2^-149, whose logarithm is -103.3.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+LARGEST_LOGPROB: Final = 1e-3
+SMALLEST_LOGPROB: Final = -104.0
+
+
+def find_invalid_token(
+    token_ids_T: npt.NDArray[Any], logprobs_T: npt.NDArray[Any], vocabulary: int | None
+) -> str | None:
+    """Return what is wrong with the first impossible token; None where all can be trained.
+
+    `vocabulary`: tokens of the model's embedding; None: not known.
+    """
+    if not len(token_ids_T):
+        return None
+    lowest, highest = int(token_ids_T.min()), int(token_ids_T.max())
+    if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+        wrong = lowest if lowest < 0 else highest
+        return f"token {wrong} is outside the vocabulary of {vocabulary} tokens"
+    # Written so that NaN, for which no comparison holds, is found too.
+    if not (logprobs_T.max() <= LARGEST_LOGPROB and logprobs_T.min() >= SMALLEST_LOGPROB):
+        possible_T = (logprobs_T <= LARGEST_LOGPROB) & (logprobs_T >= SMALLEST_LOGPROB)
+        place = int(np.argmin(possible_T))
+        return f"token {int(token_ids_T[place])} has log-prob {float(logprobs_T[place]):g}"
+    return None

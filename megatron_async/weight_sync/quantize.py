@@ -1,0 +1,116 @@
+"""Weights in fp8 for engines that hold them so (`engines.quantization: fp8`).
+
+The form is SGLang's (and DeepSeek-V3's) block-wise one: a matrix in float8_e4m3fn, and beside it
+`weight_scale_inv` in float32 with one number for each block of 128 x 128, so that a weight is its
+fp8 number times its block's scale. Only linear layers are quantised: embedding, head, norms, biases
+and routers keep their precision.
+
+Invariants
+- Each fp8 number is the nearest one to weight / scale, and the largest weight of a block is the
+  largest fp8 number: the error is at most 1/16 of a weight, or scale / 1024 of a tiny one.
+- A weight that is not finite is an error that names the tensor.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import rules_of, stage_rules
+from megatron_async.models.shards import Rule, ShardLayout
+
+BLOCK = 128
+FP8_MAX = 448.0  # of float8_e4m3fn
+SCALE_SUFFIX = "_scale_inv"
+_LINEAR = {ShardLayout.ROWS, ShardLayout.COLUMNS, ShardLayout.QKV, ShardLayout.GATE_UP}
+
+
+def quantize(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 numbers [R, C] and block scales [ceil(R / 128), ceil(C / 128)] in float32."""
+    rows, columns = weight_RC.shape
+    padded = torch.nn.functional.pad(
+        weight_RC.detach().to(torch.float32), (0, -columns % BLOCK, 0, -rows % BLOCK)
+    )
+    blocks_rRcC = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    largest_rc = blocks_rRcC.abs().amax(dim=(1, 3))
+    # A block of zeros has no scale of its own; so has one too small for a normal float32 scale.
+    scale_rc = largest_rc / FP8_MAX
+    scale_rc = torch.where(scale_rc < torch.finfo(torch.float32).tiny, 1.0, scale_rc)
+    # Rounding of the division may pass the largest number, which fp8 has no room for.
+    numbers = (blocks_rRcC / scale_rc[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    quantised = numbers.to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
+    return quantised.contiguous(), scale_rc
+
+
+def is_quantised(rule: Rule) -> bool:
+    """Return whether the tensors of this rule are matrices of linear layers."""
+    return rule.is_matrix and rule.layout in _LINEAR
+
+
+def quantised_tensors(
+    tensors: Iterator[tuple[str, Tensor]], names: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same stream with those in `names` as fp8, each followed by its scales.
+
+    Raises ComponentFailure naming a tensor that is not finite.
+    """
+    for name, tensor in tensors:
+        if name not in names:
+            yield name, tensor
+            continue
+        quantised, scale = quantize(tensor)
+        if not bool(scale.isfinite().all()):
+            raise ComponentFailure(f"{name} has weights that are not finite; fp8 cannot hold them")
+        yield name, quantised
+        yield name + SCALE_SUFFIX, scale
+
+
+def quantised_names(architecture: Architecture) -> frozenset[str]:
+    """The Hugging Face tensors that become fp8."""
+    experts = architecture.experts.num if architecture.experts else 1
+    return frozenset(
+        name
+        for rule, layer in stage_rules(architecture)
+        if is_quantised(rule)
+        for expert in range(experts if rule.expert else 1)
+        for name in rule.tensor_names(layer, expert)
+    )
+
+
+def quantization_config(architecture: Architecture) -> dict[str, Any]:
+    """Return the entry of an fp8 checkpoint of this model in config.json."""
+    kept = [
+        rule.tensors[0].removesuffix(".weight").format(layer=layer)
+        for rule, layer in stage_rules(architecture)
+        if rule.is_matrix and rule.layout is ShardLayout.REPLICATED
+    ]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *kept],
+    }
+
+
+def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) -> None:
+    """Refuse a model that engines cannot hold in fp8. Raises UserError."""
+    if device == "cpu":
+        raise UserError(
+            "engines.quantization is fp8, which needs GPU engines: SGLang's fp8 layers do not run "
+            "on this kind of CPU (engines.device is cpu)"
+        )
+    for rule in rules_of(architecture):
+        if not is_quantised(rule):
+            continue
+        for name, shape in zip(rule.tensors, rule.shapes, strict=True):
+            dim = 1 if rule.layout is ShardLayout.COLUMNS else 0
+            if shape[dim] % (BLOCK * engines.tensor):
+                raise UserError(
+                    f"engines.quantization is fp8, but {name} has {shape[dim]} "
+                    f"{'columns' if dim else 'rows'}, which engines.tensor {engines.tensor} does "
+                    f"not divide into blocks of {BLOCK}"
+                )

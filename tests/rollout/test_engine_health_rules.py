@@ -1,0 +1,354 @@
+"""What counts against an engine, a request or a prompt: silences, and the table of the docs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import EngineClient, EngineError, EngineStatus
+from megatron_async.rollout import monitor as monitors
+from megatron_async.rollout.engine_health import EngineHealth, PromptFailures, too_many_refusals
+from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.rollout.tracked_engine import TrackedEngine
+from megatron_async.trajectory.types import PolicyVersion
+
+
+def test_a_request_that_the_engine_aborts_unasked_does_not_end_it() -> None:
+    engine = EngineHealth()
+    for second in (0.0, 10.0, 20.0):
+        engine.request_began(second)
+        engine.request_ended(second + 5.0, unasked=True)
+    assert engine.silence(100.0) == 15.0
+    engine.token(100.0)
+    assert engine.silence(100.0) == 0.0
+
+
+def test_load_reports_are_missed_from_the_first_that_cannot_be_read_to_the_next_that_can() -> None:
+    engine = EngineHealth()
+    assert engine.unreported(500.0) == 0.0
+    engine.queue(None, 500.0)
+    engine.queue(None, 510.0)
+    engine.suspend("update", 512.0)
+    engine.release("update", 600.0)
+    assert engine.unreported(603.0) == 15.0
+    assert engine.request_clock(603.0) == 0.0, "its queue is not known"
+    engine.queue(0, 603.0)
+    assert engine.unreported(700.0) == 0.0
+
+
+HAPPENINGS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "end", "token", "hold", "release", "store", "stored", "queue"]),
+        st.integers(0, 20),
+        st.integers(0, 1),
+    ),
+    max_size=60,
+)
+
+
+@given(HAPPENINGS)
+def test_silence_and_holds_are_what_counting_second_by_second_gives(
+    event_timeline: list[tuple[str, int, int]],
+) -> None:
+    """Two hold it for reasons of their own; a release of what does not hold it changes nothing."""
+    engine, now = EngineHealth(), 0
+    requests, storing, free, silence, clock = 0, 0, False, 0, 0
+    holds: set[str] = set()
+    released_at = float("-inf")
+    for what, seconds, number in event_timeline:
+        why = ("pause", "update")[number]
+        if what == "begin":
+            requests += 1
+            engine.request_began(now)
+        elif what == "end" and requests:
+            requests -= 1
+            engine.request_ended(now)
+            silence = silence if requests else 0
+        elif what == "token":
+            silence = 0
+            engine.token(now)
+        elif what == "hold":
+            holds.add(why)
+            engine.suspend(why, now)
+        elif what == "release":
+            if holds == {why}:
+                silence, released_at = 0, now
+            holds.discard(why)
+            engine.release(why, now)
+        elif what == "store":
+            storing += 1
+            engine.store_begins(now)
+        elif what == "stored" and storing:
+            storing -= 1
+            engine.store_ends(now)
+        elif what == "queue":
+            free = number == 0
+            engine.queue(number, now)
+        assert engine.suspended == bool(holds)
+        for since in (now, now - seconds, released_at + 1):
+            assert engine.suspended_since(since) == (bool(holds) or released_at >= since)
+        now += seconds
+        silence += seconds * (requests > 0 and not holds and not storing)
+        clock += seconds * (free and not holds and not storing)
+        assert (engine.silence(now), engine.request_clock(now)) == (silence, clock)
+
+
+def test_a_token_clears_the_count_of_engines_that_a_prompt_ended() -> None:
+    """Of eleven engines the sixth made tokens for it before it died."""
+    prompts = PromptFailures()
+    found = [prompts.engine_died({3}, tokens) for tokens in range(1, 6)]
+    prompts.token(12, 3)
+    found += [prompts.engine_died({3}, tokens) for tokens in range(6, 11)]
+    assert found == [set()] * 10
+    assert prompts.engine_died({3}, 11) == {3}
+
+
+def test_failures_that_were_a_lost_engines_are_no_longer_those_of_its_requests() -> None:
+    prompts = PromptFailures()
+    found = [prompts.failed(7) for _ in range(5)]
+    prompts.engine_lost([7])
+    assert [*found, *(prompts.failed(7) for _ in range(5))] == [False] * 10
+    assert prompts.failed(7)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
+
+
+def working() -> EngineHealth:
+    """An engine with a request since second 0, and an empty queue."""
+    engine = EngineHealth()
+    engine.queue(0, 0.0)
+    engine.request_began(0.0)
+    return engine
+
+
+PATIENCE = 20.0
+
+
+class Engine:
+    """Answers each question for its version, and for its load, by the next of `answers`.
+
+    None: it never answers. `paused`: a pause begins and ends while it is asked.
+    """
+
+    engine_id = "e"
+
+    def __init__(self, answers: list[bool | None], *, paused: bool = False) -> None:
+        self.answers, self.paused = answers, paused
+        self.now = 0.0
+        self.tracked = TrackedEngine(cast(EngineClient, self), lambda: self.now)
+        self.tracked.up = True
+        self.tracked.health.queue(0, 0.0)
+        self.tracked.health.request_began(0.0)
+
+    async def _answer(self) -> None:
+        if self.paused:
+            self.tracked.suspend("pause")
+            self.tracked.release("pause")
+        answer = self.answers.pop(0)
+        if answer is None:
+            await asyncio.Event().wait()
+        if not answer:
+            raise EngineError("e is gone")
+
+    async def version(self) -> PolicyVersion:
+        await self._answer()
+        return PolicyVersion(0, 0)
+
+    async def status(self) -> EngineStatus:
+        await self._answer()
+        return EngineStatus(1, 0, 0.5, 0)
+
+
+def given_up(
+    engine: Engine,
+    act: Callable[[EngineMonitor, TrackedEngine], Awaitable[object]],
+    patience: float = PATIENCE,
+) -> bool:
+    """Return whether the monitor gives the engine up."""
+    found: list[str] = []
+    monitor = EngineMonitor(
+        EngineConfig(no_progress_seconds=patience),
+        {"e": engine.tracked},
+        RolloutStatistics(overlap=True),
+        lambda _: None,
+        lambda engine_id, _: found.append(engine_id),
+    )
+
+    async def body() -> None:
+        await act(monitor, engine.tracked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitors, "_ASK_AGAIN_SECONDS", 0.0)
+        asyncio.run(asyncio.wait_for(body(), 30))
+    return found == ["e"]
+
+
+def after_a_break(*answers: bool, paused: bool = False) -> bool:
+    """A stream breaks, and the engine answers the two questions for its version like this."""
+    return given_up(
+        Engine([*answers], paused=paused),
+        lambda monitor, tracked: monitor.suspect(tracked, "it broke"),
+    )
+
+
+def without_report(*, paused: bool) -> bool:
+    """Its load report never comes."""
+    return given_up(Engine([None], paused=paused), lambda monitor, _: monitor.look(), 0.01)
+
+
+def silent_for(seconds: float, *, reports: bool = True, released_at: float | None = None) -> bool:
+    """It makes no token; its load reports can be read, or it answers that there is none.
+
+    `released_at`: a pause of it ends.
+    """
+    engine = Engine([True] if reports else [False, True, False, True])
+
+    async def looks(monitor: EngineMonitor, tracked: TrackedEngine) -> None:
+        if released_at is not None:
+            tracked.suspend("pause")
+            engine.now = released_at
+            tracked.release("pause")
+        if not reports:
+            await monitor.look()
+            tracked.health.token(engine.now)
+        engine.now = seconds
+        if not reports:
+            tracked.health.token(engine.now)
+        await monitor.look()
+
+    return given_up(engine, looks)
+
+
+def broken_by(*groups: int | None) -> bool:
+    """Requests of these groups fail on an engine, one after the other; None: a token comes."""
+    engine, shown = working(), False
+    for group in groups:
+        if group is None:
+            engine.token(1.0)
+        else:
+            shown = engine.failed(group)
+    return shown
+
+
+def own_fault(*tokens_between: bool) -> bool:
+    """A request fails once more than there are elements; True: a token comes in between."""
+    prompts = PromptFailures()
+    shown = prompts.failed(7)
+    for token in tokens_between:
+        if token:
+            prompts.token(7, 1)
+        shown = prompts.failed(7)
+    return shown
+
+
+def ended_engines(*others_made_tokens: bool) -> bool:
+    """Engines fail one after the other before the first token of group 1."""
+    prompts, tokens, fatal = PromptFailures(), 0, set[int]()
+    for made in others_made_tokens:
+        tokens += made
+        fatal = prompts.engine_died({1}, tokens)
+    return fatal == {1}
+
+
+def refused(groups: int, accepted_at: int = -1) -> bool:
+    prompts, in_row = PromptFailures(), 0
+    for group in range(groups):
+        if group == accepted_at:
+            prompts.token(99, 99)
+        in_row = prompts.refused(group) or in_row
+        assert prompts.refused(group) is None, "its other requests are no second refusal"
+    return too_many_refusals(in_row)
+
+
+# Each row of the table: what is enough, and what is nearly enough; or the test that shows it.
+ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
+    "its process has ended": (
+        "engines/test_sglang_host.py::test_a_killed_engine_is_noticed_at_once_and_leaves_nothing"
+    ),
+    "a connection or a stream breaks": (
+        lambda: after_a_break(False, False),
+        lambda: (
+            after_a_break(True)
+            or after_a_break(False, True)
+            or after_a_break(False, False, paused=True)
+        ),
+    ),
+    "its load report does not come for `engines.no_progress_seconds`": (
+        lambda: without_report(paused=False),
+        lambda: without_report(paused=True),
+    ),
+    "no load report that can be read comes for `engines.no_progress_seconds`": (
+        lambda: silent_for(PATIENCE + 0.1, reports=False),
+        lambda: silent_for(PATIENCE, reports=False),
+    ),
+    "it makes no token for `engines.no_progress_seconds` although it has requests": (
+        lambda: silent_for(PATIENCE + 0.1) and silent_for(PATIENCE + 9.1, released_at=9.0),
+        lambda: silent_for(PATIENCE) or silent_for(PATIENCE + 9.0, released_at=9.0),
+    ),
+    "it answers, but requests of three different prompts in a row fail on it": (
+        lambda: broken_by(1, 1, 2, 3),
+        lambda: broken_by(1, 2, None, 3, 3, 1),
+    ),
+    "a pause, a weight update or a checksum fails on it": (
+        "rollout/test_manager.py::"
+        "test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor"
+    ),
+    "its checksum or its log-probs are not the trainer's, twice": (
+        "rollout/test_weight_checks.py::test_after_the_second_the_engine_is_replaced"
+    ),
+    "it refuses a request": (lambda: refused(64), lambda: refused(127, accepted_at=64)),
+    "a prompt is too long for the engines": (
+        lambda: too_many_refusals(200, epoch=100),
+        lambda: too_many_refusals(199, epoch=100),
+    ),
+    "one request fails six times in a row where others do not": (
+        lambda: own_fault(*[False] * 5),
+        lambda: own_fault(*[False] * 4, True),
+    ),
+    "six engines in a row fail while a prompt's requests are sent there": (
+        lambda: ended_engines(*[True] * 6),
+        lambda: ended_engines(*[True] * 5, False),
+    ),
+    "one response is silent for five times `engines.no_progress_seconds`": (
+        "rollout/test_generation.py::test_a_silent_response_is_cut_off_and_its_engine_stays"
+    ),
+    "a request does not end when it is aborted": (
+        "rollout/test_generation.py::test_what_is_not_aborted_is_cut_off_and_its_engine_stays"
+    ),
+    "its answer to the question for its parameters": (
+        "weight_sync/test_transport_failures.py::"
+        "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
+    ),
+    "it generates nothing for `weights.timeout_seconds`": (
+        "rollout/test_probe.py::test_an_engine_that_does_not_sample_the_version_in_time_fails"
+    ),
+}
+
+
+def test_the_table_of_the_docs_is_this_one() -> None:
+    section = DOCS.read_text().partition("## What an engine is given up for")[2]
+    table = section.partition("| what is seen |")[2].partition("\n\n")[0]
+    seen = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
+    assert len(seen) == len(ROWS)
+    for row, known in zip(seen, ROWS, strict=True):
+        assert row.startswith(known)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_row_holds_and_a_little_less_shows_nothing(row: str) -> None:
+    shown = ROWS[row]
+    if isinstance(shown, str):
+        path, _, name = shown.partition("::")
+        assert f"def {name}(" in (DOCS.parents[1] / "tests" / path).read_text()
+        return
+    enough, nearly = shown
+    assert enough() and not nearly()
