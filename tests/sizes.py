@@ -1,7 +1,9 @@
-"""Counts the product's lines of code: `python -m tests.sizes` prints them by room.
+"""Counts the product's code: `python -m tests.sizes` prints statements and lines by package.
 
-A line of code holds a token that is no comment and no docstring. The product is megatron_async/ and
-kernels/; tests, benchmarks, examples and scripts are not counted.
+The product is megatron_async/ and kernels/; tests, benchmarks, examples and scripts are not
+counted. A line of code is a line with a token that is neither a comment nor part of a docstring.
+The limit of the whole product counts statements instead of lines, because a longer name or a
+clearer message can add a line without adding code.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import io
 import textwrap
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.syntax import parse
@@ -31,7 +33,7 @@ _NO_CODE = frozenset(
 
 
 def code_lines(source: str) -> int:
-    """Count lines of code; a bare string, wherever it stands, is a docstring."""
+    """Count lines of code. Every string that is a statement by itself counts as a docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -43,8 +45,16 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+def statements(source: str) -> int:
+    """Count statements, without docstrings. A `def` and each statement of its body count as one."""
+    nodes = list(ast.walk(parse(source)))
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    texts = (node.value for node in nodes if isinstance(node, ast.Expr))
+    return found - sum(isinstance(t, ast.Constant) and isinstance(t.value, str) for t in texts)
+
+
 def code_lines_of_functions(source: str) -> Iterator[tuple[str, int]]:
-    """Name and lines of code of each function, what is defined inside it included."""
+    """Yield the name and the lines of code of each function, including functions defined in it."""
     lines = source.splitlines()
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -53,20 +63,22 @@ def code_lines_of_functions(source: str) -> Iterator[tuple[str, int]]:
 
 
 def product_files() -> list[Path]:
-    """Every Python file of the product."""
+    """Return every Python file of the product."""
     return sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
 
 
-def lines_by_room() -> Counter[str]:
-    """Count lines of code by room, or by file at the top."""
-    rooms: Counter[str] = Counter()
+def by_package(count: Callable[[str], int]) -> Counter[str]:
+    """Sum `count` of each file's source by package, or by file for top-level modules."""
+    packages: Counter[str] = Counter()
     for path in product_files():
-        room = "/".join(path.relative_to(ROOT).parts[:2])
-        rooms[room] += code_lines(path.read_text())
-    return rooms
+        package = "/".join(path.relative_to(ROOT).parts[:2])
+        packages[package] += count(path.read_text())
+    return packages
 
 
 if __name__ == "__main__":
-    found = lines_by_room()
-    print("\n".join(f"{count:6d} {room}" for room, count in found.most_common()))
-    print(f"{found.total():6d} in all")
+    of_statements, of_lines = by_package(statements), by_package(code_lines)
+    print("statements  lines")
+    for package, number in of_statements.most_common():
+        print(f"{number:10d} {of_lines[package]:6d} {package}")
+    print(f"{of_statements.total():10d} {of_lines.total():6d} in total")

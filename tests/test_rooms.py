@@ -150,7 +150,7 @@ def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "generate"
     }
-    assert callers == {"rollout/respond.py", "rollout/probe.py"}
+    assert callers == {"rollout/responses.py", "rollout/probe.py"}
 
 
 def test_every_package_is_described_on_the_page_about_the_architecture() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from tests.sizes import (
     ROOT,
+    by_package,
     code_lines,
     code_lines_of_functions,
-    lines_by_room,
     product_files,
+    statements,
 )
 
 MOST_CODE_LINES_OF_A_FILE = 400
 LONGER_FILES: dict[str, str] = {}
 MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
-# It rises only by what an issue grants, and is lowered when the count has fallen.
-MOST_CODE_LINES = 39_826
+# The limit is raised only by what an issue grants, and lowered when the count has fallen.
+MAX_STATEMENTS = 30_544
 
 
 def test_a_file_has_few_lines_of_code_or_a_reason() -> None:
@@ -34,6 +35,6 @@ def test_functions_outside_kernels_are_short() -> None:
     assert not long
 
 
-def test_the_product_stays_within_its_lines() -> None:
-    count = lines_by_room().total()
-    assert count <= MOST_CODE_LINES, f"{count} lines of code; `python -m tests.sizes` lists them"
+def test_the_product_stays_within_its_statements() -> None:
+    count = by_package(statements).total()
+    assert count <= MAX_STATEMENTS, f"{count} statements; `python -m tests.sizes` lists them"

@@ -66,8 +66,8 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
     for name, value in refused.items():
         if value:
             raise UserError(
-                f"sft.{name} is {short_repr(value)}, and --from-teacher learns what the reward accepts, "
-                "sft.teacher.epochs times: leave it out"
+                f"sft.{name} is {short_repr(value)}, and --from-teacher learns what the reward "
+                "accepts, sft.teacher.epochs times: leave it out"
             )
 
 

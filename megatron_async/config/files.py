@@ -91,8 +91,8 @@ def _check_plain(value: object, what: str, where: str, seen: Iterator[int], dept
             _check_plain(inner, what, f"{where}.{number}", seen, depth + 1)
     elif not _is_plain(value):
         raise UserError(
-            f"{what}: {where or 'the value'} is {short_repr(value)}; a value is a text, a finite number "
-            "of at most 64 bits, true, false, null, a list or a mapping"
+            f"{what}: {where or 'the value'} is {short_repr(value)}; a value is a text, a finite "
+            "number of at most 64 bits, true, false, null, a list or a mapping"
         )
 
 

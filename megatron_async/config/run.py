@@ -287,9 +287,9 @@ class RunConfig(Settings):
         one = "/" not in self.name and self.name not in (".", "..") and self.name.isprintable()
         if not one or len(self.name.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"name is {short_repr(self.name)}; it must be the name of one directory, printable and "
-                f"of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set root "
-                "to have it elsewhere"
+                f"name is {short_repr(self.name)}; it must be the name of one directory, printable "
+                f"and of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set "
+                "root to have it elsewhere"
             )
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
@@ -318,22 +318,22 @@ class RunConfig(Settings):
             refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")
         if self.agent.used and self.environment.used:
             raise ValueError(
-                f"{self.agent.display_name} and {self.environment.display_name} are both set: an episode is "
-                "played by one of them"
+                f"{self.agent.display_name} and {self.environment.display_name} are both set: an "
+                "episode is played by one of them"
             )
         rapid = (self.algorithm.loss.name, self.algorithm.advantage.estimator)
         if self.agent.used and "rapid" in rapid:
             raise ValueError(
                 f"algorithm.loss.name {rapid[0]} with algorithm.advantage.estimator {rapid[1]} has "
-                f"one weight for a whole response, and {self.agent.display_name} may branch: use another "
-                "recipe"
+                f"one weight for a whole response, and {self.agent.display_name} may branch: use "
+                "another recipe"
             )
         share = self.algorithm.overlong.buffer_share
         if self.has_episodes and share > 0:
             raise ValueError(
                 "algorithm.overlong shapes the length of one response, and with "
-                f"{self.player.display_name} there are many: set algorithm.overlong.buffer_share 0, got "
-                f"{share:g}"
+                f"{self.player.display_name} there are many: set algorithm.overlong.buffer_share "
+                f"0, got {share:g}"
             )
 
     def _check_colocated(self) -> None:

@@ -251,8 +251,8 @@ def _refuse_unknown(asked: Mapping[str, Any]) -> None:
             if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
-                    f"{name} is {short_repr(value)}, which cannot be honoured while training: leave it "
-                    f"out, or at {json_text(best)}",
+                    f"{name} is {short_repr(value)}, which cannot be honoured while training: "
+                    f"leave it out, or at {json_text(best)}",
                     name,
                 )
         elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _UNSEEDED:
@@ -304,8 +304,8 @@ def _content(content: Any, where: str) -> str:
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise CallRefused(
-            f"{where} has the content {short_repr(content)}; it must be text (images, audio and files "
-            "cannot be shown to the policy)",
+            f"{where} has the content {short_repr(content)}; it must be text (images, audio and "
+            "files cannot be shown to the policy)",
             "messages",
         )
     return "".join(map(str, texts))
@@ -320,8 +320,8 @@ def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
             found.append({"id": str(call["id"]), "type": "function", "function": given})
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CallRefused(
-            f"{where} has the tool_calls {short_repr(calls)}; each has an id and a function with a name "
-            f"and arguments, a JSON object as text, nested {MOST_NESTED} times at most",
+            f"{where} has the tool_calls {short_repr(calls)}; each has an id and a function with a "
+            f"name and arguments, a JSON object as text, nested {MOST_NESTED} times at most",
             "messages",
         ) from error
     return found

@@ -117,7 +117,8 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence) or not observation:
         raise EnvironmentFault(
-            f"{where} returned the observation {short_repr(observation)}; it must be text or messages"
+            f"{where} returned the observation {short_repr(observation)}; it must be text or "
+            "messages"
         )
     for message in observation:
         _check_message(message, where)
@@ -139,8 +140,8 @@ def _check_message(message: Any, where: str) -> None:
     )
     if not good:
         raise EnvironmentFault(
-            f"{where} returned the message {short_repr(message)}; one has a text `content` and a `role` "
-            f"of {', '.join(_ROLES)}"
+            f"{where} returned the message {short_repr(message)}; one has a text `content` and a "
+            f"`role` of {', '.join(_ROLES)}"
         )
 
 

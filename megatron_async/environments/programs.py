@@ -192,7 +192,7 @@ def _last_line(output: bytes, where: str) -> Any:
         returned = json.loads(last)
     except ValueError as error:
         raise EnvironmentFault(
-            f"{where} printed {short_repr(last)} at last; that must be its reward: a number, [number, "
-            "{name: number}] or null"
+            f"{where} printed {short_repr(last)} at last; that must be its reward: a number, "
+            "[number, {name: number}] or null"
         ) from error
     return tuple(returned) if isinstance(returned, list) else returned

@@ -2,8 +2,9 @@
 
 Invariants
 - The sentence names the path, the reason that the system gives, and the remedy.
-- A line of a `JsonLinesFile` is in the file whole or not at all, also when the disk fills up within it
-  and when its writer is killed; a line that an earlier process left torn does not swallow the next.
+- A line of a `JsonLinesFile` is in the file whole or not at all, also when the disk fills up within
+  it and when its writer is killed; a line that an earlier process left torn does not swallow the
+  next.
 - No error is hidden: what is no matter of the disk is raised as it is.
 """
 

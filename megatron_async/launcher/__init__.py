@@ -9,7 +9,7 @@
 - devices: split of a machine's GPUs into those that train and those that generate.
 - environment: variables of every role, the GPU settings among them, for every way of starting.
 - derived: settings that follow from the machine and the model, unless they are set.
-- figures: seconds of a stop and of an update, bytes of checkpoints, by a run's settings.
+- estimates: seconds of a stop and of an update, bytes of checkpoints, by a run's settings.
 - preflight: what is refused before any process starts.
-- claim: a run belongs to one launch at a time (`run.lock`).
+- run_lock: a run belongs to one launch at a time (`run.lock`).
 """

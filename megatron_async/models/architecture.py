@@ -146,7 +146,8 @@ class ConfigReader:
         value = self.raw.get(key)
         if value not in allowed:
             raise UserError(
-                f"{self.where}: {key} is {short_repr(value)}, which is not supported for {self.family}"
+                f"{self.where}: {key} is {short_repr(value)}, which is not supported for "
+                f"{self.family}"
             )
 
     def error(self, key: str, value: Any, wanted: str) -> UserError:
@@ -191,9 +192,9 @@ class ConfigReader:
         other = self.rope_from({"rope_theta": theta, **ignored}, "rope_parameters")
         if ignored and other not in (rope, Rope(rope.theta)):
             raise UserError(
-                f"{self.where}: {key} is {short_repr(dict(settings))} with rope_theta {rope.theta:g}, "
-                f"and rope_parameters is {short_repr(dict(ignored))}; SGLang and transformers read only "
-                f"{key}. Make them agree, or remove one."
+                f"{self.where}: {key} is {short_repr(dict(settings))} with rope_theta "
+                f"{rope.theta:g}, and rope_parameters is {short_repr(dict(ignored))}; SGLang and "
+                f"transformers read only {key}. Make them agree, or remove one."
             )
         return rope
 
@@ -208,8 +209,8 @@ class ConfigReader:
             )
         if kind not in get_args(RopeKind):
             raise UserError(
-                f"{self.where}: {key} has the rope type {short_repr(kind)}, which is not supported; "
-                f"{', '.join(get_args(RopeKind))} are"
+                f"{self.where}: {key} has the rope type {short_repr(kind)}, which is not "
+                f"supported; {', '.join(get_args(RopeKind))} are"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(

@@ -144,14 +144,14 @@ class SafetensorsDirectory:
         weight_map = read_json_object(index, f"model.path: {index}").get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(
-                f"model.path: {index} has the weight_map {short_repr(weight_map)}; it must map each "
-                "tensor to its file"
+                f"model.path: {index} has the weight_map {short_repr(weight_map)}; it must map "
+                "each tensor to its file"
             )
         for name, file in weight_map.items():
             if not isinstance(file, str) or file != Path(file).name or not file.isprintable():
                 raise UserError(
-                    f"model.path: {index} names {short_repr(file)} as the file of tensor {name}; it "
-                    "must be a file beside it"
+                    f"model.path: {index} names {short_repr(file)} as the file of tensor {name}; "
+                    "it must be a file beside it"
                 )
         return dict(weight_map)
 

@@ -22,8 +22,8 @@ What a run places, and how it comes back after a kill:
 |---|---|---|---|
 | `ManagerHost` | `engines.max_restarts` | `TrainLoop`, by `attach` | store, step of the trainer |
 | `EngineHost` | none | `Fleet`, `engines.max_restarts` times | stored tokens, sent weights |
-| `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: the score is requested again |
-| `EnvironmentProcess`, `AgentProcess` | unlimited | `EpisodeSessions` | snapshot or stored answers |
+| `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: jobs are sent again |
+| `EnvironmentProcess`, `AgentProcess` | unlimited | `EpisodeSessions` | snapshot or answers |
 
 - Manager: it must be back within `engines.start_timeout_seconds` and a minute. The trainer attaches
   on the same lineage, repeats the call that was lost and publishes its weights to new engines.

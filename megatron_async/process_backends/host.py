@@ -1,4 +1,6 @@
-"""The process of an object of the local place: `-m megatron_async.process_backends.host NAME SOCKET`.
+"""The process of an object of the local backend.
+
+Started as `-m megatron_async.process_backends.host NAME SOCKET`.
 
 Standard input holds the pickled class and its arguments. Calls come over the listening socket with
 this number, which whoever started the process has made: they can be there before the process is.

@@ -1,7 +1,7 @@
-"""The local place: each object is a process of this machine, called over a Unix socket.
+"""The local backend: each object is a process of this machine, called over a Unix socket.
 
-In a directory of its own (files/private_directory.py), the socket of what was started under a name has
-that name.
+In a directory of its own (files/private_directory.py), the socket of what was started under a name
+has that name.
 
 Invariants
 - A socket is there from before its process is started until it has died for good: a call waits in

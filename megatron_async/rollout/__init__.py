@@ -3,14 +3,15 @@
 - driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
 - generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
 - episodes: calls of environments, and what follows from their replies; also of an evaluation.
-- respond: a response: what is wanted of it, one request towards it, and requests to its end.
+- responses: a response: what is wanted of it, one request towards it, and requests to its end.
 - admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
 - prompts: training prompts in order, some passed over by their pass rate.
 - scoring: from a finished response to its reward in the store.
 - fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
-- evidence: what counts against an engine, a request or a prompt; no I/O.
+- engine_health: what counts against an engine, a request or a prompt; no I/O.
 - monitor: asks engines for their load, and after a failure whether they live.
-- engine_slot: an engine as the driver sees it: held or not, and which versions' tokens are taken.
+- tracked_engine: an engine as the driver sees it: suspended or not, and which versions' tokens
+  are accepted.
 - background: the driver's tasks, and the first failure, which ends the run.
 - weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
 - shared_devices: turns on devices that engines share with the trainer.

@@ -3,9 +3,9 @@
 Invariants
 - A prompt that is too long for the engines is a group in the store, dropped as `refused`: the
   number of groups is how far the task has been read.
-- When the settings are at fault and not the prompts (`engine_health.py`), the run ends with a sentence
-  about that. So it does when dynamic sampling drops group after group and keeps none: no batch
-  would ever come.
+- When the settings are at fault and not the prompts (`engine_health.py`), the run ends with a
+  sentence about that. So it does when dynamic sampling drops group after group and keeps none: no
+  batch would ever come.
 """
 
 import asyncio

@@ -439,6 +439,7 @@ class RolloutDriver:
     def describe(self) -> str:
         """Return a line about what is going on, for error messages."""
         return (
-            f"{sum(tracked.up for tracked in self._tracked_engines.values())} of {len(self._tracked_engines)} engines serve, "
-            f"{len(self._generation)} requests run, current version {self._version}"
+            f"{sum(tracked.up for tracked in self._tracked_engines.values())} of "
+            f"{len(self._tracked_engines)} engines serve, {len(self._generation)} requests run, "
+            f"current version {self._version}"
         )

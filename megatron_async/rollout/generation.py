@@ -13,8 +13,8 @@ Invariants
   its task's next turn; and what the scheduler submits while an engine is being given up runs
   nowhere. The store also refuses a second writer: mixed into a response, its tokens would have
   log-probs that look right.
-- A failure counts against what there is evidence about (`engine_health.py`): a refused request against
-  its prompt alone; a broken stream first asks the engine whether it is alive.
+- A failure counts against what there is evidence about (`engine_health.py`): a refused request
+  against its prompt alone; a broken stream first asks the engine whether it is alive.
 """
 
 import asyncio
@@ -364,8 +364,8 @@ class Generation:
             count = len(tracked.health.failed_prompts)
             self._monitor.give_up(
                 tracked,
-                f"engine {tracked.engine_id} answers, but requests of {count} prompts in a row failed "
-                f"on it, the last: {why}",
+                f"engine {tracked.engine_id} answers, but requests of {count} prompts in a row "
+                f"failed on it, the last: {why}",
             )
             return False
         if not own:

@@ -11,7 +11,8 @@ Invariants
   under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
   does not help either, it is replaced.
 - No token reaches the store before its engine is verified for its version: what engines generate
-  meanwhile waits (`tracked_engine.py`). Engines that share the trainer's devices are offloaded then.
+  meanwhile waits (`tracked_engine.py`). Engines that share the trainer's devices are offloaded
+  then.
 - A superseded trainer changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.

@@ -2,8 +2,8 @@
 
 - interface: what a run asks of its scorers; the ways in which a score fails.
 - workers: a scorer process, started, asked again and replaced.
-- pool, count: as many workers as the queue needs, in this process or in those of a place; one for
-  asynchronous rewards. work: what a worker gets, and its scores.
+- pool, autoscale: as many workers as the queue needs, in this process or in those of a backend;
+  one for asynchronous rewards. jobs: what a worker gets, and its scores.
 - process, frames: a scorer's process as its worker sees it, and the frames between the two.
 - process_main: the program of that process.
 - identity: a description of all that gives a run's rewards.

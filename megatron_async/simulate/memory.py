@@ -122,7 +122,7 @@ def activation_bytes(
 def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
     """Bytes on an engine's GPU beside weights and KV cache, in an update from `stages` senders.
 
-    Two buckets are held (`weight_sync/receive_ahead.py`), of which one is the head where that is
+    Two buckets are held (`weight_sync/prefetch.py`), of which one is the head where that is
     larger than a bucket. One sender alone sends the embedding first and the head last: both have
     its size. Each sender has a group of its own.
     """

@@ -9,6 +9,6 @@
 - reader: reading a store, also by other processes. drop: groups taken out by hand.
 - compaction: what is consumed for good leaves the database, never past a checkpoint.
 - export: the lines of the file that it goes to, written and read again.
-- place: where the database lies, and the lock that one process holds to write it.
+- location: where the database lies, and the lock that one process holds to write it.
 - recovery: the replica of every checkpoint; a damaged database is found and replaced by it.
 """

@@ -244,16 +244,16 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f"{where}: `tool_calls` is {short_repr(calls)}; it must be a list of calls, each with "
-                "the `name` and the `arguments` of a function"
+                f"{where}: `tool_calls` is {short_repr(calls)}; it must be a list of calls, each "
+                "with the `name` and the `arguments` of a function"
             )
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise UserError(
-                f"{where}: the arguments of {function['name']} are {short_repr(arguments)}; they must "
-                "be an object"
+                f"{where}: the arguments of {function['name']} are {short_repr(arguments)}; they "
+                "must be an object"
             )
         named = {**{k: v for k, v in function.items() if v is not None}, "arguments": arguments}
         whole = {k: v for k, v in call.items() if v is not None}
@@ -281,8 +281,8 @@ def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise UserError(
-                    f"{where} holds a part of type {short_repr(kind)}: only text can be trained on, "
-                    "images and sounds cannot"
+                    f"{where} holds a part of type {short_repr(kind)}: only text can be trained "
+                    "on, images and sounds cannot"
                 )
         content = "".join(str(part["text"]) for part in content)
     return _text(content, "content", where)

@@ -212,8 +212,8 @@ def _names(file: Path, key: str, what: str) -> list[str]:
     ]
     if not names or not all(isinstance(name, str) and name.strip("./") for name in names):
         raise UserError(
-            f"{what}: {file.name} has {key} {short_repr(entries)}; a directory that datasets has saved "
-            "lists names there"
+            f"{what}: {file.name} has {key} {short_repr(entries)}; a directory that datasets has "
+            "saved lists names there"
         )
     return names
 

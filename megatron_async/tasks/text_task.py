@@ -296,8 +296,8 @@ def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
         ids = more if isinstance(more, list) else [more]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise UserError(
-                f"model.path: {file}: eos_token_id is {short_repr(more)}; it must be a token or a list "
-                f"of tokens, from 0 to {vocabulary - 1}"
+                f"model.path: {file}: eos_token_id is {short_repr(more)}; it must be a token or a "
+                f"list of tokens, from 0 to {vocabulary - 1}"
             )
         stops.update(ids)
     return tuple(sorted(stops))

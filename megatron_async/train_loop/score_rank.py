@@ -54,8 +54,8 @@ def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample
         )
     if len(mask_L) != len(ids_L) or not np.isin(mask_L, (0, 1)).all():
         raise UserError(
-            f"{where}: loss_mask is {short_repr(mask)}; it must be a list of {len(ids_L)} numbers, as "
-            "many as input_ids, each 0 or 1"
+            f"{where}: loss_mask is {short_repr(mask)}; it must be a list of {len(ids_L)} numbers, "
+            "as many as input_ids, each 0 or 1"
         )
     scored_L = mask_L.astype(np.bool_)
     scored_L[0] = False

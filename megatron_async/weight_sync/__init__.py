@@ -9,7 +9,7 @@
 - blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
 - lost_engines: finds the engines that caused the failure of a broadcast.
 - nccl_errors: a lost engine fails an update, not the trainer or the other engines.
-- receive_ahead, double_buffer: one bucket travels while another is loaded.
+- prefetch, background_stage: one bucket travels while another is loaded.
 - quantize: fp8 weights for engines that hold them so.
 - http: calls to engines, every one with a limit; failures name the engine.
 """

@@ -6,8 +6,9 @@ in a directory of its machine: safetensors in bfloat16, which the engine then lo
 Invariants
 - A version is there whole, with the checksums of its manifest, or not at all: nothing is ever
   loaded from a mixture.
-- Whatever is wrong with differences (another base, a damaged file on either side) is `FullVersionNeeded`;
-  the version that was held stays. A whole version that is damaged is a ComponentFailure.
+- Whatever is wrong with differences (another base, a damaged file on either side) is
+  `FullVersionNeeded`; the version that was held stays. A whole version that is
+  damaged is a ComponentFailure.
 """
 
 import mmap

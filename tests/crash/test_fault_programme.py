@@ -79,7 +79,7 @@ def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait_accepted(tracked: TrackedEngine, version: PolicyVersion) -> bool:
         return True
 
-    monkeypatch.setattr(TrackedEngine, "passes", wait_accepted)
+    monkeypatch.setattr(TrackedEngine, "wait_accepted", wait_accepted)
 
 
 def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
 
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize(
-    ("plays", "template", "sentence"),
+    ("has_episodes", "template", "sentence"),
     [
         ("game", "{{ messages[0].content }}", "it leaves out an answer once others follow"),
         ("game", "{{ raise_exception('one turn') }}", "the chat template of model.path fails"),

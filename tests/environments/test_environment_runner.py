@@ -345,7 +345,10 @@ def boom() -> None:
 @pytest.mark.parametrize(
     ("cls", "sentence"),
     [
-        (hostile(reset=boom), r"Own\.reset raised ValueError: boom at .*test_player.py:\d+"),
+        (
+            hostile(reset=boom),
+            r"Own\.reset raised ValueError: boom at .*test_environment_runner.py:\d+",
+        ),
         (hostile(reset=lambda: 3), "Own.reset returned the observation 3; it must be text"),
         (hostile(reset=lambda: [{"role": "assistant", "content": "x"}]), "`role` of system"),
         (hostile(reset=lambda: [{"role": "user", "content": 3}]), "a text `content`"),

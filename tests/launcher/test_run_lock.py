@@ -42,9 +42,9 @@ from tests.small_disk import SmallDisk
 HOLD = """
 import sys
 from pathlib import Path
-from megatron_async.launcher.run_lock import claimed
+from megatron_async.launcher.run_lock import hold_run_lock
 from megatron_async.run_directory import RunDirectory
-with claimed(RunDirectory(Path(sys.argv[1])), "megatron-async train", session=sys.argv[2]):
+with hold_run_lock(RunDirectory(Path(sys.argv[1])), "megatron-async train", session=sys.argv[2]):
     print("held", flush=True)
     sys.stdin.read()
 """

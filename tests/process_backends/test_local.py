@@ -38,9 +38,9 @@ import sys, time
 from pathlib import Path
 from megatron_async.process_backends.local import local_backend
 from tests.process_backends.subject import Subject
-with local_backend(Path(sys.argv[1])) as place:
-    placed = place.start(Subject, name="subject", restarts=5, here=True)
-    print(place.address, placed.ask(lambda one: one.pid(), limit=60), flush=True)
+with local_backend(Path(sys.argv[1])) as backend:
+    remote = backend.start(Subject, name="subject", restarts=5, here=True)
+    print(backend.address, remote.call_blocking(lambda one: one.pid(), limit=60), flush=True)
     time.sleep(600)
 """
 STRANGER = """

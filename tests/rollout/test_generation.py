@@ -117,7 +117,7 @@ class Bench:
         class Seen:
             """Admission and monitor: what is reported to them; the engine answers."""
 
-            health = PromptFailures()
+            failures = PromptFailures()
 
             def refused(self, _id: int, _group: int, why: str) -> None:
                 refused.append(why)

@@ -221,10 +221,10 @@ def test_nothing_is_left_when_the_worker_itself_is_killed(
     code = (
         "import sys, time\n"
         "from megatron_async.config.reward import ScorerSettings\n"
-        "from megatron_async.scoring.jobs import Work\n"
+        "from megatron_async.scoring.jobs import ScoreJob\n"
         "from tests.scoring.driven import DrivenWorker\n"
         "worker = DrivenWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
-        "print(worker.score([Work(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"
+        "print(worker.score([ScoreJob(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(

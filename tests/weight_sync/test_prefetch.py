@@ -1,4 +1,4 @@
-"""One bucket is received while the one before it is loaded (`weight_sync/receive_ahead.py`)."""
+"""One bucket is received while the one before it is loaded (`weight_sync/prefetch.py`)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Invariants
 - Every call has a time limit and raises `EngineError` with the engine, the call and the answer.
 - Every token arrives once, with its log-prob and the version that made it (stream.py), and is one
-  that can be (door.py).
+  that can be (stream_validation.py).
 - Ids on the wire are never used twice and none is a prefix of another. SGLang aborts every
   request whose id *starts with* the given one, so that aborting "7" would end "71" too; and two
   seconds after a stream has ended it aborts that id once more, which would hit a request that was

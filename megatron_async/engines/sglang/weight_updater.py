@@ -1,6 +1,6 @@
 """SGLang's weight updater, made to receive one bucket ahead.
 
-Why and how: `weight_sync/receive_ahead.py`.
+Why and how: `weight_sync/prefetch.py`.
 
 The functions are hooks of SGLang's plugin registry; announcements without the size of a next
 bucket are left to SGLang.

@@ -62,8 +62,8 @@ def score_of(returned: Any) -> RewardScore:
     value, parts = returned if pair else (returned, {})
     if not isinstance(parts, Mapping):
         raise ValueError(
-            f"the reward returned {short_repr(returned)}; the second of two must be a mapping of names "
-            "to numbers"
+            f"the reward returned {short_repr(returned)}; the second of two must be a mapping of "
+            "names to numbers"
         )
     named = {str(name): _number(str(name), part) for name, part in parts.items()}
     for name in named.keys() & (BATCH_METRICS | SCORER_FAULTS.keys()):
@@ -77,8 +77,8 @@ def _number(name: str, value: Any) -> float:
         pair = "" if name else ", or a number and a mapping of names to numbers"
         group = " (with `group: true` a reward returns a list)" if isinstance(value, list) else ""
         raise ValueError(
-            f"the reward returned {short_repr(value)}{f' as {name!r}' if name else ''}; it must be a "
-            f"number{pair}{group}"
+            f"the reward returned {short_repr(value)}{f' as {name!r}' if name else ''}; it must be "
+            f"a number{pair}{group}"
         )
     number = float(value)
     if not abs(number) <= _LARGEST:
