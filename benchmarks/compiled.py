@@ -54,7 +54,7 @@ class KernelBuild:
     """One kernel with the types and constants of one launch.
 
     `types` maps every runtime argument to its triton type; arguments in `aligned` are known to
-    be multiples of 16 (as the launcher's specialisation finds them).
+    be multiples of 16 (as the launcher's specialization finds them).
     """
 
     name: str
@@ -272,7 +272,7 @@ def _product_build(tile: TileConfig, kind: str, transposed: bool) -> KernelBuild
         "out": "*fp32",
         **dict.fromkeys((*sizes, *strides), "i32"),
     }
-    # The launcher specialises a stride of 1 to a constant.
+    # The launcher specializes a stride of 1 to a constant.
     del types[unit]
     return KernelBuild(
         name=f"product ({kind}{', left transposed' if transposed else ''}; {_shape(tile)})",

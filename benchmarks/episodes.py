@@ -116,7 +116,7 @@ def row_of(metrics: Path) -> Row:
         "after": after["eval/accuracy"],
         "after_low": after["eval/accuracy_low"],
         "after_high": after["eval/accuracy_high"],
-        "problems": after["eval/answers"],
+        "problems": after["eval/responses"],
         "seconds": after["time"] - before["time"],
         "turns_first": steps[0]["rollout/turns_mean"],
         "turns_last": steps[-1]["rollout/turns_mean"],

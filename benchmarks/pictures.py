@@ -154,7 +154,7 @@ def keep_curve(run: Path) -> None:
 
 def draw_curve(run: str, dark: bool) -> None:
     """Mean reward of every batch, and held-out accuracy with its 95 % interval."""
-    ink, paper = _colours(dark)
+    ink, paper = _colors(dark)
     rows = [json.loads(line) for line in (RESULTS / f"{run}.jsonl").open()]
     train = [row for row in rows if row["kind"] == "train"]
     held_out = [row for row in rows if row["kind"] == "eval" and "eval/accuracy" in row]
@@ -186,7 +186,7 @@ def draw_curve(run: str, dark: bool) -> None:
     _save(figure, CURVES[run], dark, paper)
 
 
-def _colours(dark: bool) -> tuple[str, str]:
+def _colors(dark: bool) -> tuple[str, str]:
     """Ink and paper."""
     mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
     mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
@@ -204,15 +204,15 @@ def _save(figure: Figure, name: str, dark: bool, paper: str) -> None:
 
 def draw(timelines: dict[str, Timeline], speeds: dict[str, float], dark: bool) -> None:
     """The schedules one above the other; `speeds`: trained tokens a second."""
-    ink, paper = _colours(dark)
+    ink, paper = _colors(dark)
     figure, axes = plt.subplots(len(timelines), 1, figsize=(9, 8.2), sharex=True)
-    colours = plt.get_cmap("viridis")
+    colors = plt.get_cmap("viridis")
     for (preset, line), ax in zip(timelines.items(), axes, strict=True):
         ax.set_facecolor(paper)
         for row, begin, end, version in line.generated:
             if begin < SECONDS and end > begin:
-                colour = colours(0.15 + 0.8 * (version % 6) / 5)
-                ax.barh(row, end - begin, left=begin, height=0.8, color=colour, lw=0.4, ec=paper)
+                color = colors(0.15 + 0.8 * (version % 6) / 5)
+                ax.barh(row, end - begin, left=begin, height=0.8, color=color, lw=0.4, ec=paper)
         for begin, end in line.trained:
             if begin < SECONDS:
                 ax.barh(9.2, end - begin, left=begin, height=1.3, color="#d9822b", lw=0.4, ec=paper)
@@ -221,7 +221,7 @@ def draw(timelines: dict[str, Timeline], speeds: dict[str, float], dark: bool) -
         _frame(ax, PRESETS[preset] + quicker, ink)
     axes[-1].set_xlabel("virtual seconds", color=ink)
     axes[0].annotate(
-        "rows 1–8: slots of two engines, coloured by policy version; below, orange: the trainer",
+        "rows 1–8: slots of two engines, colored by policy version; below, orange: the trainer",
         (0, 1.22), xycoords="axes fraction", color=ink, fontsize=8,
     )  # fmt: skip
     _save(figure, "schedules", dark, paper)

@@ -166,7 +166,7 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
     async with LoopGap() as gap:
         committing = asyncio.create_task(commits())
         before = time.perf_counter()
-        await store.checkpoint_finalised(1, [])
+        await store.checkpoint_finalized(1, [])
         await store._compactor.finish()
         took = time.perf_counter() - before
         running = False

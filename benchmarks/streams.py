@@ -124,8 +124,8 @@ class Relays:
         client = SGLangClient(engine_id, url, settings)
         self._relays[engine_id] = StreamRelay(client, CHUNK_TOKENS)
 
-    async def update(self, of: str, started: Sequence[Started], cancelled: Sequence[int]) -> None:
-        self._relays[of].update(started, cancelled)
+    async def update(self, of: str, started: Sequence[Started], canceled: Sequence[int]) -> None:
+        self._relays[of].update(started, canceled)
 
     async def abort(self, of: str, requests: Mapping[str, int]) -> None:
         await self._relays[of].abort(requests)

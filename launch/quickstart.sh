@@ -4,12 +4,12 @@
 #
 # It needs Python 3.11 to 3.13 with venv, and 12 GiB of disk space; both are checked first.
 # Its settings are for two CPU cores. Where there is a GPU it stays idle, and the environment for the
-# CPU lies beside the other, in .venv-cpu. MEGATRON_ASYNC_FLAVOUR=gpu uses the GPUs (untested), of which
+# CPU lies beside the other, in .venv-cpu. MEGATRON_ASYNC_FLAVOR=gpu uses the GPUs (untested), of which
 # the two trainer ranks and the engine need three.
 set -euo pipefail
-if [ "${MEGATRON_ASYNC_FLAVOUR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
+if [ "${MEGATRON_ASYNC_FLAVOR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-  export MEGATRON_ASYNC_FLAVOUR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv}-cpu"
+  export MEGATRON_ASYNC_FLAVOR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv}-cpu"
   export CUDA_VISIBLE_DEVICES="" # pip's torch may be a CUDA build all the same
 fi
 SETUP_GROUPS=run

@@ -8,7 +8,7 @@
 #   MEGATRON_ASYNC_VENV    where the environment is          (default: .venv in the repository)
 #   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 to 3.13, for gpu to 3.12
 #                          (default: python3.11, python3.12, python3.13, python3)
-#   MEGATRON_ASYNC_FLAVOUR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
+#   MEGATRON_ASYNC_FLAVOR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
 #                          GPU nodes on a login node that has none.
 set -euo pipefail
 
@@ -22,7 +22,7 @@ fail() { echo "setup: $*" >&2; exit 2; }
 # no wheel for 3.14; outlines-core, which SGLang's GPU packages pin, has none for 3.13.
 find_python() {
   local candidate newest=13 without_venv=""
-  if [ "$flavour" = gpu ]; then newest=12; fi
+  if [ "$flavor" = gpu ]; then newest=12; fi
   for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "$newest"; then
@@ -35,7 +35,7 @@ find_python() {
   done
   [ -z "$without_venv" ] ||
     fail "$without_venv cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv"
-  fail "Python 3.11 to 3.$newest is needed ($flavour packages). Install one, or set MEGATRON_ASYNC_PYTHON."
+  fail "Python 3.11 to 3.$newest is needed ($flavor packages). Install one, or set MEGATRON_ASYNC_PYTHON."
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
@@ -63,13 +63,13 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 # list_of GROUP: prints the path of its requirements without `.txt`.
 list_of() {
   local name="$1"
-  if [ "$name" = run ]; then name="$flavour"; fi
+  if [ "$name" = run ]; then name="$flavor"; fi
   echo "$ROOT/launch/requirements-$name"
 }
 
 # wanted GROUP: prints what identifies its packages, a digest of the files that name them.
 wanted() {
-  echo "$flavour $(cat "$(list_of "$1")"{,-nodeps}.txt "$ROOT"/launch/requirements-gpu-lock.txt \
+  echo "$flavor $(cat "$(list_of "$1")"{,-nodeps}.txt "$ROOT"/launch/requirements-gpu-lock.txt \
     "$ROOT"/{,kernels/}pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)"
 }
 
@@ -77,7 +77,7 @@ is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1"
 
 # Prints the GiB that the environment, pip's downloads and its cache take together.
 needed_gib() {
-  if [ "$flavour" = gpu ]; then echo 19; return; fi
+  if [ "$flavor" = gpu ]; then echo 19; return; fi
   case "${PIP_INDEX_URL:-} ${PIP_EXTRA_INDEX_URL:-}" in
     *whl/cpu*) echo 5 ;;
     *) echo 12 ;; # torch's CUDA build
@@ -107,7 +107,7 @@ make_venv() {
 install_group() {
   local group="$1" listed alone within=()
   listed="$(list_of "$group").txt" alone="$(list_of "$group")-nodeps.txt"
-  if [ "$flavour" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
+  if [ "$flavor" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
   if ! phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}"; then
     if [ "$group" = tasks ]; then
       echo "setup: pycosat is compiled: on Debian or Ubuntu, apt install gcc python3-dev" >&2
@@ -125,12 +125,12 @@ install_group() {
   wanted "$group" >"$VENV/.megatron_async-$group"
 }
 
-flavour="${MEGATRON_ASYNC_FLAVOUR:-}"
-if [ -z "$flavour" ]; then
-  flavour=cpu
-  if has_gpu; then flavour=gpu; fi
+flavor="${MEGATRON_ASYNC_FLAVOR:-}"
+if [ -z "$flavor" ]; then
+  flavor=cpu
+  if has_gpu; then flavor=gpu; fi
 fi
-case "$flavour" in cpu | gpu) ;; *) fail "MEGATRON_ASYNC_FLAVOUR is '$flavour'; it must be cpu or gpu" ;; esac
+case "$flavor" in cpu | gpu) ;; *) fail "MEGATRON_ASYNC_FLAVOR is '$flavor'; it must be cpu or gpu" ;; esac
 
 groups="${SETUP_GROUPS:-run}"
 if [ "${BASH_SOURCE[0]}" = "$0" ] && [ $# -gt 0 ]; then groups="run $*"; fi
@@ -147,7 +147,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     python="$(find_python)" || exit 2
     check_disk
   fi
-  echo "setup: $flavour environment in $VENV; pip's output is in $LOG"
+  echo "setup: $flavor environment in $VENV; pip's output is in $LOG"
   [ -z "$python" ] || make_venv "$python"
   for group in "${missing[@]}"; do
     install_group "$group" || exit 2

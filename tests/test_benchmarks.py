@@ -65,7 +65,7 @@ def test_a_row_has_the_success_before_and_after(tmp_path: Path) -> None:
     with MetricsWriter(file, lineage=0) as metrics:
         for step, share in ((0, 0.4), (2, 0.9)):
             found = {"accuracy": share, "accuracy_low": share, "accuracy_high": share}
-            found["answers"] = 256.0
+            found["responses"] = 256.0
             metrics.write(step, {f"eval/{k}": v for k, v in found.items()}, kind="eval")
         for step, turns in ((0, 5.0), (1, 6.0)):
             metrics.write(step, {"rollout/turns_mean": turns, "rollout/lag_max": 1.0})

@@ -135,7 +135,7 @@ class _Loop:
         Returns the mean reward of the batch.
         """
         from megatron_async.models.export import stage_tensors
-        from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
+        from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
 
         batch, prompts = self._next, self._prompts()
         self._ask(prompts, greedy=False)
@@ -145,7 +145,7 @@ class _Loop:
         self._next = self._pack(prompts, self._generator.read())
         tensors = stage_tensors(self._trainer.model, self._trainer.model[0].architecture)
         flat = flat_copy(list(tensors), by_value=False)  # alive until the generator has copied it
-        self._generator.ask(load=serialise(flat))
+        self._generator.ask(load=serialize(flat))
         self._generator.read()
         self._loaded = self._trainer.step
         return float(batch.rewards_S.mean())

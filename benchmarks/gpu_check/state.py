@@ -129,7 +129,7 @@ def host_copies(stage: Stage) -> Figures:
 
 def ipc(stage: Stage) -> Figures:
     """Weights by handle to another process on this device, through SGLang's unpickler."""
-    from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
+    from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
 
     rows = 8 if stage.rehearsal else 4096
     generator = torch.Generator(stage.device).manual_seed(5)
@@ -144,10 +144,10 @@ def ipc(stage: Stage) -> Figures:
     ]
     began = time.monotonic()
     flat = flat_copy(bucket, by_value=False)  # alive until the child has ended
-    payload = serialise(flat)
+    payload = serialize(flat)
     if stage.device == "cuda":
         torch.cuda.synchronize()
-    serialised = time.monotonic() - began
+    serialized = time.monotonic() - began
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check.ipc_child"],
         cwd=ROOT,
@@ -167,6 +167,6 @@ def ipc(stage: Stage) -> Figures:
         "unpickler": answer["unpickler"],
         "bytes": bytes_moved,
         "payload_bytes": len(payload),
-        "serialise_seconds": serialised,
+        "serialize_seconds": serialized,
         "open_seconds": answer["open_seconds"],
     }

@@ -204,7 +204,7 @@ def updates(stage: Stage) -> Figures:
     }
     if stage.device == "cuda":
         figures["measured_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        figures |= _utilisation(batch, shape, seconds)
+        figures |= _utilization(batch, shape, seconds)
     return figures
 
 
@@ -216,7 +216,7 @@ def _mean_gain(trainer: PolicyTrainer, batch: TokenBatch) -> float:
     return float(logprobs_T[trained_T & good_T].mean() - logprobs_T[trained_T & ~good_T].mean())
 
 
-def _utilisation(batch: TokenBatch, shape: Any, seconds: float) -> dict[str, float]:
+def _utilization(batch: TokenBatch, shape: Any, seconds: float) -> dict[str, float]:
     """Model FLOPs (no recomputation counted) over the rate that this card was measured at."""
     from benchmarks.kernels_gpu import measure_rates
 

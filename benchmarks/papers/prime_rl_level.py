@@ -55,7 +55,7 @@ def main() -> None:
             "The update waits for stragglers instead (`on_stale: wait`):",
             table(header, rows("schedule.on_stale=wait")),
             "A weight update of 30 s (engines are paused for all of it here; a broadcast that runs "
-            "beside generation is not modelled, so k cannot hide it):",
+            "beside generation is not modeled, so k cannot hide it):",
             table(header, rows(*SLOW_BROADCAST)),
             "Negative control, a trainer and an update that take no time, all lengths equal:",
             table(header, rows(*FREE_TRAINER, *UNIFORM)),

@@ -42,8 +42,8 @@ def game(seed: int, high: int) -> dict[str, object]:
             low = guess + 1
         else:
             most = guess - 1
-        towards = 1 if step.observation == "higher" else -1
-        guess = (low + most) // 2 if halves else guess + towards
+        toward = 1 if step.observation == "higher" else -1
+        guess = (low + most) // 2 if halves else guess + toward
 
 
 def games(count: int, high: int) -> Iterator[str]:

@@ -176,8 +176,8 @@ def _merge_block(
     else:
         exp_CB = torch.exp(logits_CB, out=buffers.second(*logits_CB.shape))
         carried_C = (stats.weighted_R[at] + stats.sum_R[at] * shift_C) * scale_C
-        centred_CB = logits_CB.clamp_(min=LOWEST_SHIFT)
-        stats.weighted_R[at] = carried_C + centred_CB.mul_(exp_CB).sum(dim=1)
+        centered_CB = logits_CB.clamp_(min=LOWEST_SHIFT)
+        stats.weighted_R[at] = carried_C + centered_CB.mul_(exp_CB).sum(dim=1)
     stats.sum_R[at] = stats.sum_R[at] * scale_C + exp_CB.sum(dim=1)
     stats.max_R[at] = new_max_C
 

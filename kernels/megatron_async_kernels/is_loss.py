@@ -62,7 +62,7 @@ def is_loss(
         backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
             plain torch elsewhere ("chunked" is plain torch: nothing in this function is larger
             than its inputs).
-        check: read the count of non-finite tokens back (one synchronisation) and raise; without,
+        check: read the count of non-finite tokens back (one synchronization) and raise; without,
             the result's `finite` has it.
 
     Raises
@@ -136,7 +136,7 @@ def _run_passes(
     )
     num_values = num_sequences if spec.two_pass else 1
     values = torch.empty((num_values, NUM_SEQUENCE_VALUES), dtype=torch.float32, device=device)
-    # A stream that this specialisation does not read is passed as some array that exists.
+    # A stream that this specialization does not read is passed as some array that exists.
     unused = dlogp
     shared = {
         "logprobs": inputs.logprobs_T,

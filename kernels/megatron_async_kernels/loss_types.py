@@ -184,7 +184,7 @@ class Denominators:
 
     `tokens` and `sequences` count mask-1 tokens, and sequences with at least one, after decoupled
     and before bypass rejection (which verl 0.9.1 does as well: its counts are fixed before the
-    loss runs). `weight_mean` is the batch-normalisation factor of `reinforce` weights, else 1.
+    loss runs). `weight_mean` is the batch-normalization factor of `reinforce` weights, else 1.
     Counts of 0 are read as 1: nothing is trained and the loss is 0.
     """
 

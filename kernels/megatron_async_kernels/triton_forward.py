@@ -48,10 +48,10 @@ def update_stats(
     new_max = tl.maximum(running_max, tl.max(logits, axis=1))
     shift = finite_below(running_max - new_max)
     scale = tl.exp(shift)
-    centred = logits - new_max[:, None]
-    exps = tl.exp(centred)
+    centered = logits - new_max[:, None]
+    exps = tl.exp(centered)
     if SPEC.entropy:
-        tile_sum, tile_weighted = tl.reduce((exps, exps * finite_below(centred)), 1, add_pairs)
+        tile_sum, tile_weighted = tl.reduce((exps, exps * finite_below(centered)), 1, add_pairs)
         running_weighted = (running_weighted + running_sum * shift) * scale + tile_weighted
         running_sum = running_sum * scale + tile_sum
     else:

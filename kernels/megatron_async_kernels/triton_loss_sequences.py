@@ -6,7 +6,7 @@
 
 Invariants
 - A program of `sequence_pass_kernel` owns CHUNK tokens, aligned, and walks over the sequences that
-  lie in them; `sequence_kernel` reads a sequence's slots, which are neighbours, in order.
+  lie in them; `sequence_kernel` reads a sequence's slots, which are neighbors, in order.
 - No atomics: every partial result has one writer and is summed in a fixed order, in float64.
 """
 

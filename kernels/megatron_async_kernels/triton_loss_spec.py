@@ -1,4 +1,4 @@
-"""Specialisation of the loss kernels: one frozen object per (config, present streams).
+"""Specialization of the loss kernels: one frozen object per (config, present streams).
 
 Thresholds are compile-time constants: they do not change within a run, and a kernel without its
 unused branches reads and computes less. Sizes and denominators stay runtime arguments.
@@ -60,7 +60,7 @@ def needs_sequences(config: LossConfig) -> bool:
 
 
 def loss_spec(inputs: LossInputs, config: LossConfig) -> LossSpec:
-    """The specialisation for these inputs.
+    """The specialization for these inputs.
 
     Raises
         ValueError: more rejection rules than the kernels have room for.

@@ -27,13 +27,13 @@ def group_advantages(
     count_G, sum_G = _group_sums(rewards_S, group_index_S)
     alone_G = count_G == 1
     mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
-    centred_S = rewards_S - mean_G[group_index_S]
+    centered_S = rewards_S - mean_G[group_index_S]
     if not normalize_std:
-        return centred_S, torch.ones_like(centred_S)
-    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
+        return centered_S, torch.ones_like(centered_S)
+    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centered_S.square())
     std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
     std_S = torch.where(alone_G, torch.ones_like(std_G), std_G)[group_index_S]
-    return centred_S / (std_S + epsilon), 1.0 / (std_S + epsilon)
+    return centered_S / (std_S + epsilon), 1.0 / (std_S + epsilon)
 
 
 def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
@@ -56,10 +56,10 @@ def whitened_advantages(
     count = tokens_S.sum()
     if count == 0:
         return torch.zeros_like(rewards_S), torch.zeros_like(rewards_S)
-    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
-    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
+    centered_S = rewards_S - (rewards_S * tokens_S).sum() / count
+    variance = (centered_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
     scale = torch.rsqrt(variance + 1e-8)
-    return centred_S * scale, scale.expand(len(rewards_S))
+    return centered_S * scale, scale.expand(len(rewards_S))
 
 
 def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def weight_metrics(
     lower: float | None,
     upper: float,
 ) -> dict[str, float]:
-    """Return the metrics of importance weights before normalisation (`compute_is_metrics`).
+    """Return the metrics of importance weights before normalization (`compute_is_metrics`).
 
     w the weight in use (truncated or IcePop), r the raw one, C the upper and lo the lower
     threshold, lo = 1/C when only C is given.
@@ -120,8 +120,8 @@ def weight_metrics(
         metrics["rollout_is_ratio_fraction_low"] = mean(raw < floor)
     bounded = used.clamp(0.0, upper)
     metrics["rollout_is_std"] = std(bounded, unbiased=False)
-    normalised = bounded / (mean(bounded) + _EPSILON)
-    second = mean(normalised.square())
+    normalized = bounded / (mean(bounded) + _EPSILON)
+    second = mean(normalized.square())
     metrics["rollout_is_eff_sample_size"] = 1.0 / second if second > 0 else 0.0
     used_S, raw_S = rows.row_mean(weights_T), rows.row_mean(raw_T)
     metrics["rollout_is_seq_mean"] = mean(used_S)

@@ -92,7 +92,7 @@ class DeviceBatch:
     def episodes(self) -> tuple[Tensor, Tensor]:
         """The first sequence of each trajectory [E], and each sequence's trajectory [S], from 0.
 
-        Branches of an episode are neighbours: without any, both count the sequences.
+        Branches of an episode are neighbors: without any, both count the sequences.
         """
         _, index_S, count_E = torch.unique_consecutive(
             self.trajectory_ids_S, return_inverse=True, return_counts=True

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: sharded, verified, finalised by a manifest, loadable elsewhere.
+"""Checkpoints of the trainer: sharded, verified, finalized by a manifest, loadable elsewhere.
 
 - manager: save, find, load and retain the checkpoints of one run.
 - manifest: the commit record. A directory without it is no checkpoint; it exists whole or not at

@@ -3,7 +3,7 @@
     hf_to_megatron("models/llama", "weights/llama", tensor=4, pipeline=2)
     megatron_to_hf("runs/my-run", "export/my-run")
 
-The Megatron side is a checkpoint of this project: files per rank, finalised by a manifest. What a
+The Megatron side is a checkpoint of this project: files per rank, finalized by a manifest. What a
 run has saved can be converted at any moment; what was converted is a starting point of a run
 (`model.checkpoint`). A converted checkpoint carries the Hugging Face config and tokenizer in `hf/`.
 
@@ -44,7 +44,7 @@ from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
     TensorRecord,
-    finalise,
+    finalize,
     find_latest,
     hash_file,
     open_checkpoint,
@@ -123,7 +123,7 @@ def hf_to_megatron(
             trainer={CONVERTED: True},
             extra={"converted_from": str(source)},
         )
-        return finalise(folder, destination, manifest)
+        return finalize(folder, destination, manifest)
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:

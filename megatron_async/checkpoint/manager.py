@@ -2,7 +2,7 @@
 
 Invariants
 - `save`, `wait`, `close`, `load` (and `newest` in a trainer rank) are collective: every rank calls
-  them in the same order. `take_finalised` is not.
+  them in the same order. `take_finalized` is not.
 - At most one save is under way; the next one, `wait` and `close` wait for it, within
   `checkpoint.timeout_seconds`.
 - A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
@@ -51,7 +51,7 @@ _TEMPORARY_PREFIX = ".saving_"
 
 
 @dataclass(frozen=True)
-class Finalised:
+class Finalized:
     """A commit: the manifest of `step` exists now, and these can still be restored."""
 
     step: int
@@ -71,7 +71,7 @@ class CheckpointManager:
         self._job: SaveJob | None = None
         self._pinned = HostBuffers()  # the save before has ended when the next one begins
         self._first_save = True
-        self._finalised: list[Finalised] = []
+        self._finalized: list[Finalized] = []
 
     # ------------------------------------------------------------ saving
 
@@ -132,11 +132,11 @@ class CheckpointManager:
         """The folder of the checkpoint of `step`."""
         return step_directory(self._root, step)
 
-    def take_finalised(self) -> list[Finalised]:
+    def take_finalized(self) -> list[Finalized]:
         """Rank 0: commits since the last call, oldest first. Not collective, never waits."""
         if self._job is not None and self._job.done:
             self._note(self._job)
-        taken, self._finalised = self._finalised, []
+        taken, self._finalized = self._finalized, []
         return taken
 
     def _note(self, job: SaveJob) -> None:
@@ -146,7 +146,7 @@ class CheckpointManager:
             return
         prune(self._root, self._config.keep)
         kept = tuple(sorted(c.manifest.version for c in list_checkpoints(self._root)))
-        self._finalised.append(Finalised(checkpoint.step, kept))
+        self._finalized.append(Finalized(checkpoint.step, kept))
 
     def _failure(self, step: int, error: str) -> ComponentFailure:
         newest = next(iter(list_checkpoints(self._root)), None)
@@ -179,7 +179,7 @@ class CheckpointManager:
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint, every file verified; None when there is none at all.
 
-        Collective where torch.distributed is initialised. Raises UserError when there are
+        Collective where torch.distributed is initialized. Raises UserError when there are
         checkpoints and every one of them is corrupt, or the newest's manifest is.
         """
         check_manifests(self._root)

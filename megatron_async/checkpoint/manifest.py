@@ -113,7 +113,7 @@ class Manifest:
         return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
 
     def to_json(self) -> str:
-        """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serialisable."""
+        """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serializable."""
         content = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True)
 
@@ -142,7 +142,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finalised checkpoint on disk."""
+    """A finalized checkpoint on disk."""
 
     path: Path
     manifest: Manifest
@@ -159,7 +159,7 @@ def step_directory(root: Path | str, step: int) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the directory was finalised: a manifest is there, damaged or not."""
+    """Return whether the directory was finalized: a manifest is there, damaged or not."""
     return any((path / name).exists() for name in _BOTH)
 
 
@@ -190,7 +190,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
+def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     """Turn a complete directory of files into the checkpoint `target`: the commit.
 
     A `target` that exists is an abandoned lineage's or a corrupt one; it is taken away first.
@@ -255,7 +255,7 @@ def _read(path: Path, name: str) -> Checkpoint:
 
 
 def list_checkpoints(root: Path | str) -> list[Checkpoint]:
-    """Finalised checkpoints, newest first by (lineage, step). Unreadable ones are reported.
+    """Finalized checkpoints, newest first by (lineage, step). Unreadable ones are reported.
 
     Raises OtherFormat: to pass over what another version wrote would be to start afresh.
     """
@@ -277,7 +277,7 @@ def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
 def check_manifests(root: Path | str) -> None:
     """Refuse to go on where the newest commit may be a manifest that is damaged. Raises UserError.
 
-    What was never finalised (its writer was killed) has no manifest and is no commit.
+    What was never finalized (its writer was killed) has no manifest and is no commit.
     """
     kept = [checkpoint.step for checkpoint in _scan(root)[0]]
     for path, reason in damaged_after(root, max(kept, default=-1)).items():
@@ -298,7 +298,7 @@ def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
     found, damaged = [], {}
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
         if not is_checkpoint(path):
-            logger.warning("checkpoint %s was never finalised and is ignored", path)
+            logger.warning("checkpoint %s was never finalized and is ignored", path)
             continue
         try:
             found.append(read_checkpoint(path))
@@ -363,6 +363,6 @@ def open_checkpoint(
 
 
 def prune(root: Path | str, keep: int) -> None:
-    """Remove all but the `keep` newest finalised checkpoints."""
+    """Remove all but the `keep` newest finalized checkpoints."""
     for checkpoint in list_checkpoints(root)[keep:]:
         remove(checkpoint.path)

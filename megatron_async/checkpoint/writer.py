@@ -32,7 +32,7 @@ from megatron_async.checkpoint.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
-    finalise,
+    finalize,
     hash_file,
     write_atomically,
 )
@@ -211,7 +211,7 @@ class SaveJob:
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
         manifest = replace(self.manifest, files=files, tensors=records)
-        self.checkpoint = finalise(self.temporary, self._target, manifest)
+        self.checkpoint = finalize(self.temporary, self._target, manifest)
 
     def _await_status(self, rank: int) -> RankStatus:
         path = self._status_path(rank)

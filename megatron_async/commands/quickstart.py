@@ -22,7 +22,7 @@ from megatron_async.launcher.run_lock import new_run
 from megatron_async.launcher.supervisor import supervise
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.telemetry.summary import summarise
+from megatron_async.telemetry.summary import summarize
 
 # Random weights use the longest response for each answer, and none is right: a few show that.
 _PROMPTS_BEFORE_SFT = 64
@@ -76,7 +76,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     directory.save_config(rl)
     with timed("RL in all, start of engine and trainers included"):
         supervise(rl, directory, devices)
-    summary = summarise(directory)
+    summary = summarize(directory)
     console.print(
         closing_table(summary, directory, before_sft=before.results[0], extra_phases=phases)
     )

@@ -11,7 +11,7 @@ from megatron_async.files.disk import CannotWrite
 from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.telemetry.metrics import sampling_name
-from megatron_async.telemetry.summary import RunSummary, percent, summarise
+from megatron_async.telemetry.summary import RunSummary, percent, summarize
 
 
 def closing_table(
@@ -21,7 +21,7 @@ def closing_table(
     before_sft: EvalResult | None = None,
     extra_phases: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Summarise the run in a table; `extra_phases` are (name, seconds) outside of RL."""
+    """Summarize the run in a table; `extra_phases` are (name, seconds) outside of RL."""
     table = Table(title=f"run {directory.path.name}", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -78,5 +78,5 @@ def report_command(runs: Sequence[Path], out: Path | None) -> None:
 def show_closing(directory: RunDirectory) -> None:
     """The closing table, and where things are."""
     console = Console(soft_wrap=True)
-    console.print(closing_table(summarise(directory), directory))
+    console.print(closing_table(summarize(directory), directory))
     console.print(where_things_are(directory), highlight=False)

@@ -101,7 +101,7 @@ def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str
     if not count:
         raise UserError(
             f"--from-teacher {teacher}: the reward accepted none of its answers "
-            f"(sft.teacher.least_reward {config.sft.teacher.least_reward:g}); see {kept.parent}"
+            f"(sft.teacher.min_reward {config.sft.teacher.min_reward:g}); see {kept.parent}"
         )
     data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
     config = config.with_section("sft", **data, epochs=config.sft.teacher.epochs)
@@ -131,7 +131,7 @@ async def _teach(
         texts = await asyncio.gather(*(sample(number) for number in range(settings.samples)))
         scores = await pool.score_texts(problem.payload, texts)
         pairs = zip(texts, scores, strict=True)
-        right = [text for text, score in pairs if (score.reward or 0.0) >= settings.least_reward]
+        right = [text for text, score in pairs if (score.reward or 0.0) >= settings.min_reward]
         return problem, [_row(problem, text) for text in dict.fromkeys(right)]
 
     try:
@@ -155,7 +155,7 @@ async def _teach(
 
 @asynccontextmanager
 async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Run `work` at once; what is not awaited by the end is cancelled."""
+    """Run `work` at once; what is not awaited by the end is canceled."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         yield tasks
@@ -207,7 +207,7 @@ async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> Async
             temperature=config.sft.teacher.temperature,
             top_p=config.sft.teacher.top_p,
             max_new_tokens=config.sampling.max_new_tokens,
-            allow_biased_behaviour=True,
+            allow_biased_behavior=True,
         )
         wanted = ResponseSpec(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
         yield partial(ask_engine, EnginePool(lambda: [client]), task, wanted)

@@ -40,7 +40,7 @@ class FileConfig(Settings):
     (docs/data.md)."""
     columns: ColumnsConfig = ColumnsConfig()
     """Columns that are called otherwise."""
-    where: dict[str, str | int | bool] = Field(default_factory=dict)
+    filter: dict[str, str | int | bool] = Field(default_factory=dict)
     """Only rows whose columns have these values."""
 
 

@@ -80,7 +80,7 @@ class EvalConfig(Settings):
     """Sets with files of their own, by the names that their metrics get."""
     every_steps: int = Field(0, ge=0)
     """Also during training; 0 = only at its ends."""
-    exact: bool | None = None
+    blocking: bool | None = None
     """Whether training waits for evaluations on the way, so that each measures one version; false:
     they run beside it, and responses under way go on with newer weights. none = true where the
     schedule drains its requests or engines are colocated. At both ends of a run training waits."""
@@ -137,5 +137,5 @@ class EvalConfig(Settings):
             top_k=int(of("top_k")) if temperature else 1,
             top_p=of("top_p") if temperature else 1.0,
             max_new_tokens=int(of("max_new_tokens")) or training.max_new_tokens,
-            allow_biased_behaviour=True,
+            allow_biased_behavior=True,
         )

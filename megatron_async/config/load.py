@@ -4,9 +4,9 @@ Invariants
 - Precedence: recipe < schedule preset < YAML (a file over its `base:`) < command line.
 - Every refusal is one sentence that names the setting and the value (`UserError`).
 - `dump` and `load_config` are inverse: a run directory's config.yaml gives the same run.
-- A run's config.yaml holds what was set (`given`, by file and command line) beside every resolved
-  value. So another recipe or preset on top of it takes effect: it replaces what the old one brought
-  and nobody had set.
+- A run's config.yaml has every resolved value and, under the key `explicit`, the settings that a
+  file or the command line had set. A recipe or preset that is chosen at a resume therefore replaces
+  the values of the previous recipe or preset, but no explicit setting.
 """
 
 import copy
@@ -33,7 +33,7 @@ from megatron_async.runtime.import_path import anchored
 _Config = TypeVar("_Config", bound=RunConfig)
 
 _MAX_BASE_DEPTH = 8
-_GIVEN = "given"
+_EXPLICIT = "explicit"
 _NAMED = ("agent", "environment", "loss", "reward")  # a text is short for a mapping with this name
 
 
@@ -63,9 +63,9 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         content = {}
     if not isinstance(content, dict):
         raise UserError(f"{what} must hold a mapping, got {type(content).__name__}")
-    if not isinstance(content.get(_GIVEN, {}), dict):
+    if not isinstance(content.get(_EXPLICIT, {}), dict):
         raise UserError(
-            f"{what}: {_GIVEN} is {short_repr(content[_GIVEN])}; a run keeps a mapping there"
+            f"{what}: {_EXPLICIT} is {short_repr(content[_EXPLICIT])}; a run keeps a mapping there"
         )
     content = anchored(content, path.parent)
     base = content.pop("base", None)
@@ -74,7 +74,7 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{what}: `base` is {short_repr(base)}; it must name a file")
     below = read_yaml(path.parent / base, depth + 1)
-    return merge(below.get(_GIVEN, below), content)  # of a run: what was set
+    return merge(below.get(_EXPLICIT, below), content)  # of a run: what was set
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def parse_override(text: str) -> dict[str, Any]:
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {short_repr(text)} is not of the form section.setting=value")
-    if dotted.split(".")[0] == _GIVEN:
+    if dotted.split(".")[0] == _EXPLICIT:
         raise UserError(
             f"unknown setting {dotted} (value {short_repr(value)}); set the setting itself"
         )
@@ -129,12 +129,12 @@ def build_simulation(settings: Mapping[str, Any]) -> SimulationConfig:
 
 def _built(settings: Mapping[str, Any], kind: type[_Config]) -> _Config:
     settings = _expanded(settings)
-    own = {key: value for key, value in settings.items() if key != _GIVEN}
+    own = {key: value for key, value in settings.items() if key != _EXPLICIT}
     try:
         config = kind.model_validate(merge(_defaults_below(own), own))
     except ValidationError as error:
         raise UserError(describe(error)) from error
-    return config.with_given(settings.get(_GIVEN, own))
+    return config.with_explicit(settings.get(_EXPLICIT, own))
 
 
 def _defaults_below(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     `configs/NAME.yaml` is found from any directory, unless there is a file of that name.
     """
     settings = read_yaml(existing(Path(path)))
-    if _GIVEN in settings:
+    if _EXPLICIT in settings:
         return load_run_config(path, overrides)
     return build_config(merge(settings, _changes(overrides)))
 
@@ -228,10 +228,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     Raises UserError.
     """
     body = dict(_expanded(read_yaml(Path(path))))
-    given = body.pop(_GIVEN, None)
-    if not isinstance(given, Mapping):
-        raise UserError(f"config file {path} is not of a run: it lacks `{_GIVEN}`, what was set")
-    return _with_changes(body, given, _changes(overrides))
+    explicit = body.pop(_EXPLICIT, None)
+    if not isinstance(explicit, Mapping):
+        raise UserError(f"config file {path} is not of a run: it lacks `{_EXPLICIT}`, what was set")
+    return _with_changes(body, explicit, _changes(overrides))
 
 
 def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
@@ -247,20 +247,20 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     for name, value in plain.items():
         nested = merge(nested, _nested(name, value))
     body = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-    return _with_changes(body, config.given, nested)
+    return _with_changes(body, config.explicit, nested)
 
 
 def _with_changes(
-    body: Mapping[str, Any], given: Mapping[str, Any], changes: Mapping[str, Any]
+    body: Mapping[str, Any], explicit: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> RunConfig:
-    """Change a run's settings, of which `given` were set."""
+    """Change a run's settings, of which `explicit` were set."""
     changes = _expanded(changes)
-    wanted = merge(_expanded(given), changes)
-    old, new = (build_config(settings).model_dump(mode="json") for settings in (given, wanted))
+    wanted = merge(_expanded(explicit), changes)
+    old, new = (build_config(settings).model_dump(mode="json") for settings in (explicit, wanted))
     # Of the rest the run keeps its own: what was derived from the machine at its start. A default
     # that is set now differs from that, and not from the old default.
     resolved = merge(merge(body, _changed(old, new)), changes)
-    return build_config({**resolved, _GIVEN: wanted})
+    return build_config({**resolved, _EXPLICIT: wanted})
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,5 +296,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default written out, and what was set."""
-    content = {**config.model_dump(mode="json"), _GIVEN: config.given}
+    content = {**config.model_dump(mode="json"), _EXPLICIT: config.explicit}
     return yaml.safe_dump(content, sort_keys=False)

@@ -39,12 +39,12 @@ class SamplingConfig(Settings):
     temperature: float = 1.0
     """Sampling temperature, 0.01 to 100: log-probs are at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; < 1 biases the behaviour policy."""
+    """Nucleus; < 1 biases the behavior policy."""
     top_k: int = -1
-    """Top-k; -1 = off; else biases the behaviour policy."""
+    """Top-k; -1 = off; else biases the behavior policy."""
     max_new_tokens: int = Field(1024, ge=1)
     """Longest response."""
-    allow_biased_behaviour: bool = False
+    allow_biased_behavior: bool = False
     """Accept top_p < 1 or top_k: reported log-probs are those before the cut."""
 
     def check(self) -> None:
@@ -57,10 +57,10 @@ class SamplingConfig(Settings):
             )
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"sampling.top_k must be -1 (off) or at least 1, got {self.top_k}")
-        if (self.top_p < 1 or self.top_k != -1) and not self.allow_biased_behaviour:
+        if (self.top_p < 1 or self.top_k != -1) and not self.allow_biased_behavior:
             raise ValueError(
-                f"sampling.top_p {self.top_p} / top_k {self.top_k} make the behaviour policy "
-                "differ from its log-probs; set sampling.allow_biased_behaviour: true to accept "
+                f"sampling.top_p {self.top_p} / top_k {self.top_k} make the behavior policy "
+                "differ from its log-probs; set sampling.allow_biased_behavior: true to accept "
                 "that"
             )
         if self.top_k == 1 and self.temperature != 1:
@@ -71,7 +71,7 @@ class SamplingConfig(Settings):
 
 
 class SimulatedEngineConfig(Settings):
-    """Behaviour of `engines.kind: simulated`, which runs no model."""
+    """Behavior of `engines.kind: simulated`, which runs no model."""
 
     mean_length: int = Field(64, ge=1)
     """A response ends at each token with 1 / this."""
@@ -125,7 +125,7 @@ class EngineConfig(Settings):
     """Key that servers ask for; needed where hosts differ."""
     start_timeout_seconds: float = Field(240.0, gt=0)
     """Longest time until a started engine answers; unless set, 1,200 where engines use GPUs."""
-    no_progress_seconds: float = Field(120.0, gt=0)
+    hang_timeout_seconds: float = Field(120.0, gt=0)
     """No token, or no answer, for this long: the engine is hung. Time in which it has no requests,
     is paused or receives weights does not count."""
     max_restarts: int = Field(3, ge=0)
@@ -134,16 +134,16 @@ class EngineConfig(Settings):
     @property
     def health_interval_seconds(self) -> float:
         """Seconds between two health checks; a hang is only found at one of them."""
-        return min(5.0, self.no_progress_seconds / 24)
+        return min(5.0, self.hang_timeout_seconds / 24)
 
     @property
     def silence_seconds(self) -> float:
         """Longest silence of one response while its engine works and has no queue.
 
-        It is well above `no_progress_seconds`, since a hung engine would otherwise look like many
+        It is well above `hang_timeout_seconds`, since a hung engine would otherwise look like many
         lost responses. A response that is silent for longer is cut off there and resumed.
         """
-        return 5 * self.no_progress_seconds
+        return 5 * self.hang_timeout_seconds
 
     @property
     def uses_nvls(self) -> bool:

@@ -45,7 +45,7 @@ class CheckpointConfig(Settings):
     every_steps: int = Field(10, ge=1)
     """Steps between two checkpoints."""
     keep: int = Field(2, ge=1)
-    """Finalised checkpoints that stay on disk."""
+    """Finalized checkpoints that stay on disk."""
     asynchronous: bool = True
     """Write while training goes on."""
     timeout_seconds: float = Field(1800.0, gt=0)
@@ -68,7 +68,7 @@ class TeacherConfig(Settings):
     """Nucleus."""
     prompts: int = Field(0, ge=0)
     """Training prompts to ask; 0 = all of the files."""
-    least_reward: float = 1.0
+    min_reward: float = 1.0
     """Answers with this reward or more are kept."""
     epochs: int = Field(3, ge=1)
     """Times that each kept answer is learned."""
@@ -163,7 +163,7 @@ class RunConfig(Settings):
     root: str = "runs"
     """Where run directories are made."""
     seed: int = Field(1, ge=0)
-    """Seed of initialisation, prompts and shuffling."""
+    """Seed of initialization, prompts and shuffling."""
     steps: int = Field(100, ge=1)
     """Rollout batches to train on."""
     cluster: Literal["auto", "local", "ray"] = "auto"
@@ -212,19 +212,21 @@ class RunConfig(Settings):
     experiment: ExperimentConfig = ExperimentConfig()
     """For measurements only."""
 
-    _given: dict[str, Any] | None = PrivateAttr(default=None)
+    _explicit: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def explicit(self) -> Mapping[str, Any]:
         """Settings of file, command line or Python, which no other recipe or preset replaces."""
         return (
-            self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
+            self.model_dump(mode="json", exclude_unset=True)
+            if self._explicit is None
+            else self._explicit
         )
 
-    def with_given(self, given: Mapping[str, Any]) -> Self:
-        """The same settings; `given` are those that were set."""
+    def with_explicit(self, explicit: Mapping[str, Any]) -> Self:
+        """The same settings; `explicit` are those that were set."""
         config = self.model_copy()
-        config._given = dict(given)
+        config._explicit = dict(explicit)
         return config
 
     def with_section(self, section: str, **settings: Any) -> Self:
@@ -267,10 +269,10 @@ class RunConfig(Settings):
         return self.schedule.updates_per_batch * self.algorithm.epochs
 
     @property
-    def evaluates_exactly(self) -> bool:
-        """Return whether training waits for evaluations on the way (`eval.exact`)."""
-        if self.eval.exact is not None:
-            return self.eval.exact
+    def evaluates_blocking(self) -> bool:
+        """Return whether training waits for evaluations on the way (`eval.blocking`)."""
+        if self.eval.blocking is not None:
+            return self.eval.blocking
         return self.schedule.boundary == "drain" or self.engines.placement == "colocated"
 
     @property
@@ -344,7 +346,7 @@ class RunConfig(Settings):
             "weights.transport": (self.weights.transport, "tensor"),
             "engines.kind": (self.engines.kind, "sglang"),
             "parallel.nodes": (self.parallel.nodes, 1),
-            "eval.exact": (self.evaluates_exactly, True),
+            "eval.blocking": (self.evaluates_blocking, True),
         }
         for name, (value, wanted) in needed.items():
             if value != wanted:

@@ -50,13 +50,13 @@ class ScheduleConfig(Settings):
     `mask` trains only its tokens within the bound."""
     buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = "oldest_first"
     """Order in which buffered partial trajectories are resumed."""
-    ring_batches: int = Field(2, ge=1)
+    max_waiting_batches: int = Field(2, ge=1)
     """Batches' worth of finished groups that may wait for their scores, for a batch or for the
     trainer; no new group starts while there are as many."""
     overflow: Literal["block", "drop_oldest"] = "block"
-    """When `ring_batches` are full, also after a stall: `block` trains all of it, oldest first,
-    before new groups start; `drop_oldest` drops complete groups beyond it, oldest first, so that
-    what is trained stays fresh."""
+    """Action when finished groups fill `max_waiting_batches`, also after a stall: `block` trains
+    all of them, oldest first, before new groups start; `drop_oldest` drops the oldest complete
+    groups beyond the limit, so that training data stay fresh."""
     max_regenerations: int = Field(2, ge=0)
     """How often a member whose scorer failed is generated again (task.on_scorer_timeout:
     regenerate) before its group is dropped."""

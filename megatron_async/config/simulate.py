@@ -100,7 +100,7 @@ class SimulatedEpisodeConfig(Settings):
     """Turns of an episode on average; none = no environment."""
     spread: Literal["geometric", "constant"] = "geometric"
     """Of the number of turns."""
-    most_turns: int = Field(32, ge=1)
+    max_turns: int = Field(32, ge=1)
     """Turns after which an episode ends."""
     tool_seconds: float = Field(1.0, ge=0)
     """The environment's time for a reply, the first one too; the median."""

@@ -94,8 +94,8 @@ class EngineHost:
             await self._relay.close()
         await asyncio.to_thread(self._server.stop)
 
-    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
-        self._running.update(started, cancelled)
+    async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:
+        self._running.update(started, canceled)
 
     async def abort(self, requests: Mapping[str, int]) -> None:
         await self._running.abort(requests)
@@ -118,8 +118,8 @@ class HostCalls:
     engine_id: str
     limit_seconds: float
 
-    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
-        await self._call(lambda host: host.update(started, cancelled))
+    async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:
+        await self._call(lambda host: host.update(started, canceled))
 
     async def abort(self, requests: Mapping[str, int]) -> None:
         await self._call(lambda host: host.abort(requests))
@@ -183,7 +183,7 @@ class HostedEngines:
         except BaseException:
             await self.stop(index)
             raise
-        calls = HostCalls(host, engine_id, self._settings.no_progress_seconds)
+        calls = HostCalls(host, engine_id, self._settings.hang_timeout_seconds)
         client = self._clients[index] = RelayedEngine(server, calls, self._pace)
         return client
 

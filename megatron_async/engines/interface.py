@@ -1,7 +1,7 @@
 """Interface of an engine for the rollout driver, and the messages between them.
 
 Invariants
-- An engine reports every token exactly once, in order, with its log-prob (behaviour policy, at the
+- An engine reports every token exactly once, in order, with its log-prob (behavior policy, at the
   sampling temperature) and the policy version that made it.
 - A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`:
   `RequestRefused` when the request is at fault, which is then never worth a repetition.
@@ -97,7 +97,7 @@ class EngineClient(Protocol):
         """The type in which it computes, as torch calls it; None when that is not known."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Cancelling or closing the iteration aborts the request."""
+        """Stream a response. Canceling or closing the iteration aborts the request."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`."""

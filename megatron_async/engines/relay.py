@@ -61,13 +61,13 @@ class StreamRelay:
         self._blocked: dict[int, asyncio.Event] = {}
         self._news = asyncio.Event()
 
-    def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+    def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:
         """Begin to read these requests; stop reading those streams, which ends their requests."""
         for stream, request in started:
             task = asyncio.create_task(self._read(stream, request))
             self._readers[stream] = task
             task.add_done_callback(partial(self._ended, stream))
-        for stream in cancelled:
+        for stream in canceled:
             if (reader := self._readers.get(stream)) is not None:
                 reader.cancel()
             self._outbox.forget(stream)
@@ -141,7 +141,7 @@ class StreamRelay:
 class RelayCalls(Protocol):
     """A `StreamRelay` in another process. Every call has a limit and raises EngineError."""
 
-    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None: ...
+    async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None: ...
 
     async def abort(self, requests: Mapping[str, int]) -> None: ...
 
@@ -200,7 +200,7 @@ class RelayedEngine(ForwardingClient):
         self._numbers = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}
         self._started: list[Started] = []
-        self._cancelled: list[int] = []
+        self._canceled: list[int] = []
         self._running: dict[str, int] = {}  # streams, by their requests
         self._aborted: set[str] = set()
         self._hurried = asyncio.Event()
@@ -210,7 +210,7 @@ class RelayedEngine(ForwardingClient):
         self._closed = False
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Cancelling or closing the iteration aborts the request."""
+        """Stream a response. Canceling or closing the iteration aborts the request."""
         if self._closed:
             raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")
         stream, inbox = next(self._numbers), _Inbox()
@@ -237,7 +237,7 @@ class RelayedEngine(ForwardingClient):
             self._aborted.discard(request.request_id)
             del self._inboxes[stream]
             if not ended and not self._closed:
-                self._cancelled.append(stream)
+                self._canceled.append(stream)
                 self._send()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -271,12 +271,12 @@ class RelayedEngine(ForwardingClient):
             self._receiving = asyncio.create_task(self._guarded(self._receive))
 
     async def _send_all(self) -> None:
-        while self._started or self._cancelled:
+        while self._started or self._canceled:
             started, self._started = self._started[:_MOST_STARTED], self._started[_MOST_STARTED:]
-            cancelled: list[int] = []
+            canceled: list[int] = []
             if not self._started:  # never before its start
-                cancelled, self._cancelled = self._cancelled, []
-            await self._relay.update(started, cancelled)
+                canceled, self._canceled = self._canceled, []
+            await self._relay.update(started, canceled)
 
     async def _receive(self) -> None:
         self._pace.engines += 1
@@ -319,6 +319,6 @@ class RelayedEngine(ForwardingClient):
 
     def _fail(self, failure: Failure) -> None:
         """No stream that is open gets anything more."""
-        self._started, self._cancelled = [], []
+        self._started, self._canceled = [], []
         for inbox in self._inboxes.values():
             inbox.put(type(failure)(str(failure)))

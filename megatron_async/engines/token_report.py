@@ -47,7 +47,7 @@ class TokenReport:
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Item]]) -> "TokenReport":
-        """The items of these streams, in this order; neighbours that make one run are joined."""
+        """The items of these streams, in this order; neighbors that make one run are joined."""
         runs: list[tuple[int, int, int, int, int, int, int]] = []
         tokens: dict[Types, tuple[int, list[Arrays]]] = {}
         messages: list[str] = []

@@ -140,7 +140,7 @@ class AgentWorker:
             with_parts(stored, parts),
             reward,
             ended="length" if attempt.refused else "stop",
-            counts={**counts, "turns_left": len(left)},
+            counts={**counts, "turns_abandoned": len(left)},
             notices=notices,
             left=left,
         )
@@ -311,7 +311,7 @@ class AgentWorker:
                 )
             return number_of(0.0 if returned is None else returned, shown)
         except asyncio.CancelledError:
-            raise EnvironmentFault(f"{shown} has cancelled itself") from None
+            raise EnvironmentFault(f"{shown} has canceled itself") from None
         except EnvironmentFault as fault:
             if attempt.refused:  # most programs have no other way to end at a full context
                 return 0.0, {}

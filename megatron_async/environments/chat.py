@@ -1,6 +1,6 @@
 """The OpenAI chat API: what a call may ask for, and the forms of answers.
 
-Pure. A call is read and checked here, once; what cannot be honoured is refused by a sentence, never
+Pure. A call is read and checked here, once; what cannot be honored is refused by a sentence, never
 left out in silence. Sampling is the run's: other values in a call are noted, and not used.
 
 Invariants
@@ -63,7 +63,7 @@ _PIECE: Final = 32
 
 
 class CallRefused(EnvironmentFault):
-    """A call that cannot be honoured, as the API reports it."""
+    """A call that cannot be honored, as the API reports it."""
 
     def __init__(self, message: str, param: str = "", *, status: int = 400, code: str = "") -> None:
         super().__init__(message)
@@ -251,7 +251,7 @@ def _refuse_unknown(asked: Mapping[str, Any]) -> None:
             if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
-                    f"{name} is {short_repr(value)}, which cannot be honoured while training: "
+                    f"{name} is {short_repr(value)}, which cannot be honored while training: "
                     f"leave it out, or at {json_text(best)}",
                     name,
                 )
@@ -283,7 +283,7 @@ def _message(message: Any, where: str) -> Message:
         )
     for odd in ("audio", "function_call"):
         if message.get(odd) is not None:
-            raise CallRefused(f"{where} has {odd!r}, which cannot be honoured", "messages")
+            raise CallRefused(f"{where} has {odd!r}, which cannot be honored", "messages")
     content = _content(message.get("content"), where)
     role = message["role"]
     if role == "assistant":

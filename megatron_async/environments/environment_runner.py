@@ -38,7 +38,7 @@ from megatron_async.runtime.import_path import load_object
 from megatron_async.runtime.outcome import Outcome, outcome_of
 from megatron_async.tasks.base import Message
 
-_ENDING_SECONDS: Final = 1.0  # for what is cancelled
+_ENDING_SECONDS: Final = 1.0  # for what is canceled
 Build = Callable[[], Any]
 
 
@@ -69,7 +69,7 @@ class Threads:
             self._pool.submit(together.wait)
 
     async def begin(self, action: Build) -> "asyncio.Future[Outcome]":
-        """A call that runs, once there is a thread for it; cancelled, it counts as hung."""
+        """A call that runs, once there is a thread for it; canceled, it counts as hung."""
         loop = asyncio.get_running_loop()
         await self._free.acquire()
         call = self._pool.submit(outcome_of, action)

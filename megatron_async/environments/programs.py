@@ -4,7 +4,7 @@ A program gets the base URL, a key and the row. It returns a number, a number wi
 None; of a command that is the last line of its output, as JSON.
 
 Invariants
-- A program that is cancelled makes no further call, since its key has ended; a command's process
+- A program that is canceled makes no further call, since its key has ended; a command's process
   group is killed.
 - What it raises is an `EnvironmentFault` in one sentence.
 """

@@ -7,7 +7,7 @@ Invariants
 - When a worker dies, what was asked of it is asked again, of a restored environment; the last time
   with nothing else under way there: the episode that ends its worker must not cost others theirs.
 - An episode's key is known before a worker is asked to begin it: what is under way there when its
-  caller is cancelled, or fails, is closed when it is forgotten.
+  caller is canceled, or fails, is closed when it is forgotten.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class EpisodeSessions:
     """Episodes that one caller plays: their keys, and what follows when a worker has died.
 
     `counts`: restored (environments), workers_lost (calls that a worker's death took),
-    steps_repeated (answers that an environment may have got before), replay_differs.
+    steps_repeated (answers that an environment may have got before), replay_mismatches.
     """
 
     def __init__(self, workers: EnvironmentWorkers) -> None:
@@ -210,7 +210,7 @@ class EpisodeSessions:
                 number, len(turns), lambda worker: worker.restore(key, payload, turns)
             )
         except (ReplayDiffers, EnvironmentFault) as error:
-            self.counts["replay_differs"] += 1
+            self.counts["replay_mismatches"] += 1
             raise ReplayDiffers(f"an environment cannot go on: {error}") from error
         self.counts["restored"] += 1
 

@@ -133,7 +133,7 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
     default = config.schedule.concurrency
     if machine.device == "cpu":
         return default, "the default for CPU engines"
-    simulation = modelled(config, machine)
+    simulation = modeled(config, machine)
     try:
         found = sufficient_concurrency(simulation)
     except UserError as error:
@@ -167,7 +167,7 @@ def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, 
 def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     if machine.device == "cpu":
         return config.trainer.recompute, "the default with engines on CPUs"
-    simulation = modelled(config, machine)
+    simulation = modeled(config, machine)
     try:
         shape = shape_of(simulation)
     except UserError as error:
@@ -245,7 +245,7 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     if config.optimizer.name == "adam":
         layout = f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state"
-        state = memory_of_trainer(modelled(config, machine), shape).state
+        state = memory_of_trainer(modeled(config, machine), shape).state
         _check_held(state, layout, "them", machine)
     if config.engines.quantization == "none":
         layout = f"engines.tensor {config.engines.tensor}: an engine's weights"
@@ -302,7 +302,7 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    simulation, weights = modelled(config, machine), _engine_weights(config, shape)
+    simulation, weights = modeled(config, machine), _engine_weights(config, shape)
     trainer, share = memory_of_trainer(simulation, shape), simulation.simulate.engine_memory_share
     update = _update_bytes(config)
     beside = f"a weight update {update / _GB:.1f} GB, " if update else ""
@@ -323,7 +323,7 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
     ]
 
 
-def modelled(config: RunConfig, machine: Machine) -> SimulationConfig:
+def modeled(config: RunConfig, machine: Machine) -> SimulationConfig:
     """Return the simulation of the run as it is: on this machine, with its placement."""
     simulation, placement = simulation_of(config), config.engines.placement
     gpu = simulation.simulate.gpu

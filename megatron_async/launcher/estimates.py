@@ -23,7 +23,7 @@ from megatron_async.config import RunConfig
 from megatron_async.config.simulate import SimulationConfig
 from megatron_async.errors import UserError
 from megatron_async.files.mounts import existing
-from megatron_async.launcher.derived import Machine, layout_lines, modelled
+from megatron_async.launcher.derived import Machine, layout_lines, modeled
 from megatron_async.models.shape import BF16, ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
 from megatron_async.simulate.build import simulate, trainer_costs
@@ -78,7 +78,7 @@ def estimate_lines(config: RunConfig, machine: Machine) -> list[str]:
     lines = layout_lines(config, machine)
     if machine.device == "cpu":
         return lines
-    simulation = modelled(config, machine)
+    simulation = modeled(config, machine)
     try:
         return [*lines, *_storage_and_times(simulation, shape_of(simulation), machine)]
     except UserError as error:
@@ -140,10 +140,10 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
 
 
 def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, machine: Machine) -> int:
-    """Longest time from the signal to a finalised checkpoint."""
+    """Longest time from the signal to a finalized checkpoint."""
     if checkpoints is None:
         return _LEAST_STOP_SECONDS
-    step = training_seconds(modelled(config, machine)) if machine.device == "cuda" else 0.0
+    step = training_seconds(modeled(config, machine)) if machine.device == "cuda" else 0.0
     under_way = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
     found = math.ceil(max(step, under_way) + checkpoints.write_seconds)
     return max(_LEAST_STOP_SECONDS, found)

@@ -314,8 +314,8 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
 def _other_recipe(config: RunConfig) -> Iterator[str]:
     """Yield a notice where only the schedule was chosen and the default recipe is for another."""
     recipe, preset = config.algorithm.recipe, config.schedule.preset
-    chosen = "preset" in config.given.get("schedule", {})
-    named = "recipe" in config.given.get("algorithm", {})
+    chosen = "preset" in config.explicit.get("schedule", {})
+    named = "recipe" in config.explicit.get("algorithm", {})
     presets = {name: its.get("schedule", {}).get("preset") for name, its in RECIPES.items()}
     if chosen and not named and presets[recipe] != preset:
         others = [name for name, its in presets.items() if its == preset]

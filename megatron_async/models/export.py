@@ -127,7 +127,7 @@ def stage_buckets(
 
     Every other rank must iterate too, and gets nothing. `everywhere`: the whole model in the same
     buckets on every rank, stage after stage. `convert` changes tensors on the way (precision,
-    quantisation).
+    quantization).
     """
     if everywhere:
         tensors = _everywhere(chunks, architecture)

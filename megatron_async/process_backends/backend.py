@@ -9,7 +9,7 @@ Invariants
 - `call` and `ask` get a function that makes one call of one asynchronous method. It gets a
   `CallRecorder` here; the call is made of the object in its process.
 - A call ends within its limit, which counts only time in which the caller could run, and its
-  method goes on when the caller has died, was cancelled or has stopped waiting.
+  method goes on when the caller has died, was canceled or has stopped waiting.
 - Errors of this package reach the caller as they are. Any other is a defect of the method:
   `CallFailed`, with the traceback in the log of its process.
 - An object is made anew, with the same arguments, when its process dies and it has restarts left.

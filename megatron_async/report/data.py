@@ -23,7 +23,7 @@ from megatron_async.store.location import has_store
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_all_metrics, read_metrics
-from megatron_async.telemetry.summary import RunSummary, summarise
+from megatron_async.telemetry.summary import RunSummary, summarize
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -100,7 +100,7 @@ def read_run(path: Path) -> RunData:
     return RunData(
         name=directory.path.name,
         settings=dict(_settings(config, directory.metrics_file)),
-        summary=summarise(directory),
+        summary=summarize(directory),
         train=train,
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
         warnings=read_all_metrics(directory.metrics_file, kind="warning"),

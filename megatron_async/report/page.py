@@ -16,7 +16,7 @@ from datetime import datetime
 from plotly.offline import get_plotlyjs
 
 from megatron_async.report.data import ReportSample, RunData
-from megatron_async.report.panels import COLOURS, PANELS, Figure
+from megatron_async.report.panels import COLORS, PANELS, Figure
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --line: #8884; }
@@ -39,16 +39,16 @@ pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { displ
 .good { margin: 0; font-size: 12px; opacity: .75; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
-# plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
+# plotly draws in fixed colors: text follows the page's, also when that changes or is printed.
 _SCRIPT = """
 const dark = matchMedia('(prefers-color-scheme: dark)'), printing = matchMedia('print');
-function recolour() {
+function recolor() {
   const ink = dark.matches && !printing.matches ? '#e6e6e6' : '#1b1b1b';
   for (const plot of document.querySelectorAll('.js-plotly-plot'))
     Plotly.relayout(plot, {'font.color': ink});
 }
-dark.addEventListener('change', recolour); printing.addEventListener('change', recolour);
-addEventListener('beforeprint', recolour); recolour();
+dark.addEventListener('change', recolor); printing.addEventListener('change', recolor);
+addEventListener('beforeprint', recolor); recolor();
 document.body.dataset.ready = 'yes';
 """
 
@@ -164,13 +164,13 @@ def _samples(run: RunData) -> str:
 
 
 def _sample(sample: ReportSample) -> str:
-    """HTML of a prompt and its response, with a colour for each policy version."""
+    """HTML of a prompt and its response, with a color for each policy version."""
     versions = dict.fromkeys(piece.version for piece in sample.pieces)
-    colours = dict(zip(versions, itertools.cycle(COLOURS), strict=False))
+    colors = dict(zip(versions, itertools.cycle(COLORS), strict=False))
 
     def span(version: str | None, title: str, text: str) -> str:
-        colour = f"background:{colours[version]}55"
-        return f'<span style="{colour}" title="{html.escape(title)}">{html.escape(text)}</span>'
+        color = f"background:{colors[version]}55"
+        return f'<span style="{color}" title="{html.escape(title)}">{html.escape(text)}</span>'
 
     response = "".join(
         _heading(p.heading)

@@ -18,8 +18,8 @@ from megatron_async.report.data import RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.telemetry.metrics import TRAINER_PHASES, evaluated_sets
 
-# Okabe and Ito: distinct with every kind of colour vision, on white and on black.
-COLOURS: Final = (
+# Okabe and Ito: distinct with every kind of color vision, on white and on black.
+COLORS: Final = (
     "#0072B2",
     "#E69F00",
     "#009E73",
@@ -91,7 +91,7 @@ class Panel:
             points = [(line["step"], self.scale * line[metric]) for line in lines if metric in line]
             finite = [y for _, y in points if math.isfinite(y)]
             if finite and (any(finite) or self.draws == "lines"):
-                figure.add_trace(self._trace(label, points, COLOURS[index % len(COLOURS)]))
+                figure.add_trace(self._trace(label, points, COLORS[index % len(COLORS)]))
         if not figure.data:
             return None
         if self.draws == "bars":
@@ -100,13 +100,13 @@ class Panel:
             _logarithmic(figure)
         return styled(figure, self.title, self.unit)
 
-    def _trace(self, label: str, points: Sequence[tuple[float, float]], colour: str) -> Any:
+    def _trace(self, label: str, points: Sequence[tuple[float, float]], color: str) -> Any:
         x, y = zip(*points, strict=True)
         if self.draws == "bars":
-            return go.Bar(x=x, y=y, name=label, marker_color=colour, marker_line_width=0)
+            return go.Bar(x=x, y=y, name=label, marker_color=color, marker_line_width=0)
         stack = {"stackgroup": "one", "line": {"width": 0.5}} if self.draws == "areas" else {}
         mode = "lines+markers" if len(x) < 3 and not stack else "lines"
-        return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
+        return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=color, **stack)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
 def _logarithmic(figure: Figure) -> None:
     """Label 1, 2 and 5 of each power of ten, fewer where there are many of them.
 
-    Left alone, every digit is labelled, one over the other.
+    Left alone, every digit is labeled, one over the other.
     """
     figure.update_yaxes(type="log")
     drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
@@ -220,7 +220,7 @@ def _evaluated(
     sets: dict[str, str] = {}
     for line in run.evaluations:
         sets |= evaluated_sets(line)
-    for (name, prefix), colour in zip(sets.items(), itertools.cycle(COLOURS), strict=False):
+    for (name, prefix), color in zip(sets.items(), itertools.cycle(COLORS), strict=False):
         key = f"{prefix}/{metric}"
         lines = [line for line in run.evaluations if key in line]
         ends = {
@@ -235,7 +235,7 @@ def _evaluated(
                 error_y={"array": ends["high"], "arrayminus": ends["low"]} if measured else None,
                 mode="lines+markers",
                 name=f"{name}, 95 % interval" if measured else name,
-                marker_color=colour,
+                marker_color=color,
             )
         )
     return styled(figure, title, unit, "policy version") if figure.data else None
@@ -276,9 +276,9 @@ def episode_endings(run: RunData) -> Figure | None:
     """Episodes by the turns that they took, and by what ended them."""
     figure = go.Figure()
     hows = sorted({how for how, _ in run.episode_endings})
-    for how, colour in zip(hows, itertools.cycle(COLOURS), strict=False):
+    for how, color in zip(hows, itertools.cycle(COLORS), strict=False):
         counts = {turns: n for (by, turns), n in sorted(run.episode_endings.items()) if by == how}
-        look = {"width": 0.8, "marker_color": colour, "marker_line_width": 0}
+        look = {"width": 0.8, "marker_color": color, "marker_line_width": 0}
         figure.add_trace(go.Bar(x=[*counts], y=[*counts.values()], name=how, **look))
     figure.update_layout(barmode="stack")
     title = "Where episodes ended"

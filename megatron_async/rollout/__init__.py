@@ -3,7 +3,7 @@
 - driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
 - generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
 - episodes: calls of environments, and what follows from their replies; also of an evaluation.
-- responses: a response: what is wanted of it, one request towards it, and requests to its end.
+- responses: a response: what is wanted of it, one request toward it, and requests to its end.
 - admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
 - prompts: training prompts in order, some passed over by their pass rate.
 - scoring: from a finished response to its reward in the store.

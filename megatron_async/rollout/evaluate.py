@@ -9,7 +9,7 @@ Invariants
 - Weights never change under a request: every token is of a version that has been verified
   (`EnginePool`), and each response has the versions of its tokens.
 - An exact evaluation measures one version: the trainer waits, so the weights stay. So are those at
-  both ends of a run, and all of them with `eval.exact`.
+  both ends of a run, and all of them with `eval.blocking`.
 - One beside training belongs to the version that it began with, and its responses name the versions
   of their tokens. It never delays an update, and its failure is reported and stops nothing.
 - At most one is under way; one that is due meanwhile is left out with a warning.
@@ -113,8 +113,8 @@ class EvalResult:
 
     name: str
     accuracy: float
-    answers: int
-    failed_judgements: int
+    responses: int
+    score_failures: int
     refused: int
     reward_mean: float
     reward_max: float
@@ -155,7 +155,7 @@ class EvalResult:
         )
         text = (
             f"{self.name}: {shares}, {sampling_name(self.temperature)}; "
-            f"mean reward {self.reward_mean:.3f}; {self.answers} answers, "
+            f"mean reward {self.reward_mean:.3f}; {self.responses} answers, "
             f"{self.length_mean:.1f} tokens each"
         )
         if 0 < self.reward_max < self.solved_at:
@@ -163,8 +163,8 @@ class EvalResult:
                 f"; the largest reward is {self.reward_max:.3g}, below eval.solved_at "
                 f"{self.solved_at:g}, so that no answer counts as right"
             )
-        if self.failed_judgements:
-            text += f", {self.failed_judgements} scores failed"
+        if self.score_failures:
+            text += f", {self.score_failures} scores failed"
         if self.refused:
             text += f", {self.refused} prompts were too long for the engines"
         return text
@@ -346,8 +346,8 @@ class Evaluator:
         return EvalResult(
             name=one.name,
             accuracy=found["accuracy"].value,
-            answers=len(answers),
-            failed_judgements=sum(
+            responses=len(answers),
+            score_failures=sum(
                 not a.refused and (a.reward is None or bool(SCORE_FAILURES & a.detail.keys()))
                 for a in answers
             ),
@@ -415,7 +415,7 @@ class Evaluations:
         self._engines.release()
         if not held or version == self._begun or not self._due(version.number):
             return False
-        if self._config.evaluates_exactly or version.number in (0, self._config.steps):
+        if self._config.evaluates_blocking or version.number in (0, self._config.steps):
             return True
         if self._beside is not None and not self._beside.done():
             self._driver.statistics.warned(
@@ -484,7 +484,7 @@ class Evaluations:
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results in order. When one fails, the others are cancelled."""
+    """The results in order. When one fails, the others are canceled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -9,7 +9,7 @@ Invariants
 - A trajectory has one writer. Its request here is the only one whose stream is read, and each of
   its appends carries the request's key, which the store compares with the trajectory's current one.
   The first alone is not enough: an engine that is given up may well live (it was slow, its report
-  was lost, its weights were suspect) and go on streaming; a stream that is cancelled ends only at
+  was lost, its weights were suspect) and go on streaming; a stream that is canceled ends only at
   its task's next turn; and what the scheduler submits while an engine is being given up runs
   nowhere. The store also refuses a second writer: mixed into a response, its tokens would have
   log-probs that look right.

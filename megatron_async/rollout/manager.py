@@ -15,7 +15,7 @@ Invariants
   then.
 - A superseded trainer changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
-- `checkpoint_finalised` is called after the manifest exists, never before.
+- `checkpoint_finalized` is called after the manifest exists, never before.
 """
 
 import asyncio
@@ -428,8 +428,8 @@ class RolloutManager:
         self._still(session)
         return {"store_position": position}
 
-    async def checkpoint_finalised(
+    async def checkpoint_finalized(
         self, lineage: int, step: int, kept: Sequence[PolicyVersion]
     ) -> None:
         """The manifest of `step` exists; `kept` can still be restored."""
-        await self._session_of(lineage).store.checkpoint_finalised(step, kept)
+        await self._session_of(lineage).store.checkpoint_finalized(step, kept)

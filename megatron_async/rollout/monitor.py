@@ -2,7 +2,7 @@
 
 Invariants
 - An engine is given up on evidence about the engine (`engine_health.py`): it does not answer (asked
-  twice), it answers nothing or no load report that can be read for `engines.no_progress_seconds`,
+  twice), it answers nothing or no load report that can be read for `engines.hang_timeout_seconds`,
   or it makes no token for that long although it has requests.
 - Restarts are the fleet's business.
 """
@@ -81,7 +81,7 @@ class EngineMonitor:
             self.give_up(tracked, why if answer in why else f"{why}; and then: {answer}")
 
     async def _works(self, tracked: TrackedEngine) -> bool:
-        engine_id, patience = tracked.engine_id, self.settings.no_progress_seconds
+        engine_id, patience = tracked.engine_id, self.settings.hang_timeout_seconds
         asked = tracked.clock()
         try:
             async with AwakeTimeout(patience):
@@ -105,7 +105,7 @@ class EngineMonitor:
 
     def _goes_on(self, tracked: TrackedEngine) -> bool:
         """Give up an engine that has made no token, or reported nothing, for too long."""
-        patience, now = self.settings.no_progress_seconds, tracked.clock()
+        patience, now = self.settings.hang_timeout_seconds, tracked.clock()
         silent, unreported = tracked.health.silence(now), tracked.health.unreported(now)
         if max(silent, unreported) <= patience:
             return self._serves(tracked)

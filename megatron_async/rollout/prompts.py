@@ -5,7 +5,7 @@ Invariants
 - With pools, `difficulty.jsonl` has a line for each group (the position of its prompt) and for each
   score (its prompt, and whether it was right). What is asked at a position depends on the scores
   before and on nothing else; a restored run goes on after the position of its last group.
-- A prompt is asked at the latest after `_MOST_PASSED_OVER` others, whatever its pool.
+- A prompt is asked at the latest after `_MAX_SKIPPED` others, whatever its pool.
 """
 
 import json
@@ -16,7 +16,7 @@ from megatron_async.files.disk import JsonLinesFile, json_lines
 from megatron_async.tasks.base import Task, stable_hash
 from megatron_async.trajectory.types import Prompt
 
-_MOST_PASSED_OVER = 1000
+_MAX_SKIPPED = 1000
 _HASH_RANGE = 1 << 64
 
 
@@ -81,7 +81,7 @@ class TaskPrompts:
         self._group = groups
         self._position = groups
         self._rates = PassRates(config)
-        self._passed_over = 0
+        self._skipped = 0
         self._file: JsonLinesFile | None = None
         if config.pools:
             if file.exists():
@@ -116,13 +116,13 @@ class TaskPrompts:
         return taken
 
     def _next(self, file: JsonLinesFile) -> Prompt:
-        for passed_over in range(_MOST_PASSED_OVER + 1):
+        for skipped in range(_MAX_SKIPPED + 1):
             (prompt,) = self._task.train_prompts(self._position, 1)
             self._position += 1
             asked = self._rates.asked(prompt_key(prompt), self._position - 1)
-            if asked or passed_over == _MOST_PASSED_OVER:
+            if asked or skipped == _MAX_SKIPPED:
                 break
-            self._passed_over += 1
+            self._skipped += 1
         file.write(f'{{"group": {self._group}, "position": {self._position - 1}}}\n')
         self._group += 1
         return prompt
@@ -139,8 +139,8 @@ class TaskPrompts:
         """Pass rates, and the prompts passed over since the last call; nothing without pools."""
         if self._file is None:
             return {}
-        passed_over, self._passed_over = self._passed_over, 0
-        return {"difficulty/passed_over": float(passed_over), **self._rates.metrics()}
+        skipped, self._skipped = self._skipped, 0
+        return {"difficulty/skipped": float(skipped), **self._rates.metrics()}
 
     def close(self) -> None:
         """Write what is left."""

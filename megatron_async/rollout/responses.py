@@ -1,4 +1,4 @@
-"""Responses of the policy: what is wanted, one request towards it, and requests to its end.
+"""Responses of the policy: what is wanted, one request toward it, and requests to its end.
 
 Every token of a response comes through `read`, whether it is trained, evaluated or taught: training
 makes one request at a time, as the scheduler submits them; `respond` makes as many as it takes.

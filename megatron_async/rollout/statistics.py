@@ -32,9 +32,9 @@ _LEAST_GENERATING_SECONDS = 0.5
 none, and what arrived meanwhile counts for the next."""
 
 
-_OF_SESSIONS = ("restored", "steps_repeated", "workers_lost", "replay_differs")
+_OF_SESSIONS = ("restored", "steps_repeated", "workers_lost", "replay_mismatches")
 _FORKS = ("forks", "forks_repeated", "forks_shortened", "forks_thread", "forks_tools")
-_OF_AGENTS = ("turns_replayed", "turns_left", *_FORKS, "forks_answer", "forks_message")
+_OF_AGENTS = ("turns_replayed", "turns_abandoned", *_FORKS, "forks_answer", "forks_message")
 
 
 @dataclass
@@ -94,7 +94,7 @@ class RolloutStatistics:
         self._unscored = 0
         self._longest_queue = 0
         self._longest_call = 0.0
-        self._most_turns = 0
+        self._max_turns = 0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -166,7 +166,7 @@ class RolloutStatistics:
         """An episode of so many turns is over."""
         self.counts.episodes["ended"] += 1
         self.counts.episodes["turns"] += turns
-        self._most_turns = max(self._most_turns, turns)
+        self._max_turns = max(self._max_turns, turns)
 
     def environment_failed(self) -> None:
         """Count a failure of an environment."""
@@ -236,8 +236,8 @@ class RolloutStatistics:
         if self.counts.episodes:
             metrics |= _of_episodes(news, view)
             metrics["rollout/environment_seconds_max"] = self._longest_call
-            metrics["rollout/turns_max"] = float(self._most_turns)
-            self._longest_call, self._most_turns = 0.0, 0
+            metrics["rollout/turns_max"] = float(self._max_turns)
+            self._longest_call, self._max_turns = 0.0, 0
         for name in self.counts.scheduler:
             metrics[f"rollout/{name}"] = float(news.scheduler[name])
         for reason in DropReason:

@@ -2,7 +2,7 @@
 
 Tokens are accepted by policy version: an engine may generate as soon as it has been sent a version,
 so that it does not idle while the trainer verifies it. What it generates meanwhile waits here, in
-the order in which it came; if the verification fails, the streams are cancelled and nothing of it
+the order in which it came; if the verification fails, the streams are canceled and nothing of it
 was kept (docs/weights.md).
 
 Invariants

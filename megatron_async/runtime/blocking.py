@@ -26,7 +26,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = lambda: None) -> R:
     """Run `work` on the event loop of the thread, and return its result.
 
-    `while_waiting` is called twice a second. If it raises, or Ctrl-C comes, `work` is cancelled,
+    `while_waiting` is called twice a second. If it raises, or Ctrl-C comes, `work` is canceled,
     and this function waits up to `_END_SECONDS` for it to clean up.
     """
     ended = threading.Event()

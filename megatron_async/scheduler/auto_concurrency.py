@@ -1,6 +1,6 @@
 """`concurrency: auto`: a closed loop that finds N' by what it yields, as pure functions of a state.
 
-What is maximised is the rate of trained tokens: the response tokens of batches over the time
+What is maximized is the rate of trained tokens: the response tokens of batches over the time
 between the moments at which the trainer took them. Prefill of resumed and preempted requests,
 dropped trajectories, idle engines and an idle or a busy trainer all show in it, so none of them
 needs a model. (Tokens as they arrive would mislead: a larger N' first fills the buffer.) Among

@@ -6,7 +6,7 @@ Invariants
   trajectories follow `buffer_order`; the rest is oldest first.
 - `ReadyGroups`: a group is here exactly while it is complete (all members scored) and in no batch.
   The order is that of the staleness bound's deadlines, so the oldest group is never passed over.
-- In the work queue, which may be long, pushing and taking cost O(log n) each, amortised; taking a
+- In the work queue, which may be long, pushing and taking cost O(log n) each, amortized; taking a
   large part of it is one sort. A place that became invalid (dropped, restarted, finished late) is
   skipped when it surfaces; such places are swept out when they are the majority.
 """

@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 """Raised when a message or the schedule in the header changes; other versions are refused."""
 # Recorded events of so many steps are kept, in at most so many bytes; the oldest are removed first.
 # Fifty steps show what led to a state, and the bytes bound what a long run leaves on disk.

@@ -8,10 +8,12 @@ Invariants, for every point of the policy space
   `open_episodes` goes; beginning one, and waiting for it, takes no slot. An episode that has begun
   goes on, also while a boundary drains: it is drained when none is open.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
-  fill `ring_batches`. Only the start of groups is limited: members of started groups and partial
-  trajectories are always let in (as far as slots go), as a batch may be waiting for them.
-- Back-pressure never stops a run: what holds new groups back is finished, at least one batch of it
-  (`ring_batches` >= 1), and goes on without them, to a score, a batch, the trainer or a drop.
+  fill `max_waiting_batches`. Only the start of groups is limited: members of started groups and
+  partial trajectories may always be submitted while slots are free, since a batch may be waiting
+  for them.
+- Back-pressure never stops a run: the groups that cause it are finished and make at least one batch
+  (`max_waiting_batches` >= 1). They proceed to a score, a batch, the trainer or a drop without any
+  new group.
 - Nothing is submitted to an engine of another version, between a weight update's request and its
   publication, between a batch and the version made from it (`overlap: false`), or while the lag
   bound would refuse what the current version writes.
@@ -271,10 +273,10 @@ class Scheduler:
                 self._life.abort_all(out)
 
     def _shed_overflow(self, out: Actions) -> None:
-        """`overflow: drop_oldest`: the oldest group of a batch beyond `ring_batches` leaves."""
+        """With `overflow: drop_oldest`, drop the oldest groups beyond `max_waiting_batches`."""
         if self.config.overflow != "drop_oldest":
             return
-        free = max(0, self.config.ring_batches - len(self._untaken))
+        free = max(0, self.config.max_waiting_batches - len(self._untaken))
         while self._life.ready.count >= (free + 1) * self.config.groups_per_batch:
             self._warnings.new_groups(warnings.Cause.TRAINER)
             self._life.drop_oldest_ready(out)
@@ -365,7 +367,8 @@ class Scheduler:
         - lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in AReaL's
           and PRIME-RL's capacity rules, plus the surplus that `oversample` asks for;
         - `refill: batch`: no more than one (oversampled) batch is open;
-        - back-pressure: none while finished groups fill `ring_batches` (`_backpressure_cause`).
+        - back-pressure: no group while finished groups fill `max_waiting_batches`
+          (`_backpressure_cause`).
         """
         config, life = self.config, self._life
         cause = self._backpressure_cause()
@@ -389,7 +392,7 @@ class Scheduler:
         leaving.
         """
         config, ready = self.config, self._life.ready.count
-        limit = config.ring_batches * config.groups_per_batch
+        limit = config.max_waiting_batches * config.groups_per_batch
         unscored = self._life.finished_groups - ready
         complete = len(self._untaken) * config.groups_per_batch + ready
         if config.overflow == "drop_oldest":

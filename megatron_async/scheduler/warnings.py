@@ -20,7 +20,7 @@ STREAK = 3
 
 
 class Cause(enum.Enum):
-    """Reason for which no new group starts when `ring_batches` are full."""
+    """Reason for which no new group starts when `max_waiting_batches` are full."""
 
     SCORES = "scores"
     TRAINER = "trainer"
@@ -97,7 +97,8 @@ class SchedulerWarnings:
             )
         return Warn(
             "queue_overflow",
-            f"complete batches filled schedule.ring_batches for {STREAK} steps in a row up to step "
-            f"{step} (schedule.overflow: {self._config.overflow}): generation outruns training; "
-            "lower schedule.concurrency, use fewer engines, or raise schedule.ring_batches",
+            f"complete batches filled schedule.max_waiting_batches for {STREAK} steps in a row up "
+            f"to step {step} (schedule.overflow: {self._config.overflow}): generation outruns "
+            "training; lower schedule.concurrency, use fewer engines, or raise "
+            "schedule.max_waiting_batches",
         )

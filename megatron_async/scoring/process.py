@@ -126,7 +126,7 @@ class ScorerProcess:
     async def stream_replies(self, work: Sequence[ScoreJob]) -> AsyncIterator[Reply]:
         """Ask for scores; a reply for each piece of work in turn, each within its limit.
 
-        A score that passes its limit is cancelled; a process that does not acknowledge that hangs
+        A score that passes its limit is canceled; a process that does not acknowledge that hangs
         itself, and is closed. Raises ScorerTimeout or ScorerCrash.
         """
         asked = [(secrets.token_hex(8), piece) for piece in work]

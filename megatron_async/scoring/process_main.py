@@ -141,7 +141,7 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
         try:
             packet = reply_packet(name, _content(await reward.score_async(_samples(wanted))))
         except asyncio.CancelledError:
-            packet = reply_packet(name, {"error": "cancelled"})
+            packet = reply_packet(name, {"error": "canceled"})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
             packet = reply_packet(name, replies.error(reward, error))
         replies.send(packet)

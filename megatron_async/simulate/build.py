@@ -3,7 +3,7 @@
 The run's own settings are used wherever they apply: `schedule`, `parallel`, `engines.count`
 and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
 `task.scorer_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
-`engines.max_total_tokens` is not used: KV capacity is that of the modelled GPU, of the measured
+`engines.max_total_tokens` is not used: KV capacity is that of the modeled GPU, of the measured
 cost model, or `simulate.kv_capacity_tokens`.
 """
 
@@ -190,7 +190,7 @@ def build_world(config: SimulationConfig, recorder: Recorder | None = None) -> W
 
 
 def simulate(config: SimulationConfig) -> Summary:
-    """Run `simulate.steps` batches and summarise those after the warm-up."""
+    """Run `simulate.steps` batches and summarize those after the warm-up."""
     world = build_world(config)
     world.run(config.simulate.steps)
     return world.statistics.summary(

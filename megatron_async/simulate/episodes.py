@@ -105,7 +105,7 @@ class EpisodeSource:
         count = round(settings.turns)
         if settings.spread == "geometric":
             count = int(rng.geometric(1 / settings.turns))
-        count = min(max(1, count), settings.most_turns)
+        count = min(max(1, count), settings.max_turns)
         z_2N = rng.standard_normal((2, count))
         answers = np.clip(np.rint(self._length_at(z_2N[0])), 1, self._longest).astype(int)
         tools = (math.exp(settings.tool_sigma * z) * settings.tool_seconds for z in z_2N[1])

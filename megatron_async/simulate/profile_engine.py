@@ -230,7 +230,7 @@ async def _move_to_load(
     """Move the rows of a cost model that was measured at rest to what they are under load.
 
     What a request costs is taken from the largest batch, where it matters. A batch of one has no
-    neighbours: it stays.
+    neighbors: it stays.
     """
     at_rest = fit_engine_costs(data)
     slopes = dict(zip(at_rest.batches, at_rest.per_kv_token, strict=True))

@@ -104,7 +104,7 @@ class Consumption:
 
     @classmethod
     def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> "Consumption":
-        """Return the batches that the finalised checkpoint (lineage, number) commits."""
+        """Return the batches that the finalized checkpoint (lineage, number) commits."""
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 
     def holds(self, lineage: int, step: int) -> bool:

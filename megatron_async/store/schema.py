@@ -63,7 +63,7 @@ class DocumentRow(NamedTuple):
 
 
 class CheckpointRow(NamedTuple):
-    """A finalised checkpoint, and the position at which it was recorded."""
+    """A finalized checkpoint, and the position at which it was recorded."""
 
     id: int
     lineage: int

@@ -365,7 +365,7 @@ class TrajectoryStore:
         """Transactions committed so far, for the checkpoint manifest (after `sync`)."""
         return self._writer.position
 
-    async def checkpoint_finalised(self, step: int, kept: Sequence[PolicyVersion]) -> None:
+    async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
         """The manifest of `step` is on disk, and those of `kept` can still be restored.
 
         Consumed trajectories are compacted in the background.

@@ -176,7 +176,7 @@ class StoreWriter:
     async def wait(self, future: Future[T]) -> T:
         """The result of a barrier or a job. Raises ComponentFailure after `stall_seconds`."""
         try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            # Not `wait_for`: until Python 3.12 it may give a result although it is canceled.
             async with asyncio.timeout(self.stall_seconds):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:

@@ -69,7 +69,7 @@ class ProblemFile:
         for place, row in enumerate(self._rows):
             key = size = 0
             if not isinstance(row, UserError):
-                if any(value_at(row, name) != value for name, value in file.where.items()):
+                if any(value_at(row, name) != value for name, value in file.filter.items()):
                     continue
                 with suppress(UserError):
                     problem = self._columns.problem(row, self._rows.where(place))
@@ -80,7 +80,7 @@ class ProblemFile:
             keys.append(key)
             sizes.append(size)
         if not places:
-            raise UserError(f"{self.what} has no row with {file.where}")
+            raise UserError(f"{self.what} has no row with {file.filter}")
         return places, keys, sizes
 
     def _report_bad(self, mode: str) -> None:

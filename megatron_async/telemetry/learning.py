@@ -184,8 +184,8 @@ def lag_at_bound(bound: int) -> LearningRule:
         lambda m: (
             f"for {AT_BOUND_STEPS} steps the mean lag was {m['rollout/lag_mean']:.2f} with "
             f"schedule.max_async_level {bound}, or data were lost for it: generation runs too far "
-            "ahead; lower schedule.concurrency or schedule.ring_batches, or give the trainer more "
-            "of the machine"
+            "ahead; lower schedule.concurrency or schedule.max_waiting_batches, or give the "
+            "trainer more of the machine"
         ),
         AT_BOUND_STEPS,
     )

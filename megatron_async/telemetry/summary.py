@@ -151,7 +151,7 @@ def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
         yield EvaluatedSet(name, found[0], found[-1] if len(found) > 1 else None)
 
 
-def summarise(directory: RunDirectory) -> RunSummary:
+def summarize(directory: RunDirectory) -> RunSummary:
     """Read counts and times of all steps of a run, and the rest of the surviving lineage."""
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")

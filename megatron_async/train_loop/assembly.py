@@ -21,7 +21,7 @@ from megatron_async.tasks.data_identity import data_identity
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.learning import UnreachedThreshold
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_async.telemetry.summary import summarise
+from megatron_async.telemetry.summary import summarize
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
 from megatron_async.train_loop.attempt import restart_warning, restarts
@@ -101,7 +101,7 @@ def train(
         if complete and config.checkpoint.export_hf:
             _export(trainer, directory, config, rank_zero)
         if metrics is not None:
-            metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
+            metrics.report(trainer.step, json.dumps(asdict(summarize(directory)), indent=1))
         outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.run(lambda: directory.report_outcome(outcome))
 

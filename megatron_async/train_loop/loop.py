@@ -6,10 +6,10 @@ what it gets is broadcast. The trainer has nothing of engines but their addresse
 Invariants
 - Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
   weights under the next number.
-- A checkpoint of step n is finalised before the rollout side hears of it.
+- A checkpoint of step n is finalized before the rollout side hears of it.
 - Where engines share the trainer's devices, it holds none of their memory while they generate, and
   saves a checkpoint before it gives the memory away.
-- A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
+- A run that is asked to stop ends between two steps, with a finalized checkpoint of the last one.
 - A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
   that it has reached, on the same lineage, and repeats what was not answered. It passes the store's
   position of its newest batch, so that a store that has lost a batch since is found out.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from megatron_async.checkpoint.manager import CheckpointManager, Finalised
+from megatron_async.checkpoint.manager import CheckpointManager, Finalized
 from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
@@ -75,7 +75,7 @@ class TrainLoop:
         self._saved_step = self.trainer.step
         self._store_position = self.resume.store_position
         self._colocated = not isinstance(self.memory, NoOffload)
-        self._unreported: list[Finalised] = []
+        self._unreported: list[Finalized] = []
         self._unevaluated = False
         self._update_seconds: dict[str, float] = {}
         self._evaluation_seconds = 0.0
@@ -106,7 +106,7 @@ class TrainLoop:
         if self._unevaluated:  # a resume does it
             return self._stop()
         self.checkpoints.wait()
-        self._ask(self._report_finalised)
+        self._ask(self._report_finalized)
         self.memory.keep_on_device(DeviceContents.ALL)  # the engines' work is done
         return True
 
@@ -115,7 +115,7 @@ class TrainLoop:
         if self.trainer.step != self._saved_step:
             self._checkpoint()
         self.checkpoints.wait()
-        self._ask(self._report_finalised)
+        self._ask(self._report_finalized)
         return False
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -238,16 +238,16 @@ class TrainLoop:
                 self.metrics.warn(evaluation.number, name, message)
             for one in evaluation.results:
                 self.metrics.samples(evaluation.number, one.name, one.samples)
-                if one.failed_judgements >= max(1.0, FAILED_SHARES[0] * one.answers):
+                if one.score_failures >= max(1.0, FAILED_SHARES[0] * one.responses):
                     message = (
-                        f"{one.failed_judgements} of {one.answers} answers to set {one.name} have "
+                        f"{one.score_failures} of {one.responses} answers to set {one.name} have "
                         "no score and count as wrong: logs/scorer-*.log has why; try the reward on "
                         "its rows (`megatron-async reward`)"
                     )
                     self.metrics.warn(evaluation.number, "unscored_answers", message)
                 if one.refused:
                     message = (
-                        f"{one.refused} of {one.answers} responses to set {one.name} are missing "
+                        f"{one.refused} of {one.responses} responses to set {one.name} are missing "
                         "and count as wrong: no engine takes their prompts, which are too long "
                         "(task.long_prompts: drop)"
                     )
@@ -260,7 +260,7 @@ class TrainLoop:
         began, step = time.monotonic(), self.trainer.step
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
             self._checkpoint()
-        self._ask(self._report_finalised)
+        self._ask(self._report_finalized)
         return time.monotonic() - began
 
     def _checkpoint(self) -> None:
@@ -271,13 +271,13 @@ class TrainLoop:
         self.checkpoints.save(self.trainer, extra)
         self._saved_step = self.trainer.step
 
-    def _report_finalised(self) -> None:
+    def _report_finalized(self) -> None:
         """Report manifests that exist by now from rank 0 to the rollout side."""
         if self.link is not None:
-            self._unreported += self.checkpoints.take_finalised()
+            self._unreported += self.checkpoints.take_finalized()
             while self._unreported:
                 done = self._unreported[0]
-                self.link.checkpoint_finalised(done.step, done.kept)
+                self.link.checkpoint_finalized(done.step, done.kept)
                 if self.metrics is not None:
                     path = self.checkpoints.path(done.step)
                     self.metrics.checkpoint(done.step, path)

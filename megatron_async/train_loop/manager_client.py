@@ -125,10 +125,10 @@ class RolloutLink(ABC):
         """Return what a checkpoint keeps of the rollout side."""
         return self._call(lambda manager, lineage: manager.position(lineage), _CALL_SECONDS)
 
-    def checkpoint_finalised(self, step: int, kept: Sequence[PolicyVersion]) -> None:
+    def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
         """The manifest of `step` exists now."""
         self._call(
-            lambda manager, lineage: manager.checkpoint_finalised(lineage, step, kept),
+            lambda manager, lineage: manager.checkpoint_finalized(lineage, step, kept),
             _CALL_SECONDS,
         )
 

@@ -108,7 +108,7 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
 
 
 def _parts(sequences: Iterator[WorkedExample], wanted: int) -> Iterator[list[WorkedExample]]:
-    """Neighbours of at least `wanted` tokens together; the last part may have fewer."""
+    """Neighbors of at least `wanted` tokens together; the last part may have fewer."""
     part: list[WorkedExample] = []
     tokens = 0
     for sequence in sequences:

@@ -69,7 +69,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's settings for this model.
 
-    Parameters start as zeros and are meant to be loaded: Megatron's own initialisation path runs,
+    Parameters start as zeros and are meant to be loaded: Megatron's own initialization path runs,
     because it is what marks a parameter as split over tensor ranks (the gradient norm needs that).
     """
     a = architecture
@@ -110,7 +110,7 @@ def transformer_config(
             num_moe_experts=a.experts.num,
             moe_router_topk=a.experts.top_k,
             moe_ffn_hidden_size=a.experts.ffn_size,
-            # Softmax over the chosen experts equals softmax over all, renormalised.
+            # Softmax over the chosen experts equals softmax over all, renormalized.
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",

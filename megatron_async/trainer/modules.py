@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalises the last dimension; the result has the input's dtype."""
+        """Normalizes the last dimension; the result has the input's dtype."""
         if self.zero_centered:
             # Gemma multiplies in float32, before rounding to the storage type.
             weight = 1.0 + self.weight.float()
@@ -112,7 +112,7 @@ class TorchRouter(TopKRouter):
 
 
 class RowParallelLinearNorm(RowParallelLinear):
-    """A row-parallel linear layer whose reduced output is normalised before the residual."""
+    """A row-parallel linear layer whose reduced output is normalized before the residual."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
@@ -120,6 +120,6 @@ class RowParallelLinearNorm(RowParallelLinear):
         self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The normalised output; there is no bias to add later (Gemma 3 has none)."""
+        """The normalized output; there is no bias to add later (Gemma 3 has none)."""
         output, bias = super().forward(input_)
         return self.post_layernorm(output), bias

@@ -5,11 +5,11 @@ all singular values made about equal. The update is scaled as by Liu et al. (202
 section 2.2) to the root mean square of Adam's: one learning rate and weight decay serve both.
 
 Invariants
-- Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalised whole.
+- Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalized whole.
 - A matrix is a weight as Megatron fuses it (query, key and value; gate and up), an expert's alone.
 - Data-parallel ranks hold the same and compute the same; nothing is sharded over them.
 - Every matrix has a momentum from the start, zero at first, in the optimizer's precision; it is
-  orthogonalised in the model's, which is enough.
+  orthogonalized in the model's, which is enough.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -74,12 +74,12 @@ class Muon(torch.optim.AdamW):
     def _update(self, matrix: Tensor, rate: float, weight_decay: float) -> None:
         momentum = self.state[matrix][MOMENTUM].lerp_(matrix.grad, 1 - self._momentum)
         ahead = matrix.grad.lerp(momentum, self._momentum)  # Nesterov's
-        direction, shape = orthogonalised(ahead.to(self._precision), self._matrices[matrix])
+        direction, shape = orthogonalized(ahead.to(self._precision), self._matrices[matrix])
         matrix.mul_(1 - rate * weight_decay)
         matrix.add_(direction.to(matrix), alpha=-0.2 * rate * max(shape) ** 0.5)
 
 
-def orthogonalised(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
+def orthogonalized(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
     """This rank's shard of the matrix with singular values of about 1, and the matrix's shape.
 
     Collective over the tensor ranks where it is cut along `dim`.

@@ -120,7 +120,7 @@ def optimizer_parts(optimizer: ChainedOptimizer) -> list[Any]:
 def _allocate_state(part: Any) -> None:
     """Zero moments before the first step, so that a checkpoint of step 0 is like any other.
 
-    torch's AdamW wants a `step` beside them, which Megatron's own initialiser leaves out.
+    torch's AdamW wants a `step` beside them, which Megatron's own initializer leaves out.
     """
     inner = part.optimizer
     if not isinstance(inner, torch.optim.AdamW):
@@ -202,7 +202,7 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _gradients_of(part: Any) -> list[torch.Tensor]:
-    """Return this rank's share of the gradients that count towards the norm, each element once."""
+    """Return this rank's share of the gradients that count toward the norm, each element once."""
     if hasattr(part, "get_grads_for_grad_norm"):  # the name in newer versions of Megatron
         return list(part.get_grads_for_grad_norm())
     return list(part.get_main_grads_for_grad_norm())

@@ -3,7 +3,7 @@
 Invariants
 - Every collective has the time limit `trainer.collective_timeout_seconds`, or a longer one where a
   rank may be held up outside of them for longer (`max_stall_seconds`).
-- Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbours, pipeline stages furthest.
+- Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbors, pipeline stages furthest.
 - Experts are not split over tensor ranks (expert tensor parallel size 1): expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
 - Seeds: the data order and the model are the same on all ranks of a replica; the RNG tracker's

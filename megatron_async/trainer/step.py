@@ -2,7 +2,7 @@
 
 Invariants
 - Every rank calls every method with the same `TokenBatch`, in the same order.
-- Loss terms are normalised by global token counts, so the gradient does not depend on how the
+- Loss terms are normalized by global token counts, so the gradient does not depend on how the
   batch is split over data-parallel ranks and microbatches.
 - Log-probs are at the batch's sampling temperature.
 - `step` counts batches, skipped ones too: it is the number of the policy version that the weights

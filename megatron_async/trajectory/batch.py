@@ -4,12 +4,12 @@ Invariants
 - Names end in the shape: fields in `_T` have an entry for each token, those in `_S` for each
   sequence (algorithms/device_batch.py goes by it).
 - All per-token arrays, those of `columns` too, have length T (prompts and responses of S sequences
-  end to end) and are aligned to the token itself: `rollout_logprobs_T[t]` is the behaviour policy's
+  end to end) and are aligned to the token itself: `rollout_logprobs_T[t]` is the behavior policy's
   log-prob of token t given the earlier tokens of its sequence.
 - `loss_mask_T` is 1 exactly on trained response tokens; prompts, environment tokens and tokens
   masked for staleness carry 0 and a zero log-prob. The first token of a sequence is never trained.
 - `cu_seqlens_S1` has S + 1 entries, starts with 0, ends with T and never decreases.
-- Sequences of a group are neighbours, so that minibatches of whole groups are slices; so are those
+- Sequences of a group are neighbors, so that minibatches of whole groups are slices; so are those
   of an episode, its branches, which have one trajectory id.
 - There is no padding anywhere.
 """

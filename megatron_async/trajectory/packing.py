@@ -7,7 +7,7 @@ Invariants
 - Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks, each in one
   sequence. Everything else has mask 0, log-prob 0 and lag 0. A token of the policy that is not
   trained keeps its number in `version_T`, prompt and environment tokens have -1.
-- Groups stay in the order given and their trajectories are neighbours, as are the branches of one.
+- Groups stay in the order given and their trajectories are neighbors, as are the branches of one.
   Dropped trajectories of a group are left out; any other without a reward is an error.
 """
 

@@ -4,7 +4,7 @@ Invariants
 - A segment was written by exactly one author: one policy version on one engine, or the
   environment (whose tokens are never trained).
 - All columns of a segment have the same length (`columns.py`). A policy segment's log-probs are
-  those of the behaviour policy at the sampling temperature actually used; an environment segment's
+  those of the behavior policy at the sampling temperature actually used; an environment segment's
   are zeros.
 - A trajectory's response is the concatenation of its segments, in order. Segments are only ever
   appended; a restart drops them all.
@@ -125,7 +125,7 @@ class Segment:
 class Prompt:
     """A problem: the tokens that the policy sees and what the scorer needs beside the response.
 
-    `payload` is JSON-serialisable and opaque to everything but the task that made it. Of what waits
+    `payload` is JSON-serializable and opaque to everything but the task that made it. Of what waits
     for a slot, the higher `priority` is submitted first.
     """
 

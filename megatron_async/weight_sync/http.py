@@ -204,7 +204,7 @@ def raise_together(failures: Sequence[EngineCallError]) -> None:
         ) from failures[0]
 
 
-def address_towards(url: str) -> str:
+def address_toward(url: str) -> str:
     """This machine's address on the interface that reaches `url` (nothing is sent)."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:

@@ -39,7 +39,7 @@ from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.gpu_sharing import engine_on, trainer_ranks_of
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
-from megatron_async.weight_sync.quantize import quantised_names, quantised_tensors
+from megatron_async.weight_sync.quantize import quantized_names, quantized_tensors
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
 from megatron_async.weight_sync.transports.base import (
     Bucket,
@@ -56,7 +56,7 @@ from megatron_async.weight_sync.transports.tensor import (
     PayloadBucket,
     TensorSender,
     flat_copy,
-    serialise,
+    serialize,
 )
 
 _MIB = 1 << 20
@@ -165,7 +165,7 @@ class SharedGpus(StageOrder, Leaders):
         if self._engine is None:
             return PayloadBucket(None)
         flat = flat_copy(tensors, by_value)
-        payload = serialise(flat)
+        payload = serialize(flat)
         found: list[Any] | None = [None] * self._size if self.leads else None
         dist.gather_object(payload, found, dst=self._leaders[self._engine], group=self._ranks)
         return PayloadBucket(flat, found or [])
@@ -205,7 +205,7 @@ class WeightPublisher:
             self._flush_cache = False  # its memory was given back, and the cache with it
         self._names_in_fp8: frozenset[str] = frozenset()
         if config.engines.quantization == "fp8":
-            self._names_in_fp8 = quantised_names(self._architecture)
+            self._names_in_fp8 = quantized_names(self._architecture)
         limit = seconds_to_give_up(config.weights) + _SLACK_SECONDS
         self._shared: SharedGpus | None = None
         if config.engines.placement == "colocated":
@@ -279,7 +279,7 @@ class WeightPublisher:
             self._chunks,
             self._architecture,
             size,
-            partial(quantised_tensors, names=self._names_in_fp8),
+            partial(quantized_tensors, names=self._names_in_fp8),
             everywhere=shared is not None,
         )
         for bucket in stream:

@@ -2,7 +2,7 @@
 
 The form is SGLang's (and DeepSeek-V3's) block-wise one: a matrix in float8_e4m3fn, and beside it
 `weight_scale_inv` in float32 with one number for each block of 128 x 128, so that a weight is its
-fp8 number times its block's scale. Only linear layers are quantised: embedding, head, norms, biases
+fp8 number times its block's scale. Only linear layers are quantized: embedding, head, norms, biases
 and routers keep their precision.
 
 Invariants
@@ -42,16 +42,16 @@ def quantize(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     scale_rc = torch.where(scale_rc < torch.finfo(torch.float32).tiny, 1.0, scale_rc)
     # Rounding of the division may pass the largest number, which fp8 has no room for.
     numbers = (blocks_rRcC / scale_rc[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    quantised = numbers.to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
-    return quantised.contiguous(), scale_rc
+    quantized = numbers.to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
+    return quantized.contiguous(), scale_rc
 
 
-def is_quantised(rule: Rule) -> bool:
+def is_quantized(rule: Rule) -> bool:
     """Return whether the tensors of this rule are matrices of linear layers."""
     return rule.is_matrix and rule.layout in _LINEAR
 
 
-def quantised_tensors(
+def quantized_tensors(
     tensors: Iterator[tuple[str, Tensor]], names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The same stream with those in `names` as fp8, each followed by its scales.
@@ -62,20 +62,20 @@ def quantised_tensors(
         if name not in names:
             yield name, tensor
             continue
-        quantised, scale = quantize(tensor)
+        quantized, scale = quantize(tensor)
         if not bool(scale.isfinite().all()):
             raise ComponentFailure(f"{name} has weights that are not finite; fp8 cannot hold them")
-        yield name, quantised
+        yield name, quantized
         yield name + SCALE_SUFFIX, scale
 
 
-def quantised_names(architecture: Architecture) -> frozenset[str]:
+def quantized_names(architecture: Architecture) -> frozenset[str]:
     """The Hugging Face tensors that become fp8."""
     experts = architecture.experts.num if architecture.experts else 1
     return frozenset(
         name
         for rule, layer in stage_rules(architecture)
-        if is_quantised(rule)
+        if is_quantized(rule)
         for expert in range(experts if rule.expert else 1)
         for name in rule.tensor_names(layer, expert)
     )
@@ -104,7 +104,7 @@ def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) ->
             "on this kind of CPU (engines.device is cpu)"
         )
     for rule in rules_of(architecture):
-        if not is_quantised(rule):
+        if not is_quantized(rule):
             continue
         for name, shape in zip(rule.tensors, rule.shapes, strict=True):
             dim = 1 if rule.layout is ShardLayout.COLUMNS else 0

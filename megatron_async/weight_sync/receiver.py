@@ -69,7 +69,7 @@ class WeightReceiver:
             raise FullVersionNeeded(str(error)) from error
         if manifest.version != version:
             raise ComponentFailure(
-                f"published weights {directory / version} are labelled {manifest.version}"
+                f"published weights {directory / version} are labeled {manifest.version}"
             )
         if not full:
             return self._take_delta(source, manifest)

@@ -100,7 +100,7 @@ class NameCheck:
     def finish(self) -> None:
         """The update is complete. Raises ComponentFailure if a parameter was left out.
 
-        Scales of quantised weights are made by the engine and not sent.
+        Scales of quantized weights are made by the engine and not sent.
         """
         missing = [name for name in self._known - self._sent if _SCALES.search(name) is None]
         if missing:

@@ -62,7 +62,7 @@ class VersionManifest:
         return _sha256({name: shard.sha256 for name, shard in self.shards.items()})
 
     def to_json(self) -> bytes:
-        """Serialise it, with a checksum of itself."""
+        """Serialize it, with a checksum of itself."""
         content = asdict(self)
         return json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode()
 
@@ -129,7 +129,7 @@ class VersionWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def serialise(bucket: Bucket) -> bytes:
+def serialize(bucket: Bucket) -> bytes:
     """A bucket as the content of a safetensors file."""
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in bucket})
 

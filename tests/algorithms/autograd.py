@@ -46,10 +46,10 @@ def _row(
     config: LossConfig,
     denominators: Denominators,
 ) -> torch.Tensor:
-    behaviour = (p - row["rollout_logprobs"]).detach()
+    behavior = (p - row["rollout_logprobs"]).detach()
     keep = torch.ones_like(p)
     for rule in config.rejection:
-        x = behaviour.clamp(-20, 20)
+        x = behavior.clamp(-20, 20)
         stat = {"k1": -x, "k2": x**2 / 2, "k3": torch.expm1(x) - x}[rule.divergence]
         if rule.level != "token":
             stat = getattr(

@@ -119,8 +119,8 @@ def _weights(
         m["ratio_fraction_low"] = share(totals, lambda x: x < math.log(floor))
     clipped = [min(max(w, 0.0), high) for w in flat]
     m["std"] = population_std(clipped)
-    normalised = [w / (mean(clipped) + 1e-8) for w in clipped]
-    second = mean([w * w for w in normalised])
+    normalized = [w / (mean(clipped) + 1e-8) for w in clipped]
+    second = mean([w * w for w in normalized])
     m["eff_sample_size"] = 1.0 / second if second else 0.0
     row_used, row_raw = [mean(row) for row in used], [mean(row) for row in raw]
     m["seq_mean"], m["seq_std"] = mean(row_used), sample_std(row_used)
@@ -238,9 +238,9 @@ def loss(rows: list[Row], config: Any, tokens: float, sequences: float, weight_m
 
     extremes: dict[str, list[float]] = {"log": [], "seq": [], "lag": []}
     for row in rows:
-        behaviour = [token["p"] - token["rollout"] for token in row]
+        behavior = [token["p"] - token["rollout"] for token in row]
         anchor = [t["p"] - (t["old"] if config.ratio_to == "old" else t["rollout"]) for t in row]
-        keep = _kept(behaviour, config.rejection)
+        keep = _kept(behavior, config.rejection)
         n_kept = sum(keep)
         scale = _scale(config, tokens, sequences, n_kept)
         mean_kept = mean([x for x, kept in zip(anchor, keep) if kept])
@@ -265,14 +265,14 @@ def loss(rows: list[Row], config: Any, tokens: float, sequences: float, weight_m
         out.dlogp.append(dlogp)
         out.dentropy.append(dentropy)
         if row:
-            weight = math.exp(c(sum(behaviour)))
+            weight = math.exp(c(sum(behavior)))
             add("sequences", 1.0)
             add("seq_weight", weight)
             add("seq_weight_sq", weight**2)
             add("seq_staleness", math.log(min(weight, config.staleness_clip)))
             add("seq_weight_clipped", float(weight > config.staleness_clip))
-            extremes["seq"].append(sum(behaviour))
-        for token, x in zip(row, behaviour):
+            extremes["seq"].append(sum(behavior))
+        for token, x in zip(row, behavior):
             weight, d = math.exp(c(x)), token["p"] - token["ref"]
             for name, value in {
                 "tokens": 1.0,
@@ -304,10 +304,10 @@ def loss(rows: list[Row], config: Any, tokens: float, sequences: float, weight_m
     return out
 
 
-def _kept(behaviour: list[float], rules: Sequence[Any]) -> list[bool]:
-    keep = [True] * len(behaviour)
+def _kept(behavior: list[float], rules: Sequence[Any]) -> list[bool]:
+    keep = [True] * len(behavior)
     for rule in rules:
-        stats = [k(rule.divergence, x) for x in behaviour]
+        stats = [k(rule.divergence, x) for x in behavior]
         if rule.level == "seq_sum":
             stats = [sum(stats)] * len(stats)
         elif rule.level == "seq_mean":
@@ -395,8 +395,8 @@ def advantages(name: str, rewards: list[float], groups: list[int], **settings: A
         others = [r for j, (r, g) in enumerate(zip(rewards, groups)) if g == group and j != i]
         if name in ("grpo", "dr_grpo"):
             average, std = (mean(members), sample_std(members)) if others else (0.0, 1.0)
-            centred = reward - average
-            result.append(centred / (std + 1e-6) if name == "grpo" else centred)
+            centered = reward - average
+            result.append(centered / (std + 1e-6) if name == "grpo" else centered)
         elif name == "rloo":
             result.append(reward - mean(others))
         elif name == "pg":

@@ -248,7 +248,7 @@ def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
 
 
 @pytest.mark.parametrize("preset", ["bypass_pg_is", "bypass_pg_token_icepop"])
-def test_batch_normalised_weights_of_reinforce_have_mean_one(preset: str) -> None:
+def test_batch_normalized_weights_of_reinforce_have_mean_one(preset: str) -> None:
     correction = {"preset": preset, "rollout_is_batch_normalize": True}
     algorithm = algorithm_of("pg", correction=correction)
     batch, _ = algorithm.prepare(device_batch())

@@ -202,9 +202,9 @@ def test_a_reference_penalty_counts_all_branches_of_an_episode_once() -> None:
     device = DeviceBatch.of(batch)
     settings: dict[str, Any] = {"recipe": "copris", "kl": {"reward_coef": 0.5}}
     settings |= {"advantage": {"estimator": "dr_grpo"}}
-    penalised = build_algorithm(build_config({"algorithm": settings}))
+    penalized = build_algorithm(build_config({"algorithm": settings}))
     reference_T = device.rollout_logprobs_T - 0.1 * device.loss_mask_T
-    prepared, _ = penalised.prepare(dataclasses.replace(device, ref_logprobs_T=reference_T))
+    prepared, _ = penalized.prepare(dataclasses.replace(device, ref_logprobs_T=reference_T))
     assert prepared.advantages_T is not None
     shaped = np.array([1.0 - 0.5 * 0.1 * 6, 0.0 - 0.5 * 0.1 * 2])
     first_T = batch.cu_seqlens_S1[batch.first_E]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_async.checkpoint.convert import hf_to_megatron
-from megatron_async.checkpoint.manager import CheckpointManager, Finalised
+from megatron_async.checkpoint.manager import CheckpointManager, Finalized
 from megatron_async.checkpoint.manifest import open_checkpoint
 from megatron_async.checkpoint.writer import SaveJob
 from megatron_async.config.load import merge
@@ -139,12 +139,12 @@ def test_only_the_newest_are_kept_and_the_caller_hears_of_each_commit(
             train(trainer, 1)
             checkpoints.save(trainer, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
-    assert checkpoints.take_finalised() == [
-        Finalised(1, ((0, 1),)),
-        Finalised(2, ((0, 1), (0, 2))),
-        Finalised(3, ((0, 2), (0, 3))),
+    assert checkpoints.take_finalized() == [
+        Finalized(1, ((0, 1),)),
+        Finalized(2, ((0, 1), (0, 2))),
+        Finalized(3, ((0, 2), (0, 3))),
     ]
-    assert checkpoints.take_finalised() == []
+    assert checkpoints.take_finalized() == []
 
 
 def test_training_goes_on_while_an_asynchronous_save_writes(
@@ -165,11 +165,11 @@ def test_training_goes_on_while_an_asynchronous_save_writes(
         saved = weights(trainer)
         checkpoints.save(trainer, {})
         train(trainer, 2)
-        assert checkpoints.take_finalised() == []
+        assert checkpoints.take_finalized() == []
         assert manager(tmp_path).newest() is None
         let_go.set()
         checkpoints.wait()
-        assert checkpoints.take_finalised() == [Finalised(1, ((0, 1),))]
+        assert checkpoints.take_finalized() == [Finalized(1, ((0, 1),))]
     with trainer_with(model_dir) as trainer:
         newest = checkpoints.newest()
         assert newest is not None

@@ -21,7 +21,7 @@ from megatron_async.checkpoint.manifest import (
     all_faults,
     check_manifests,
     faults,
-    finalise,
+    finalize,
     find_latest,
     hash_file,
     list_checkpoints,
@@ -41,13 +41,13 @@ def write(
     content: bytes = b"weights",
     model: Path | None = None,
 ) -> Path:
-    """A finalised checkpoint with one file, whose manifest names the tensors of `model`."""
+    """A finalized checkpoint with one file, whose manifest names the tensors of `model`."""
     shapes = tensor_shapes(read_architecture(model), "adam") if model else {}
     target = step_directory(root, step)
     temporary = target.with_name(f".tmp-{step}")
     temporary.mkdir(parents=True)
     (temporary / "data.distcp").write_bytes(content)
-    finalise(
+    finalize(
         temporary,
         target,
         Manifest(

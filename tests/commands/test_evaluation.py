@@ -78,7 +78,7 @@ def test_its_engine_is_on_the_loopback_behind_the_runs_key(
             call(engine, "GET", "model_info", None, 10)
 
     results = evaluate_checkpoints(config, [model, model], tmp_path, look)
-    assert [result.results[0].answers for result in results] == [3, 3]
+    assert [result.results[0].responses for result in results] == [3, 3]
     assert reached == ["127.0.0.1"] * 2
     assert not engines_of_this_process(), "nothing is left running"
 

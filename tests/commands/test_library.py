@@ -122,8 +122,8 @@ def test_a_reward_leaves_what_is_not_set_to_be_derived(started: list[RunConfig])
     [config] = started
     assert config.steps == 3 and config.reward[0].name.endswith("test_library.py:own_reward")
     assert config.eval.model_fields_set == {"every_steps"}
-    assert "schedule" not in config.given, "so that another preset takes effect at a resume"
-    assert config.given["reward"].endswith("test_library.py:own_reward")
+    assert "schedule" not in config.explicit, "so that another preset takes effect at a resume"
+    assert config.explicit["reward"].endswith("test_library.py:own_reward")
     on_a_gpu = derive(config, Machine("cuda", "H100", 80e9, cores=32)).config
     assert on_a_gpu.engines.max_total_tokens is None, "the default is a laptop's"
 

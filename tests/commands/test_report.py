@@ -11,7 +11,7 @@ from megatron_async.commands.report import closing_table, where_things_are
 from megatron_async.config import build_config
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.telemetry.summary import summarise
+from megatron_async.telemetry.summary import summarize
 from tests.telemetry.evaluation_lines import set_metrics
 
 
@@ -43,7 +43,7 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
                 },
             )
         writer.write(2, set_metrics(0.75), kind="eval", scored_by="task")
-    summary = summarise(directory)
+    summary = summarize(directory)
     (held_out,) = summary.evaluated
     assert held_out.last is not None
     assert (held_out.first.accuracy, held_out.last.accuracy) == (0.25, 0.75)
@@ -82,8 +82,8 @@ def test_the_rewards_of_the_table_are_means_of_the_first_and_the_last_steps(
         for step in range(40):
             lags = {"rollout/lag_max": 0.0, "train/trained_tokens": 1.0, "rollout/lag_mean": 0.0}
             writer.write(step, {**lags, "rollout/resumed_share": 0.0, "rollout/reward_mean": step})
-    assert summarise(directory).rewards == (2.0, 37.0)
-    assert summarise(directory).failures == "not measured", "a run of an earlier version"
+    assert summarize(directory).rewards == (2.0, 37.0)
+    assert summarize(directory).failures == "not measured", "a run of an earlier version"
 
 
 def facts_of(root: Path, *evaluations: tuple[dict[str, float], str]) -> dict[str, str]:
@@ -92,7 +92,7 @@ def facts_of(root: Path, *evaluations: tuple[dict[str, float], str]) -> dict[str
     with MetricsWriter(directory.metrics_file, lineage=0) as writer:
         for step, (metrics, scored_by) in enumerate(evaluations):
             writer.write(step, metrics, kind="eval", scored_by=scored_by)
-    return dict(summarise(directory).facts())
+    return dict(summarize(directory).facts())
 
 
 def test_the_table_has_accuracy_and_mean_reward_of_each_set_by_name(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_counts_are_of_all_steps_when_a_resume_has_repeated_some(tmp_path: Path)
     for lineage, tokens in ((0, 1000.0), (1, 10.0)):
         with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
             metrics.write(0, {"rollout/tokens": tokens, "rollout/lag_max": 1.0})
-    summary = summarise(directory)
+    summary = summarize(directory)
     assert (summary.steps, summary.generated_tokens) == (1, 1010)
 
 
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
-    assert summarise(directory).steps == 0
-    Console(record=True).print(closing_table(summarise(directory), directory))
+    assert summarize(directory).steps == 0
+    Console(record=True).print(closing_table(summarize(directory), directory))

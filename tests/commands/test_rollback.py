@@ -17,7 +17,7 @@ from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     SavedLayout,
-    finalise,
+    finalize,
     find_latest,
     hash_file,
     step_directory,
@@ -35,13 +35,13 @@ from tests.trajectory.builders import prompt, scored_group
 
 
 def save(run: RunDirectory, lineage: int, step: int) -> None:
-    """A finalised checkpoint with one file."""
+    """A finalized checkpoint with one file."""
     temporary = run.checkpoints / ".saving"
     temporary.mkdir(parents=True)
     (temporary / "weights").write_bytes(b"weights")
     files = {"weights": hash_file(temporary / "weights")}
     manifest = Manifest(lineage=lineage, step=step, layout=SavedLayout(1, 1, 1), files=files)
-    finalise(temporary, step_directory(run.checkpoints, step), manifest)
+    finalize(temporary, step_directory(run.checkpoints, step), manifest)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirect
 
     async def compact(store: TrajectoryStore) -> None:
         store.add_group(prompt(), 1)
-        await store.checkpoint_finalised(6, [PolicyVersion(0, 4), PolicyVersion(0, 6)])
+        await store.checkpoint_finalized(6, [PolicyVersion(0, 4), PolicyVersion(0, 6)])
         await store.close()
 
     store = TrajectoryStore.open(

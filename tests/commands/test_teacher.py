@@ -134,7 +134,7 @@ def test_from_teacher_is_refused_when_data_steps_or_epochs_are_set(tmp_path: Pat
 def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
     tmp_path: Path, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = settings(tmp_path, least_reward=2.0, samples=1, prompts=2)
+    config = settings(tmp_path, min_reward=2.0, samples=1, prompts=2)
     with pytest.raises(UserError, match="the reward accepted none of its answers"):
         sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
     assert len(endpoint.asked) == 2
@@ -155,7 +155,7 @@ def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "model", seed=1)
-    config = settings(tmp_path, least_reward=0.0, samples=2)
+    config = settings(tmp_path, min_reward=0.0, samples=2)
     engines = {"kind": "simulated", "simulated": {"mean_length": 8, "step_seconds": 0.0}}
     config = config.model_copy(update={"engines": EngineConfig.model_validate(engines)})
     directory = RunDirectory(tmp_path)

@@ -52,7 +52,7 @@ def make_run(root: Path, export: str = "jsonl") -> RunDirectory:
             store.drop(trajectory.trajectory_id, DropReason.STALE)
         for _ in range(KEPT // 2):
             await scored_group(store, count=20)
-        await store.checkpoint_finalised(3, [])
+        await store.checkpoint_finalized(3, [])
         await store.close()
 
     asyncio.run(scenario())
@@ -113,7 +113,7 @@ def test_what_compaction_moves_during_a_look_is_listed_once(
         settings = StoreConfig(compact_after_checkpoints=1)
         store = TrajectoryStore.open(run.store_file, settings, lineage=1, step=3, parent=0)
         store.mark_batched([4, 5], 3)
-        await store.checkpoint_finalised(4, [])
+        await store.checkpoint_finalized(4, [])
         await store.close()
 
     def read_then_compact(reader: StoreReader) -> list[TrajectorySummary]:

@@ -35,7 +35,7 @@ def stored(file: Path, config: RunConfig) -> Path:
 
 
 def test_a_file_that_no_run_wrote_is_refused_as_a_runs(file: Path) -> None:
-    with pytest.raises(UserError, match=r"user\.yaml is not of a run: it lacks `given`"):
+    with pytest.raises(UserError, match=r"user\.yaml is not of a run: it lacks `explicit`"):
         load_run_config(file)
 
 
@@ -90,17 +90,17 @@ def test_what_a_configuration_that_python_makes_sets_was_set(
     path = tmp_path / "config.yaml"
     path.write_text(dump(RunConfig(steps=7)))
     found = load_run_config(path, ["schedule.preset=sync"])
-    assert (found.given["steps"], found.schedule.boundary) == (7, "drain")
+    assert (found.explicit["steps"], found.schedule.boundary) == (7, "drain")
 
 
-@pytest.mark.parametrize("change", ["given=3", "given.steps=4", "given={}"])
+@pytest.mark.parametrize("change", ["explicit=3", "explicit.steps=4", "explicit={}"])
 def test_what_was_set_is_no_setting(file: Path, change: str) -> None:
     path = stored(file, load_config(file))
     for one in (file, path):
-        with pytest.raises(UserError, match="unknown setting given"):
+        with pytest.raises(UserError, match="unknown setting explicit"):
             load_config(one, [change])
-    file.write_text("given: 3")
-    with pytest.raises(UserError, match="given is 3; a run keeps a mapping there"):
+    file.write_text("explicit: 3")
+    with pytest.raises(UserError, match="explicit is 3; a run keeps a mapping there"):
         load_config(file)
 
 

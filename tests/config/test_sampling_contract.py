@@ -17,7 +17,7 @@ from megatron_async.config.sampling_contract import (
 )
 from megatron_async.errors import UserError
 
-BIASED = {"allow_biased_behaviour": True}
+BIASED = {"allow_biased_behavior": True}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ BIASED = {"allow_biased_behaviour": True}
         ({"temperature": float("nan")}, r"sampling\.temperature is nan: .*finite"),
         ({"top_p": float("nan")}, r"sampling\.top_p is nan"),
         ({"top_k": 0, **BIASED}, r"sampling\.top_k must be -1 \(off\) or at least 1, got 0"),
-        ({"top_k": 1}, "allow_biased_behaviour"),
+        ({"top_k": 1}, "allow_biased_behavior"),
         ({"top_k": 1, "temperature": 0.7, **BIASED}, r"top_k 1 decodes greedily.* got 0\.7"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is known after a crash test or a fault programme, from independent witnesses.
+"""What is known after a crash test or a fault program, from independent witnesses.
 
 - the arrivals: every token that reached a rollout manager (`ledger.py`);
 - the trainer: every lineage it began and every batch it took (`ledger.py`);

@@ -1,4 +1,4 @@
-"""What the fault programme does to a run, and random sequences of it. Pure.
+"""What the fault program does to a run, and random sequences of it. Pure.
 
 Invariants
 - The same seed gives the same sequence, whatever has become of the runs before it.

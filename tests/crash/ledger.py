@@ -24,7 +24,7 @@ same `index` in a life takes the place of an engine that was given up):
 
     {"life": "5f0c...", "index": 0, "launched": "engine0.1", "url": "http://127.0.0.1:40123"}
 
-faults.jsonl, every fault that a fault programme injects (`fault_programme.py`):
+faults.jsonl, every fault that a fault program injects (`fault_program.py`):
 
     {"kind": "engine hangs", "engine": "http://127.0.0.1:40123", "count": 1, "at": 7.31}
 """

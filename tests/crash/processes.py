@@ -58,7 +58,7 @@ _SECOND_RUN_SECONDS = 120.0
 _USER_ERROR = 2
 
 
-class Programme:
+class Program:
     """One run and its faults."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Programme:
         prepare(root)
         changes: dict[str, Any] = {
             "cluster": cluster,
-            "engines": {"no_progress_seconds": 3.0 * LONGER},
+            "engines": {"hang_timeout_seconds": 3.0 * LONGER},
             "weights": {"timeout_seconds": _UPDATE_SECONDS},
             "task": {"scorer_timeout_seconds": 4.0},
             "reward": [{"name": IMPORT_PATH}],
@@ -172,11 +172,11 @@ def suffer_in_processes(
     cluster: str,
 ) -> Result:
     """A run in processes of its own that has these faults, and its audit."""
-    programme, began = Programme(preset, engine, root, name, seed, cluster), time.monotonic()
-    programme.suffer(faults)
-    result = Result(preset, seed, broken=programme.broken, resumes=programme.resumes)
-    run = programme.run
-    if not programme.broken:
+    program, began = Program(preset, engine, root, name, seed, cluster), time.monotonic()
+    program.suffer(faults)
+    result = Result(preset, seed, broken=program.broken, resumes=program.resumes)
+    run = program.run
+    if not program.broken:
         evidence = gather(run.directory, run.looks)
         for check, found in audit(evidence, rules_of(run.config)).items():
             result.broken += [f"{check}: {sentence}" for sentence in found]

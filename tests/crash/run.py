@@ -121,7 +121,7 @@ def configuration(
             "device": "cpu",
             "max_total_tokens": 16384,
             "stream_interval": 8,
-            "no_progress_seconds": 20,
+            "hang_timeout_seconds": 20,
             "start_timeout_seconds": 300,
             "max_restarts": 1_000_000,
         },

@@ -542,7 +542,7 @@ def test_a_manager_that_ends_gives_up_nobody() -> None:
     assert audit(evidence, RULES)["healthy engines given up"] == []
 
 
-def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> None:
+def test_tokens_of_another_version_than_they_are_labeled_with_are_found() -> None:
     rules = replace(RULES, by_version=True, simulated=replace(MODEL, vocab_size=4096))
     assert rules.simulated is not None
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.files.disk import append_json_lines
-from tests.crash.fault_programme import PRESETS, Plan, is_due_to_a_slow_machine
+from tests.crash.fault_program import PRESETS, Plan, is_due_to_a_slow_machine
 from tests.crash.faults import (
     KINDS,
     TOLERATED,
@@ -23,7 +23,7 @@ from tests.crash.faults import (
     may_end,
     sequence,
 )
-from tests.crash.processes import LONGER, Programme
+from tests.crash.processes import LONGER, Program
 from tests.crash.run import RunUnderFire
 from tests.crash.world import Result, episode_settings, rules_of, settings
 from tests.store.disk import needs_compiler
@@ -63,8 +63,8 @@ def test_a_plan_does_not_depend_on_those_before_it() -> None:
 def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
     tmp_path: Path, preset: str, engine: str
 ) -> None:
-    programme = Programme(preset, engine, tmp_path, "run", "1.0", "local")  # type: ignore[arg-type]
-    config = build_config(programme.run.config)
+    program = Program(preset, engine, tmp_path, "run", "1.0", "local")  # type: ignore[arg-type]
+    config = build_config(program.run.config)
     assert (config.schedule.preset, config.engines.kind) == (preset, engine)
     longest = KINDS["trainer pauses for long"].seconds
     assert LONGER * longest[0] > config.weights.timeout_seconds, "or it shows nothing"
@@ -74,11 +74,11 @@ def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
 @pytest.mark.parametrize("preset", PRESETS)
 def test_faults_are_done_to_presets_and_not_to_something_near(tmp_path: Path, preset: str) -> None:
     """`sync` with a bound of 4 is another schedule: its check of the lag would pass on lag 1."""
-    programme = Programme(preset, "simulated", tmp_path, "run", "1.0", "local")
+    program = Program(preset, "simulated", tmp_path, "run", "1.0", "local")
     configs = [
         settings(preset),
         episode_settings(preset, tmp_path / "episodes" / "run"),
-        build_config(programme.run.config),
+        build_config(program.run.config),
     ]
     bounds = {config.schedule.max_async_level for config in configs}
     assert bounds == ({0} if preset in ("sync", "rapid") else {2} if preset == "async" else {4})

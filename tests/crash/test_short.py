@@ -131,7 +131,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
     changes = {
-        "engines": {"no_progress_seconds": 8.0},
+        "engines": {"hang_timeout_seconds": 8.0},
         "task": {"scorer_timeout_seconds": 5.0},
     }
     run = RunUnderFire(

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
-    finalise,
+    finalize,
     list_checkpoints,
     prune,
     step_directory,
@@ -168,7 +168,7 @@ class Trainer:
         extra = await self._call("position", self.lineage)
         await self._pause()
         kept = await asyncio.to_thread(self._save, extra)
-        await self._call("checkpoint_finalised", self.lineage, self.step, kept)
+        await self._call("checkpoint_finalized", self.lineage, self.step, kept)
 
     def _save(self, extra: dict[str, Any]) -> list[PolicyVersion]:
         root = self._directory.checkpoints
@@ -176,7 +176,7 @@ class Trainer:
         manifest = Manifest(self.lineage, self.step, SavedLayout(1, 1, 1), {}, extra=extra)
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            finalise(temporary, step_directory(root, self.step), manifest)
+            finalize(temporary, step_directory(root, self.step), manifest)
         except OSError as error:
             raise ComponentFailure(f"the checkpoint could not be written: {error}") from error
         prune(root, _KEPT_CHECKPOINTS)

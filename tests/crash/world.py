@@ -84,7 +84,7 @@ def settings(preset: str, **changes: Any) -> RunConfig:
             "count": 3,
             "device": "cpu",
             "max_restarts": 1_000_000,
-            "no_progress_seconds": SILENCE_SECONDS,
+            "hang_timeout_seconds": SILENCE_SECONDS,
         },
         "weights": {"timeout_seconds": 8.0},
         "store": {"compact_after_checkpoints": 2},

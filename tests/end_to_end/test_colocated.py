@@ -37,14 +37,14 @@ def given_back_before_engines_take_it(folder: Path) -> int:
         begin_update=lambda number: [],
         end_update=lambda *_: found.append(len(list(folder.iterdir()))),  # None: no samples
         verify_update=lambda *_: SimpleNamespace(evaluation_due=False, passed=True, warnings=[]),
-        checkpoint_finalised=lambda *_: None,
+        checkpoint_finalized=lambda *_: None,
     )
     config: Any = SimpleNamespace(steps=0, weights=SimpleNamespace(verify="every"))
     loop: Any = TrainLoop(
         config=config,
         trainer=SimpleNamespace(step=0, version=PolicyVersion(0, 0)),  # type: ignore[arg-type]
         publisher=SimpleNamespace(publish=lambda *_: [], settle=lambda: None),  # type: ignore[arg-type]
-        checkpoints=SimpleNamespace(wait=lambda: None, take_finalised=list),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(wait=lambda: None, take_finalized=list),  # type: ignore[arg-type]
         link=link if rank == 0 else None,  # type: ignore[arg-type]
         metrics=None,
         memory=SimpleNamespace(keep_on_device=keep_on_device),

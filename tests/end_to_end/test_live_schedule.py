@@ -203,7 +203,7 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
         penalty = 0.5 * line["rollout/response_length_mean"] / 60
         assert line["reward/mean"] == pytest.approx(line["rollout/reward_mean"] - penalty, abs=1e-6)
         assert line["reward/length"] == line["rollout/response_length_mean"]
-    assert sum(line["difficulty/passed_over"] for line in lines) > 0
+    assert sum(line["difficulty/skipped"] for line in lines) > 0
     last = lines[-1]
     assert last["difficulty/prompts"] == 12
     assert [last[f"difficulty/pool_{n}"] for n in range(3)] == [pytest.approx(1 / 3)] * 3

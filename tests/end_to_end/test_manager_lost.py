@@ -65,19 +65,19 @@ class ForgetfulLink:
         self._call("position")
         return {}
 
-    def checkpoint_finalised(self, step: int, kept: Any) -> None:
-        self._call("finalised", step)
+    def checkpoint_finalized(self, step: int, kept: Any) -> None:
+        self._call("finalized", step)
 
 
 def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     """A loop of two steps over stand-ins, one checkpoint a step; what was asked, what trained."""
-    from megatron_async.checkpoint.manager import Finalised
+    from megatron_async.checkpoint.manager import Finalized
     from megatron_async.rollout.manager import ResumePoint
     from megatron_async.train_loop.loop import TrainLoop
     from megatron_async.trajectory.types import PolicyVersion
 
     trained: list[int] = []
-    commits: list[Finalised] = []
+    commits: list[Finalized] = []
     trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(4, 0))
     link = ForgetfulLink(trainer, lost_at)
 
@@ -87,15 +87,15 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
         trainer.version = PolicyVersion(4, trainer.step)
         return SimpleNamespace(skipped=False)
 
-    def take() -> list[Finalised]:
+    def take() -> list[Finalized]:
         taken, commits[:] = list(commits), []
         return taken
 
     trainer.train_batch = train_batch
     checkpoints = SimpleNamespace(
-        save=lambda trainer, extra: commits.append(Finalised(trainer.step, ())),
+        save=lambda trainer, extra: commits.append(Finalized(trainer.step, ())),
         wait=lambda: None,
-        take_finalised=take,
+        take_finalized=take,
     )
     config: Any = SimpleNamespace(
         steps=2,
@@ -139,7 +139,7 @@ def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path)
             assert position == 99 + step, call
         answered = [line for line in calls if line[-1] != "lost"]
         for step in (1, 2):
-            assert ("finalised", step) in answered
+            assert ("finalized", step) in answered
             assert answered.index(("end_update", step)) > answered.index(("begin_update", step))
     # lost between two parts of an update: the new engines get all of it
     update = [(part, 1) for part in ("begin_update", "end_update", "verify_update")]

@@ -37,9 +37,9 @@ class Lossy(StreamRelay):
 
     lost = False
 
-    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:  # type: ignore[override]
+    async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:  # type: ignore[override]
         self._check()
-        super().update(started, cancelled)
+        super().update(started, canceled)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
         self._check()
@@ -139,10 +139,10 @@ async def test_the_end_of_an_aborted_stream_waits_behind_one_item_of_each_versio
 
 async def test_an_abort_ends_at_once_what_was_not_sent_yet() -> None:
     class Stuck(Lossy):
-        async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:  # type: ignore[override]
+        async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:  # type: ignore[override]
             sent.extend(request.request_id for _, request in started)
             await answered.wait()
-            await super().update(started, cancelled)
+            await super().update(started, canceled)
 
     sent: list[str] = []
     answered = asyncio.Event()

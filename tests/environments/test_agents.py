@@ -170,7 +170,7 @@ async def test_the_program_of_the_documents_plays_turns_of_one_branch(model: str
     assert played.text(1) == "ask?\n77<eos>\nNo. Try again.\n7<eos>"
     assert [turn.answer and turn.answer["text"] for turn in played.turns] == ["77", "7"]
     assert played.turns[1].messages == ({"role": "user", "content": "No. Try again."},)
-    assert played.counts == {"turns_left": 0}
+    assert played.counts == {"turns_abandoned": 0}
     assert played.notices == []
 
 
@@ -202,7 +202,7 @@ async def test_retries_of_the_sdk_are_the_same_call(model: str) -> None:
     await go_on(worker, played, str)
     assert played.ended is not None and played.ended.reward == 1.0
     assert [turn.parent for turn in played.turns] == [None, 0]
-    assert played.counts["turns_left"] == 0
+    assert played.counts["turns_abandoned"] == 0
 
 
 async def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(model: str) -> None:
@@ -291,7 +291,7 @@ FAULTS = {
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
     "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
-    "cancels_itself": "has cancelled itself",
+    "cancels_itself": "has canceled itself",
     "sleeps": r"made no call and did not end for 0.2 s \(episode.step_seconds\)",
 }
 
@@ -527,7 +527,7 @@ async def test_an_odd_call_is_a_turn_or_refused_and_the_episode_goes_on(
 async def test_an_answer_sent_back_with_what_the_sdk_adds_is_no_fork(model: str) -> None:
     played = await play(worker_of(model, "echoes"), lambda turn: "\N{SNOWMAN} \n" * turn)
     assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
-    assert played.counts == {"turns_left": 0}
+    assert played.counts == {"turns_abandoned": 0}
 
 
 async def test_a_program_that_only_repeats_what_is_refused_is_ended_as_length(model: str) -> None:

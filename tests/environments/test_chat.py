@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "cannot be shown to the policy",
     ),
-    "n": ({**ASKED, "n": 2}, "n is 2, which cannot be honoured while training: .* or at 1"),
+    "n": ({**ASKED, "n": 2}, "n is 2, which cannot be honored while training: .* or at 1"),
     "stop": ({**ASKED, "stop": ["\n"]}, "stop is "),
     "format": ({**ASKED, "response_format": {"type": "json_object"}}, "response_format is"),
     "unknown": ({**ASKED, "guided_json": {}}, "guided_json is {}, and is not known here"),
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ASKED, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice is 'required'",
     ),
-    "n is a bool": ({**ASKED, "n": True}, "n is True, which cannot be honoured"),
+    "n is a bool": ({**ASKED, "n": True}, "n is True, which cannot be honored"),
     "stream": ({**ASKED, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
     "tools": ({**ASKED, "tools": [{"type": "web_search"}]}, "each must be a function with a name"),
     "calls": (
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_honoured_is_refused_in_a_sentence(what: str) -> None:
+def test_what_cannot_be_honored_is_refused_in_a_sentence(what: str) -> None:
     body, sentence = REFUSED[what]
     with pytest.raises(CallRefused, match=sentence) as refused:
         checked_call(body, SAMPLING)

@@ -39,7 +39,7 @@ class HalfKept:
 
 class NotBuilt:
     def __init__(self):
-        raise RuntimeError("no licence")
+        raise RuntimeError("no license")
 
 
 class Long:
@@ -141,7 +141,7 @@ def checked(
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
-        ("NotBuilt", {}, "own.py:NotBuilt', and building it raised RuntimeError: no licence at"),
+        ("NotBuilt", {}, "own.py:NotBuilt', and building it raised RuntimeError: no license at"),
         ("Gone", {}, "has no 'Gone'"),
         ("NotBuild", {}, "has no 'NotBuild'; did you mean 'NotBuilt'?"),
         ("Long", {"arguments": {"high": 3}}, "environment.arguments do not fit"),

@@ -142,7 +142,7 @@ async def test_a_worker_that_ends_is_started_again_and_all_go_on(
     assert [len(turns) for turns in found] == [3] * 6
     assert player.held.counts["workers_lost"] > 0
     assert player.held.counts["restored"] > 0
-    assert player.held.counts["replay_differs"] == 0
+    assert player.held.counts["replay_mismatches"] == 0
     if how != "exit_once":
         log = (villains.folder / "environments0.log").read_text()
         assert "Timeout (0:00:05)!" in log
@@ -188,7 +188,7 @@ async def test_nothing_that_an_environment_has_started_outlives_its_worker(
     turns = await player.play(1, "well", kill=worker.pid)
     assert len(turns) == 3
     counts = player.held.counts
-    assert (counts["restored"], counts["replay_differs"]) == (1, 0)
+    assert (counts["restored"], counts["replay_mismatches"]) == (1, 0)
     assert counts["steps_repeated"] == counts["workers_lost"] <= 1, "or it had died before"
     psutil.wait_procs(started, timeout=SECONDS)
     assert not any(process.is_running() for process in started)

@@ -83,7 +83,7 @@ async def test_no_number_of_killers_costs_another_episode() -> None:
 
 
 @pytest.mark.parametrize("method", ["begin", "step"])
-async def test_what_is_cancelled_is_forgotten_by_its_worker(method: str) -> None:
+async def test_what_is_canceled_is_forgotten_by_its_worker(method: str) -> None:
     """Dropped and restarted trajectories cancel their calls; nothing may stay behind."""
     backend = MortalBackend()
     held = EpisodeSessions(EnvironmentWorkers(build_config({}), backend))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Every launcher's arguments bind and compile for sm_90, without a GPU.
 
-Triton's own launch path runs up to the launch itself: it binds the arguments, specialises on
+Triton's own launch path runs up to the launch itself: it binds the arguments, specializes on
 their values (alignment, integers equal to 1), and compiles. Only the device is a stand-in.
 """
 

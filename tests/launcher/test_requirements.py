@@ -83,10 +83,10 @@ def test_the_supported_pythons_are_those_that_are_checked() -> None:
     assert "(3, 11) <= sys.version_info[:2]" in script and "newest=13" in script
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
-def test_a_package_has_one_version_in_all_groups(flavour: str) -> None:
+@pytest.mark.parametrize("flavor", ["cpu", "gpu"])
+def test_a_package_has_one_version_in_all_groups(flavor: str) -> None:
     """On a GPU the other groups are installed within the lock of the group `run`."""
-    run = RUN if flavour == "cpu" else ("requirements-gpu-lock.txt",)
+    run = RUN if flavor == "cpu" else ("requirements-gpu-lock.txt",)
     versions: dict[str, set[str]] = {}
     for name in (*run, *(group for group in GROUPS if group not in RUN)):
         for package, version in pins(name).items():

@@ -114,27 +114,27 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
-def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, flavour: str) -> None:
+@pytest.mark.parametrize("flavor", ["cpu", "gpu"])
+def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, flavor: str) -> None:
     machine.run(
         "setup_env.sh",
-        MEGATRON_ASYNC_FLAVOUR=flavour,
+        MEGATRON_ASYNC_FLAVOR=flavor,
         MEGATRON_ASYNC_PYTHON=sys.executable,
         **{"CODE_--disable-pip-version-check": "0"},  # the stand-in's answer to every call of pip
     )
     installed = {word for call in machine.calls("python") for word in call.arguments}
     files = {Path(word).name for word in installed if "requirements" in word}
-    beside = f"requirements-{'cpu-nodeps' if flavour == 'cpu' else 'gpu-lock'}.txt"
-    assert files == {f"requirements-{flavour}.txt", beside}
+    beside = f"requirements-{'cpu-nodeps' if flavor == 'cpu' else 'gpu-lock'}.txt"
+    assert files == {f"requirements-{flavor}.txt", beside}
     note = machine.root / "venv" / ".megatron_async-run"
-    assert note.read_text().split()[0] == flavour
+    assert note.read_text().split()[0] == flavor
     before = len(machine.calls("python"))
-    assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR=flavour).returncode == 0
+    assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOR=flavor).returncode == 0
     assert len(machine.calls("python")) == before, "what is set up is left alone"
 
 
 def test_setup_refuses_a_group_that_does_not_exist(machine: Machine) -> None:
-    done = machine.run("setup_env.sh", "doc", MEGATRON_ASYNC_FLAVOUR="cpu")
+    done = machine.run("setup_env.sh", "doc", MEGATRON_ASYNC_FLAVOR="cpu")
     assert done.returncode == 2
     assert "'doc' is not a group; the groups are run, test, docs, tasks" in done.stderr
     assert not machine.called("python")
@@ -144,7 +144,7 @@ def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None
     venv = machine.root / "venv"
     failing = "echo noise; for n in $(seq 40); do echo line $n; done; echo 'no wheel'; exit 1"
     (venv / "bin" / "python").write_text(f"#!/bin/sh\n{failing}\n")
-    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR="cpu")
+    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOR="cpu")
     assert done.returncode == 2
     shown = done.stderr.splitlines()
     assert shown[0] == f"setup: the last lines of {venv / 'setup.log'}:"
@@ -217,7 +217,7 @@ def test_setup_completes_an_environment_whose_first_set_up_was_interrupted(
     machine: Machine,
 ) -> None:
     (machine.root / "venv" / ".megatron_async-venv").unlink()
-    tools = {"MEGATRON_ASYNC_FLAVOUR": "cpu", "MEGATRON_ASYNC_PYTHON": sys.executable}
+    tools = {"MEGATRON_ASYNC_FLAVOR": "cpu", "MEGATRON_ASYNC_PYTHON": sys.executable}
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(machine.root)}
     first = machine.run("setup_env.sh", **tools, **offline)
     assert first.returncode == 2 and "pip and build tools" in first.stdout
@@ -231,7 +231,7 @@ def test_setup_completes_an_environment_whose_first_set_up_was_interrupted(
     [
         ({}, 12),
         ({"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}, 5),
-        ({"MEGATRON_ASYNC_FLAVOUR": "gpu"}, 19),
+        ({"MEGATRON_ASYNC_FLAVOR": "gpu"}, 19),
     ],
     ids=["CUDA build", "CPU build", "for GPUs"],
 )
@@ -245,10 +245,10 @@ def test_setup_checks_the_free_disk_space_first(
     assert not (tmp_path / "disk" / "venv").exists()
 
 
-def test_a_flavour_that_does_not_exist_is_refused(machine: Machine) -> None:
-    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR="tpu")
+def test_a_flavor_that_does_not_exist_is_refused(machine: Machine) -> None:
+    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOR="tpu")
     assert done.returncode == 2
-    assert "MEGATRON_ASYNC_FLAVOUR is 'tpu'; it must be cpu or gpu" in done.stderr
+    assert "MEGATRON_ASYNC_FLAVOR is 'tpu'; it must be cpu or gpu" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["sft", "eval", "convert"])
@@ -408,12 +408,12 @@ echo "arguments $*"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "variables", "environment", "gpus", "flavour"),
+    ("gpu", "variables", "environment", "gpus", "flavor"),
     [
         (False, {}, ".venv", "all", "cpu"),
         (True, {}, ".venv-cpu", "", "cpu"),
         (True, {"MEGATRON_ASYNC_VENV": "{here}/mine"}, "mine-cpu", "", "cpu"),
-        (True, {"MEGATRON_ASYNC_FLAVOUR": "gpu"}, ".venv", "all", "gpu"),
+        (True, {"MEGATRON_ASYNC_FLAVOR": "gpu"}, ".venv", "all", "gpu"),
     ],
     ids=["no GPU", "a GPU", "a GPU and an environment for it", "a GPU that is asked for"],
 )
@@ -423,7 +423,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     variables: dict[str, str],
     environment: str,
     gpus: str,
-    flavour: str,
+    flavor: str,
 ) -> None:
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -451,4 +451,4 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     assert f"environment {tmp_path / environment}" in output
     assert f"GPUs {gpus}" in output
     assert output[-1] == "arguments quickstart --config configs/quickstart.yaml name=quickstart"
-    assert (tmp_path / environment / ".megatron_async-run").read_text().split()[0] == flavour
+    assert (tmp_path / environment / ".megatron_async-run").read_text().split()[0] == flavor

@@ -215,10 +215,10 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
 
-def test_segments_are_coloured_by_policy_version(page: str) -> None:
+def test_segments_are_colored_by_policy_version(page: str) -> None:
     shown = re.findall(r'background:(#\w+)55" title="policy (version \d) on engine0', page)
     assert {version for _, version in shown} == {"version 0", "version 1"}
-    assert len({colour for colour, _ in shown}) == 2
+    assert len({color for color, _ in shown}) == 2
 
 
 def test_a_trajectory_that_is_best_and_worst_is_shown_once_with_both_reasons(run: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
 
 def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
     measured = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.625}
-    old = {"eval/accuracy": 0.75, "eval/answers": 64.0}
+    old = {"eval/accuracy": 0.75, "eval/responses": 64.0}
     read = replace(read_run(run), evaluations=[{"step": 0, **measured}, {"step": 1, **old}])
     figure = accuracy(read)
     assert figure is not None

@@ -15,8 +15,8 @@ from megatron_async.config.rollout import EngineConfig
 
 @pytest.fixture(autouse=True)
 def frequent_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check engines every 0.1 s at most, whatever `engines.no_progress_seconds` is."""
-    interval = property(lambda settings: min(0.1, settings.no_progress_seconds / 24))
+    """Check engines every 0.1 s at most, whatever `engines.hang_timeout_seconds` is."""
+    interval = property(lambda settings: min(0.1, settings.hang_timeout_seconds / 24))
     monkeypatch.setattr(EngineConfig, "health_interval_seconds", interval)
 
 

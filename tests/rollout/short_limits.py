@@ -14,7 +14,7 @@ from tests.rollout.test_manager import Trainer
 # What stands for two minutes. Long against the turns of an event loop on a loaded machine.
 HUNG = 1.0
 LIMITS = {
-    "no_progress_seconds": HUNG,
+    "hang_timeout_seconds": HUNG,
     "max_restarts": 0,
 }
 

@@ -71,7 +71,7 @@ async def test_a_worker_that_dies_costs_no_episode(
     assert counts["restored"] > 0
     assert counts["workers_lost"] > 0
     assert counts["turns_replayed"] > 0
-    assert (counts["turns_left"] > 0) == (program == "drifts")
+    assert (counts["turns_abandoned"] > 0) == (program == "drifts")
     assert counts["environment_failures"] == 0, one.manager._driver.statistics.warnings
     await one.manager.stop()
     episodes = episodes_of(one)

@@ -45,8 +45,8 @@ STORE_FILE = "store.sqlite"
 class Relay(StreamRelay):
     """The relay of another process: what it reports crosses to this one."""
 
-    async def update(self, started, cancelled):  # type: ignore[no-untyped-def, override]
-        super().update(started, cancelled)
+    async def update(self, started, canceled):  # type: ignore[no-untyped-def, override]
+        super().update(started, canceled)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
         return pickle.loads(pickle.dumps(await super().report(acknowledged)))  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ def live_until_killed(folder: Path) -> None:
         await trainer.batch()
         await trainer.publish(0, 1)
         position = (await trainer.manager.position(0))["store_position"]
-        await trainer.manager.checkpoint_finalised(0, 1, [])
+        await trainer.manager.checkpoint_finalized(0, 1, [])
         print(json.dumps({"position": position}), flush=True)
         with closing(StoreReader(folder / STORE_FILE)) as reader:
             for step in itertools.count(1):  # each batch makes room for another group
@@ -128,7 +128,7 @@ def test_a_column_declared_in_one_line_comes_from_the_engine_to_a_batch(tmp_path
         for step in range(1, 4):
             batches.append(await trainer.batch())
             await trainer.publish(1, step + 1)
-        await trainer.manager.checkpoint_finalised(1, 4, [])
+        await trainer.manager.checkpoint_finalized(1, 4, [])
         await trainer.manager.stop()
 
     run(body())

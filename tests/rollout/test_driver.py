@@ -76,7 +76,7 @@ async def test_lag_counts_the_samples_trained_since_a_trajectory_began(
         step += 1
         if step == resumed_at:
             position = (await trainer.manager.position(0))["store_position"]
-            await trainer.manager.checkpoint_finalised(0, step, [])
+            await trainer.manager.checkpoint_finalized(0, step, [])
             await trainer.manager.stop()
             trainer, lineage = Trainer(tmp_path, config), 1
             await trainer.manager.start()
@@ -262,7 +262,7 @@ async def test_a_resume_reports_all_recovered_groups_before_anything_follows(
     await trainer.batch()
     await trainer.publish(0, 1)
     position = (await trainer.manager.position(0))["store_position"]
-    await trainer.manager.checkpoint_finalised(0, 1, [])
+    await trainer.manager.checkpoint_finalized(0, 1, [])
     await trainer.batch()
     await trainer.manager.stop()
     trainer = Trainer(tmp_path, config)
@@ -294,7 +294,7 @@ class Lingering(SimulatedEngine):
     """Trajectory 0 never ends, and to cancel its request takes a while."""
 
     sent: list[str]
-    cancelling: asyncio.Event
+    canceling: asyncio.Event
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self.sent.append(request.request_id)
@@ -302,7 +302,7 @@ class Lingering(SimulatedEngine):
             try:
                 await asyncio.Event().wait()
             finally:
-                self.cancelling.set()
+                self.canceling.set()
                 await asyncio.sleep(0.1)
         async for chunk in super().generate(request):
             yield chunk
@@ -328,19 +328,19 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
 
     Returns the requests that were sent while it stopped. The scores end meanwhile.
     """
-    cancelling, sent = asyncio.Event(), list[str]()
-    trainer = Trainer(folder, settings("async"), scorer := Late(cancelling, outcome))
+    canceling, sent = asyncio.Event(), list[str]()
+    trainer = Trainer(folder, settings("async"), scorer := Late(canceling, outcome))
     await trainer.manager.start()
     engine = trainer.engines.all[0]
     engine.__class__ = Lingering
     assert isinstance(engine, Lingering)
-    engine.sent, engine.cancelling = sent, cancelling
+    engine.sent, engine.canceling = sent, canceling
     await trainer.begin(ResumePoint(0))
     while not sent or scorer.asked < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)
     await trainer.manager.stop()
-    assert cancelling.is_set(), "there was nothing to wait for"
+    assert canceling.is_set(), "there was nothing to wait for"
     return sent[before:]
 
 

@@ -176,7 +176,7 @@ def given_up(
     """Return whether the monitor gives the engine up."""
     found: list[str] = []
     monitor = EngineMonitor(
-        EngineConfig(no_progress_seconds=patience),
+        EngineConfig(hang_timeout_seconds=patience),
         {"e": engine.tracked},
         RolloutStatistics(overlap=True),
         lambda _: None,
@@ -282,15 +282,15 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
             or after_a_break(False, False, paused=True)
         ),
     ),
-    "its load report does not come for `engines.no_progress_seconds`": (
+    "its load report does not come for `engines.hang_timeout_seconds`": (
         lambda: without_report(paused=False),
         lambda: without_report(paused=True),
     ),
-    "no load report that can be read comes for `engines.no_progress_seconds`": (
+    "no load report that can be read comes for `engines.hang_timeout_seconds`": (
         lambda: silent_for(PATIENCE + 0.1, reports=False),
         lambda: silent_for(PATIENCE, reports=False),
     ),
-    "it makes no token for `engines.no_progress_seconds` although it has requests": (
+    "it makes no token for `engines.hang_timeout_seconds` although it has requests": (
         lambda: silent_for(PATIENCE + 0.1) and silent_for(PATIENCE + 9.1, released_at=9.0),
         lambda: silent_for(PATIENCE) or silent_for(PATIENCE + 9.0, released_at=9.0),
     ),
@@ -318,7 +318,7 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         lambda: ended_engines(*[True] * 6),
         lambda: ended_engines(*[True] * 5, False),
     ),
-    "one response is silent for five times `engines.no_progress_seconds`": (
+    "one response is silent for five times `engines.hang_timeout_seconds`": (
         "rollout/test_generation.py::test_a_silent_response_is_cut_off_and_its_engine_stays"
     ),
     "a request does not end when it is aborted": (

@@ -278,7 +278,7 @@ async def test_open_episodes_go_on_after_the_manager_has_died(
         assert counts["restored"] > 0
         # Those that waited for a reply: their environments may have had the answer.
         assert counts["steps_repeated"] == len(asked)
-        assert counts["replay_differs"] == counts["environment_failures"] == 0
+        assert counts["replay_mismatches"] == counts["environment_failures"] == 0
         await one.manager.stop()
         after = episodes_of(one)
         for i, branches in open_ids.items():
@@ -351,7 +351,7 @@ async def test_an_environment_that_cannot_be_restored_ends_no_run(
         await asyncio.sleep(0.001)
     remote.die()
     await one.train(range(2))
-    assert one.manager._driver.statistics.counts.episodes["replay_differs"] > 64
+    assert one.manager._driver.statistics.counts.episodes["replay_mismatches"] > 64
     await one.manager.stop()
 
 
@@ -422,7 +422,7 @@ async def test_an_environment_that_cannot_be_restored_begins_anew(
     await one.begin(ResumePoint(0))
     await one.train(range(3))
     statistics = one.manager._driver.statistics
-    assert statistics.counts.episodes["replay_differs"] > 0
+    assert statistics.counts.episodes["replay_mismatches"] > 0
     assert why in statistics.warnings["environment_failed"]
     await one.manager.stop()
 

@@ -139,8 +139,8 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     aime = {"path": "unused", "samples": 4, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 7}
     found, engine = evaluated(prompts=4, save_samples=1, sets={"aime": aime})
     metrics = found.metrics()
-    assert (metrics["eval/accuracy"], metrics["eval/answers"]) == (0.5, 4)
-    assert (metrics["eval/aime/accuracy"], metrics["eval/aime/answers"]) == (0.4, 20)
+    assert (metrics["eval/accuracy"], metrics["eval/responses"]) == (0.5, 4)
+    assert (metrics["eval/aime/accuracy"], metrics["eval/aime/responses"]) == (0.4, 20)
     assert metrics["eval/aime/pass_at_4"] == 0.4 and metrics["eval/aime/length_max"] == 7
     assert metrics["eval/aime/accuracy_low"] < 0.4 < metrics["eval/aime/accuracy_high"]
     by_length = {r.max_new_tokens: r.sampling for r in engine.requests}
@@ -199,7 +199,7 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
     task = Groups()
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
     (result,) = asyncio.run(evaluator.evaluate(alone(Echo()), VERSION)).results
-    assert (result.accuracy, result.answers) == (0.25, 12)
+    assert (result.accuracy, result.responses) == (0.25, 12)
 
 
 class Abandons:
@@ -271,8 +271,8 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     work = evaluator.evaluate(engines, PolicyVersion(0, 0))
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
-    assert (result.accuracy, result.answers) == (0.5, 12)
-    assert (result.failed_judgements, result.refused) == (0, 6), "no scorer has failed"
+    assert (result.accuracy, result.responses) == (0.5, 12)
+    assert (result.score_failures, result.refused) == (0, 6), "no scorer has failed"
     assert "6 prompts were too long for the engines" in result.sentence()
 
 

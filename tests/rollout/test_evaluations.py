@@ -126,11 +126,11 @@ async def test_one_beside_training_takes_few_slots_and_an_exact_one_many(tmp_pat
     await trainer.manager.stop()
 
 
-@pytest.mark.parametrize(("preset", "exact"), [("sync", None), ("async", True)])
+@pytest.mark.parametrize(("preset", "blocking"), [("sync", None), ("async", True)])
 async def test_an_exact_evaluation_is_of_one_version_and_the_trainer_waits_for_it(
-    tmp_path: Path, preset: str, exact: bool | None
+    tmp_path: Path, preset: str, blocking: bool | None
 ) -> None:
-    trainer = Trainer(tmp_path, settings(preset, exact=exact), engines=LongEngines())
+    trainer = Trainer(tmp_path, settings(preset, blocking=blocking), engines=LongEngines())
     await begun(trainer)
     await trainer.batch()
     assert (await trainer.publish(0, 1)).evaluation_due
@@ -240,13 +240,13 @@ async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
 
 def test_a_schedule_that_drains_evaluates_exactly_unless_it_is_asked_not_to() -> None:
     def exactly(**tree: Any) -> bool:
-        return build_config(tree).evaluates_exactly
+        return build_config(tree).evaluates_blocking
 
     presets = ("sync", "rapid", "copris", "pipeline", "async")
     assert [exactly(schedule={"preset": name}) for name in presets] == [True] * 2 + [False] * 3
-    assert not exactly(schedule={"preset": "sync"}, eval={"exact": False})
-    assert exactly(schedule={"preset": "async"}, eval={"exact": True})
+    assert not exactly(schedule={"preset": "sync"}, eval={"blocking": False})
+    assert exactly(schedule={"preset": "async"}, eval={"blocking": True})
     colocated = {"engines": {"placement": "colocated"}, "weights": {"transport": "tensor"}}
     assert exactly(**colocated)
-    with pytest.raises(UserError, match=r"needs eval.exact True, got False"):
-        exactly(**colocated, eval={"exact": False})
+    with pytest.raises(UserError, match=r"needs eval.blocking True, got False"):
+        exactly(**colocated, eval={"blocking": False})

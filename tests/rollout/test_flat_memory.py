@@ -20,7 +20,7 @@ async def after(trainer: Trainer, steps: range) -> Counter[str]:
         await trainer.publish(0, step + 1)
         if step % 10 == 9:
             await trainer.manager.position(0)
-            await trainer.manager.checkpoint_finalised(0, step + 1, [])
+            await trainer.manager.checkpoint_finalized(0, step + 1, [])
     gc.collect()
     kinds = Counter(type(one).__name__ for one in gc.get_objects())
     return Counter({kind: kinds[kind] for kind in OF_A_STEP})

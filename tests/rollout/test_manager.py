@@ -106,7 +106,7 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
     trainer = await Trainer(tmp_path, config, Noting(asked)).started()
     await train(trainer, 0, range(3))
     position = (await trainer.manager.position(0))["store_position"]
-    await trainer.manager.checkpoint_finalised(0, 3, [])
+    await trainer.manager.checkpoint_finalized(0, 3, [])
     await train(trainer, 0, range(3, 6))
     if lost == "everything":
         await trainer.manager.stop()  # killed for real in tests/crash
@@ -234,7 +234,7 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
     "verify_update": lambda manager: manager.verify_update(0, 1, None, False),
     "evaluate": lambda manager: manager.evaluate(0, 0),
     "position": lambda manager: manager.position(0),
-    "checkpoint_finalised": lambda manager: manager.checkpoint_finalised(0, 1, []),
+    "checkpoint_finalized": lambda manager: manager.checkpoint_finalized(0, 1, []),
 }
 
 

@@ -72,7 +72,7 @@ async def test_engines_that_are_given_up_and_live(
     )
     config = config_of(
         "pipeline",
-        engines={"no_progress_seconds": 60.0},
+        engines={"hang_timeout_seconds": 60.0},
         schedule={"concurrency": 12, "group_size": 8, "groups_per_batch": 64},
     )
     trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
@@ -95,7 +95,7 @@ async def test_engines_that_are_given_up_and_live(
 
 
 async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) -> None:
-    """The last line of defence by itself: streams of a given-up engine are not cancelled."""
+    """The last line of defense by itself: streams of a given-up engine are not canceled."""
     model = SimulatedEngineModel(
         mean_length=200, step_seconds=0.002, stream_interval=4, vocab_size=5000
     )

@@ -69,8 +69,8 @@ def test_a_pool_is_asked_in_its_share_of_its_turns(tmp_path: Path) -> None:
     metrics = prompts.take_metrics()
     assert (metrics["difficulty/prompts"], metrics["difficulty/pool_0"]) == (10, 0.1)
     assert metrics["difficulty/pass_rate"] == pytest.approx(0.5)
-    assert metrics["difficulty/passed_over"] > 50
-    assert prompts.take_metrics()["difficulty/passed_over"] == 0
+    assert metrics["difficulty/skipped"] > 50
+    assert prompts.take_metrics()["difficulty/skipped"] == 0
 
 
 def test_a_restored_run_goes_on_after_its_last_group_with_what_was_known(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_pools_may_come_to_a_run_later(tmp_path: Path) -> None:
 def test_where_all_are_dropped_one_is_asked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_async.rollout.prompts._MOST_PASSED_OVER", 30)
+    monkeypatch.setattr("megatron_async.rollout.prompts._MAX_SKIPPED", 30)
     pools = [{"up_to": 0.99, "share": 0}, {"up_to": 1, "share": 0.001}]
     prompts = TaskPrompts(Epochs(), config(pools=pools), tmp_path / "d.jsonl", 0)
     trained(prompts, 10)

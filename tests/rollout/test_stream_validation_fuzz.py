@@ -226,7 +226,7 @@ def test_no_changed_message_ends_a_run_or_leaves_what_cannot_be(
         count=3,
         engines={
             "max_restarts": 10**6,
-            "no_progress_seconds": 1.0,
+            "hang_timeout_seconds": 1.0,
         },
         schedule={"concurrency": 24, "group_size": 4, "groups_per_batch": 4},
         sampling={"max_new_tokens": 40},

@@ -249,7 +249,7 @@ async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
 ) -> None:
     """In the middle of a run: the version before was right, and what it made is kept."""
     config = settings(preset)
-    never_idle = {"ring_batches": 100, "max_async_level": None}
+    never_idle = {"max_waiting_batches": 100, "max_async_level": None}
     config = config.model_copy(
         update={
             "engines": restarting(1).engines,

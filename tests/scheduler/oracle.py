@@ -132,14 +132,14 @@ class Oracle:
         return stale and self.config.on_stale != "mask"
 
     def held_back(self) -> bool:
-        """So many groups are finished that no new one may start (`ring_batches`)."""
+        """So many groups are finished that no new one may start (`max_waiting_batches`)."""
         drops = self.config.overflow == "drop_oldest"
         waiting = 0 if drops else len(self.untaken) * self.config.groups_per_batch
         for group in self.live.values():
             finished = group.open and all(t.state in DONE for t in group.members)
             if finished and not any(map(self._leaving, group.members)):
                 waiting += not (drops and group.complete)
-        return waiting >= self.config.ring_batches * self.config.groups_per_batch
+        return waiting >= self.config.max_waiting_batches * self.config.groups_per_batch
 
     @property
     def floor(self) -> int:
@@ -392,7 +392,7 @@ class Oracle:
                     assert config.overflow == "drop_oldest"
                     assert group.complete
                     ready = len(self.complete_groups()) / config.groups_per_batch
-                    assert ready + len(self.untaken) > config.ring_batches
+                    assert ready + len(self.untaken) > config.max_waiting_batches
                 case _:
                     raise AssertionError(f"{action}: no reason for it")
         t.state, t.drop_reason = "dropped", action.reason
@@ -414,7 +414,9 @@ class Oracle:
             left = {id(g) for g in self.live.values() if not g.dropped}
             assert left == {id(g) for g in groups}, "a short batch before the end"
         if config.overlap:
-            assert len(self.untaken) < config.ring_batches, "more batches than the ring holds"
+            assert len(self.untaken) < config.max_waiting_batches, (
+                "more batches than the ring holds"
+            )
         else:
             assert self.version.number == action.step and not self.untaken
             if config.boundary == "drain":

@@ -61,7 +61,7 @@ def composed() -> st.SearchStrategy[ScheduleConfig]:
             "kv": st.sampled_from(["keep", "recompute"]),
             "max_async_level": st.one_of(st.none(), st.integers(0, 3)),
             "on_stale": st.sampled_from(["wait", "drop", "restart", "mask"]),
-            "ring_batches": st.integers(1, 3),
+            "max_waiting_batches": st.integers(1, 3),
             "overflow": st.sampled_from(["block", "drop_oldest"]),
             "oversample": st.sampled_from([1.0, 1.0, 1.5, 2.0]),
             "overlap": st.booleans(),

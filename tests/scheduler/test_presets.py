@@ -84,7 +84,7 @@ class TestPipeline:
         assert emitted[0] == ev.ResumeEngines()
 
     def test_a_full_ring_drops_the_oldest_group(self) -> None:
-        run = Script("pipeline", ring_batches=1, overflow="drop_oldest")
+        run = Script("pipeline", max_waiting_batches=1, overflow="drop_oldest")
         run.prompts(3)
         run.finish(0, 1, 10, 11)  # batch 0, not taken
         run.prompts(2)

@@ -81,7 +81,7 @@ def test_long_runs_with_all_failures_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["copris", "pipeline"])
 def test_slow_scores_hold_new_groups_back_and_stop_nothing(name: str, overflow: str) -> None:
     for ring in (1, 2):
-        config = preset(name, ring_batches=ring, overflow=overflow)
+        config = preset(name, max_waiting_batches=ring, overflow=overflow)
         world = World(config, Weather(slow_scores=0.97, engine_failures=0.01), seed=ring)
         play(world, events=600, steps=3)
         assert world.held_back > 20

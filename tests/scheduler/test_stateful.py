@@ -79,10 +79,10 @@ class Machine(RuleBasedStateMachine):
     def engine_up(self) -> None:
         self.world.engine_up()
 
-    @precondition(lambda self: self.can("synchronise"))
+    @precondition(lambda self: self.can("synchronize"))
     @rule()
-    def synchronise(self) -> None:
-        self.world.synchronise()
+    def synchronize(self) -> None:
+        self.world.synchronize()
 
     @precondition(lambda self: hasattr(self, "world") and bool(self.world.engine_versions))
     @rule()

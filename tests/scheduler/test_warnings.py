@@ -46,7 +46,7 @@ def test_no_underflow_where_the_trainer_waits_by_design() -> None:
 
 
 def test_queue_overflow_when_the_ring_stays_full() -> None:
-    run = Script("pipeline", groups_per_batch=1, ring_batches=1, overflow="drop_oldest")
+    run = Script("pipeline", groups_per_batch=1, max_waiting_batches=1, overflow="drop_oldest")
     run.prompts(3)
     seen = []
     for _ in range(4):

@@ -112,7 +112,7 @@ class World:
         if len(self.engine_versions) < self.weather.engines:
             moves += ["engine_up"]
         if self._stale_engines() and not oracle.allowed:
-            moves += ["synchronise"]
+            moves += ["synchronize"]
         return moves
 
     def random_event(self) -> bool:
@@ -184,7 +184,7 @@ class World:
         self.send(ev.Aborted(t.trajectory_id))
 
     def engine_up(self) -> None:
-        """Engines arrive: with the current version, or (not yet synchronised) an older one."""
+        """Engines arrive: with the current version, or (not yet synchronized) an older one."""
         names = [f"e{i}" for i in range(self.weather.engines)]
         missing = [name for name in names if name not in self.engine_versions]
         if not missing:  # they have come up all at once
@@ -204,7 +204,7 @@ class World:
     def _stale_engines(self) -> list[str]:
         return [name for name, version in self.engine_versions.items() if version != self.version]
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """A stale engine gets the current weights, outside any update."""
         name = self.random.choice(self._stale_engines())
         self.engine_down(name)

@@ -1,6 +1,6 @@
 """Scorers that fork, flood, print, hang and leave processes behind: every reward is still its own.
 
-Each behaviour is a function in `hostile/sitecustomize.py`, carried out after every score.
+Each behavior is a function in `hostile/sitecustomize.py`, carried out after every score.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def hostile(
     """A worker whose scorer misbehaves as named."""
     workers = []
 
-    def start(behaviour: str, limit_seconds: float = 60.0) -> DrivenWorker:
-        monkeypatch.setenv("HOSTILE_SCORER", behaviour)
+    def start(behavior: str, limit_seconds: float = 60.0) -> DrivenWorker:
+        monkeypatch.setenv("HOSTILE_SCORER", behavior)
         monkeypatch.setenv("PYTHONPATH", f"{HOSTILE}:{os.environ.get('PYTHONPATH', '')}")
         limited = config.model_copy(update={"scorer_timeout_seconds": limit_seconds})
         workers.append(DrivenWorker(ScorerSettings(task=limited)))
@@ -84,7 +84,7 @@ def _wait_for(count: int, config: TaskConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "stray"),
+    ("behavior", "stray"),
     [
         ("fork_and_return", 0),
         ("fork_and_raise", 0),
@@ -97,9 +97,9 @@ def _wait_for(count: int, config: TaskConfig) -> None:
     ],
 )
 def test_every_reward_is_that_of_its_own_response(
-    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str, stray: int
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str, stray: int
 ) -> None:
-    worker = hostile(behaviour)
+    worker = hostile(behavior)
     scores = [_score(worker, right) for right in (True, False, True, False, False, True)]
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert [score.detail.get("stray_output", 0.0) for score in scores] == [stray] * 6
@@ -133,11 +133,11 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
     assert time.monotonic() - began < 1.0 + ENDS_SECONDS
 
 
-@pytest.mark.parametrize("behaviour", ["stop_the_parent", "stop_the_parent_for_ever"])
+@pytest.mark.parametrize("behavior", ["stop_the_parent", "stop_the_parent_for_ever"])
 def test_one_that_stops_its_parent_is_got_over_in_seconds(
-    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str
 ) -> None:
-    worker = hostile(behaviour, limit_seconds=1.0)
+    worker = hostile(behavior, limit_seconds=1.0)
     worker.start()
     began = time.monotonic()
     assert _score(worker, True).detail["scorer_timeout"] == 1.0
@@ -163,7 +163,7 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "behavior",
     [
         "nan",
         "infinite",
@@ -178,9 +178,9 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
     ],
 )
 def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
-    hostile: Callable[..., DrivenWorker], behaviour: str
+    hostile: Callable[..., DrivenWorker], behavior: str
 ) -> None:
-    worker = hostile(behaviour)
+    worker = hostile(behavior)
     for _ in range(2):
         score = _score(worker, True)
         assert score.reward == 0.0
@@ -200,16 +200,16 @@ def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "kind"),
+    ("behavior", "kind"),
     [
         ("leave_children_and_hang", "scorer_timeout"),
         ("leave_children_and_die", "scorer_crash"),
     ],
 )
 def test_what_a_scorer_started_ends_with_a_score_that_failed(
-    hostile: Callable[..., DrivenWorker], config: TaskConfig, behaviour: str, kind: str
+    hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str, kind: str
 ) -> None:
-    worker = hostile(behaviour, limit_seconds=2.0)
+    worker = hostile(behavior, limit_seconds=2.0)
     assert _score(worker, True).detail[kind] == 1.0
     assert _left(config) == []
 

@@ -43,5 +43,5 @@ def test_lag_is_at_most_2_after_any_number_of_steps() -> None:
 
 def test_without_a_limit_lag_would_grow_at_every_step() -> None:
     """The negative control: scores are what bounds this run."""
-    unlimited = lags(run("copris", ring_batches=10_000))
+    unlimited = lags(run("copris", max_waiting_batches=10_000))
     assert unlimited[29] > 25 and unlimited[59] > 50

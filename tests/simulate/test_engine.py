@@ -151,8 +151,8 @@ def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> 
     assert engine.kv == 0
 
 
-@pytest.mark.parametrize("cancelled", [range(2), range(4), range(6)])
-def test_requests_that_leave_together_free_what_each_had(cancelled: range) -> None:
+@pytest.mark.parametrize("canceled", [range(2), range(4), range(6)])
+def test_requests_that_leave_together_free_what_each_had(canceled: range) -> None:
     engine = make(slots=4)
     for i in range(6):
         engine.submit(SimulatedRequest(i, i // 2, 100, 0, 50))
@@ -160,13 +160,13 @@ def test_requests_that_leave_together_free_what_each_had(cancelled: range) -> No
     requests = dict(engine.running)
     engine.forecast()
     engine.advance(engine.now + engine.stall + 0.1)
-    cancelled_tokens = engine.cancel(cancelled)
-    assert [trajectory_id for trajectory_id, _ in cancelled_tokens] == list(cancelled)
-    for trajectory_id, tokens in cancelled_tokens:
+    canceled_tokens = engine.cancel(canceled)
+    assert [trajectory_id for trajectory_id, _ in canceled_tokens] == list(canceled)
+    for trajectory_id, tokens in canceled_tokens:
         if trajectory_id in requests:
             request = requests[trajectory_id]
             assert tokens == request.written == [(0, request.before)]
             assert request.before + request.remaining == 50 and request.before > 0
     left = len(engine.running)
-    assert left == max(0, 4 - len(cancelled))
+    assert left == max(0, 4 - len(canceled))
     assert engine.kv == pytest.approx(left // 2 * 100 + left * engine.steps)

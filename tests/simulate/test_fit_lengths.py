@@ -124,7 +124,7 @@ def export(tmp_path: Path) -> Path:
         append(store, half.trajectory_id, 0, 77)
         for trajectory in (half, none):
             store.drop(trajectory.trajectory_id, DropReason.STALE)
-        await store.checkpoint_finalised(1, [])
+        await store.checkpoint_finalized(1, [])
         await store.close()
 
     asyncio.run(scenario())

@@ -128,7 +128,7 @@ def test_rapid_saves_most_on_mbpp_and_least_on_math(updates: int) -> None:
 def test_rapid_saves_more_than_published_at_the_published_h() -> None:
     """By 6 (MATH, H = 4), 6 (MiniF2F, H = 8) and 14 points (MBPP+, H = 8): known to be off.
 
-    The training costs more than is modelled, and the source's responses are longer with H = 8.
+    The training costs more than is modeled, and the source's responses are longer with H = 8.
     """
     above = [rapid.run_saving(task, task.published[0], 0) - task.published[1] for task in TASKS]
     assert above == pytest.approx([0.06, 0.06, 0.14], abs=0.01)

@@ -49,7 +49,7 @@ async def train(store: TrajectoryStore, step: int, size: int = 2, count: int = 1
 
 async def checkpoint(store: TrajectoryStore, step: int, kept: Sequence[PolicyVersion] = ()) -> None:
     await store.sync(durable=True)
-    await store.checkpoint_finalised(step, kept)
+    await store.checkpoint_finalized(step, kept)
     await store._compactor.finish()
 
 
@@ -145,7 +145,7 @@ async def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     group = await scored_group(store, 2)
     await store.sync(durable=True)
-    await store.checkpoint_finalised(0, [])
+    await store.checkpoint_finalized(0, [])
     await store._compactor.finish()
     begun = threading.Event()
     busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
@@ -191,7 +191,7 @@ async def test_commits_and_the_event_loop_go_on_while_lines_are_written(
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)
     await store.sync(durable=True)
-    await store.checkpoint_finalised(1, [])
+    await store.checkpoint_finalized(1, [])
     await train(store, 1)  # each of its trajectories waits for commits
     assert exported(tmp_path) == []
     go_on.set()

@@ -122,7 +122,7 @@ async def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> No
     expected = np.repeat([0.75 / std, -0.75 / std], [14, 5])
     np.testing.assert_allclose(prepared.advantages_T.numpy(), expected)
 
-    await store.checkpoint_finalised(2, [])
+    await store.checkpoint_finalized(2, [])
     await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
         assert not reader.holds(0)
@@ -155,7 +155,7 @@ async def test_whatever_a_policy_gives_to_a_tool_is_exported(
     await end(store, 0, TurnOutcome(answer, 1.0), 1.0)
     store.mark_batched([group.group_id], 1)
     await store.sync(durable=True)
-    await store.checkpoint_finalised(2, [])
+    await store.checkpoint_finalized(2, [])
     await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
         assert not reader.holds(0)

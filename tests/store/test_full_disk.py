@@ -108,14 +108,14 @@ async def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_la
     store.mark_batched([group.group_id], 0)
     await store.sync(durable=True)
     disk.fill(leave=120_000)
-    await store.checkpoint_finalised(1, [PolicyVersion(0, 1)])
+    await store.checkpoint_finalized(1, [PolicyVersion(0, 1)])
     with pytest.raises(CannotWrite, match=f"^{export} cannot be written: No space left"):
         await store._compactor.finish()
     disk.make_room()
     group = await scored_group(store)
     store.mark_batched([group.group_id], 1)
     await store.sync(durable=True)
-    await store.checkpoint_finalised(2, [PolicyVersion(0, 2)])
+    await store.checkpoint_finalized(2, [PolicyVersion(0, 2)])
     await store.close()
     lines = [json.loads(line) for line in export.read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == list(range(10))

@@ -256,7 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.checkpoints = {v: self.checkpoints[v] for v in kept}
         self.checkpoints[here] = dict(self.consumed)
         self.committed = self.step
-        self.wait(self.store.checkpoint_finalised(self.step, list(self.checkpoints)))
+        self.wait(self.store.checkpoint_finalized(self.step, list(self.checkpoints)))
         self.wait(self.store._compactor.finish())
         self.forget_exported()
 

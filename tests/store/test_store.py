@@ -140,7 +140,7 @@ def on_disk(path: Path) -> dict[int, int]:
         reader.close()
 
 
-async def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
+async def test_a_wait_for_the_disk_that_is_canceled_as_it_ends_counts_as_cancelled(
     tmp_path: Path,
 ) -> None:
     """A request that went on in spite of it would add its tokens to those of its successor."""

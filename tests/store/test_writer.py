@@ -51,7 +51,7 @@ async def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> N
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)
     go_on = threading.Event()
-    await store.checkpoint_finalised(1, [])
+    await store.checkpoint_finalized(1, [])
     store._writer.stall_seconds = 0.2
     store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
     with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
@@ -68,7 +68,7 @@ async def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_
     await train(store, 0)
     assert not store.export_file.parent.exists()
     store.export_file.parent.write_text("a file where the directory should be")
-    await store.checkpoint_finalised(1, [])
+    await store.checkpoint_finalized(1, [])
     late = store.add_group(prompt(), 1).trajectories[0].trajectory_id
     with pytest.raises(CannotWrite, match="export"):
         await store.close()
@@ -111,7 +111,7 @@ async def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(
         await asyncio.wait_for(go_on.wait(), 20)
 
     store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
-    await store.checkpoint_finalised(1, [])
+    await store.checkpoint_finalized(1, [])
     closing = asyncio.create_task(store.close())
     await asyncio.sleep(0)
     await store.sync()  # it is open: the stop waits for the compaction
@@ -137,7 +137,7 @@ def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
         old = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         await train(old, 0)
         old._writer.stall_seconds = 0.5
-        await old.checkpoint_finalised(1, [])
+        await old.checkpoint_finalized(1, [])
         with pytest.raises(ComponentFailure, match=r"trajectories.jsonl took no line for 0.5 s"):
             await old.close()
         assert not old._writer._thread.is_alive()

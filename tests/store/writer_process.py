@@ -120,7 +120,7 @@ class Manager:
         temporary.write_text(json.dumps(content))
         temporary.rename(target)
         emit("checkpoint", self.step)
-        await self.store.checkpoint_finalised(self.step, [])
+        await self.store.checkpoint_finalized(self.step, [])
 
 
 if __name__ == "__main__":

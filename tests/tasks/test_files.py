@@ -122,7 +122,7 @@ def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_change
     assert [rows_read(), rows_read()] == [90, 0]
     again = FileProblems(config(path))
     assert questions(again, 0, 90) == questions(FileProblems(config(path)), 0, 90)
-    assert rows_read(where={"level": 1}) == 30, "other settings have an index of their own"
+    assert rows_read(filter={"level": 1}) == 30, "other settings have an index of their own"
     write_jsonl(path, [*SUMS, {"prompt": "one more", "answer": "1"}])
     assert [rows_read(), rows_read()] == [91, 0]
     (kept, _) = sorted((tmp_path / "cache" / "megatron_async").iterdir())
@@ -191,10 +191,10 @@ def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
         tmp_path / "nested.jsonl", [{**row, "of": {"level": row["level"]}} for row in SUMS]
     )
     for place, name in ((path, "level"), (nested, "of.level")):
-        file = ProblemFile(FileConfig(path=str(place), where={name: 2}), "task.path")
+        file = ProblemFile(FileConfig(path=str(place), filter={name: 2}), "task.path")
         assert {file[i].payload["metadata"]["level"] for i in range(len(file))} == {2}
     with pytest.raises(UserError, match=r"no row with \{'level': 7\}"):
-        ProblemFile(FileConfig(path=str(path), where={"level": 7}), "task.path")
+        ProblemFile(FileConfig(path=str(path), filter={"level": 7}), "task.path")
 
 
 GSM8K = {

@@ -7,7 +7,7 @@ def set_metrics(accuracy: float, prefix: str = "eval", **others: float) -> dict[
     """Return the metrics of one set, with the names that `EvalResult.metrics` gives them."""
     numbers = {
         "accuracy": accuracy,
-        "answers": 64.0,
+        "responses": 64.0,
         "reward_mean": accuracy,
         "reward_max": 1.0,
         "temperature": 0.0,

@@ -129,7 +129,7 @@ def test_the_first_failure_names_file_and_line(tmp_path: Path) -> None:
         ("wandbb", "telemetry.trackers has 'wandbb'; a tracker is one of tensorboard, wandb, ml"),
         ("nowhere.at_all:Tracker", "there is no module 'nowhere.at_all'"),
         ("pathlib:Path", "is no megatron_async.telemetry.trackers.base.Tracker"),
-        ({"name": "tensorboard", "arguments": {"colour": 1}}, "refuses its arguments"),
+        ({"name": "tensorboard", "arguments": {"color": 1}}, "refuses its arguments"),
     ],
 )
 def test_a_tracker_that_cannot_be_made_is_refused_at_the_start(tracker: Any, sentence: str) -> None:

@@ -119,7 +119,7 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
     "verify_update": lambda link: link.verify_update(4, None, False),
     "evaluate": lambda link: link.evaluate(4),
     "position": lambda link: link.position(),
-    "checkpoint_finalised": lambda link: link.checkpoint_finalised(4, [PolicyVersion(3, 4)]),
+    "checkpoint_finalized": lambda link: link.checkpoint_finalized(4, [PolicyVersion(3, 4)]),
 }
 
 

@@ -57,7 +57,7 @@ def test_it_ends_in_the_time_that_the_notice_leaves_it(
             return ragged_batch(trainer.step)
 
         link: Any = SimpleNamespace(
-            next_batch=next_batch, position=dict, checkpoint_finalised=lambda *_: None
+            next_batch=next_batch, position=dict, checkpoint_finalized=lambda *_: None
         )
         limit_writes(monkeypatch, size / WRITE_SECONDS)
         saves = CheckpointManager(directory, config.checkpoint)

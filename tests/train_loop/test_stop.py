@@ -54,7 +54,7 @@ class Loop:
         checkpoints = SimpleNamespace(
             save=lambda trainer, extra: self.saved.append(trainer.step),
             wait=lambda: None,
-            take_finalised=list,
+            take_finalized=list,
         )
         config: Any = SimpleNamespace(
             steps=10,

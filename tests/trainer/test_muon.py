@@ -51,7 +51,7 @@ def test_a_matrix_moves_as_by_torch_and_another_parameter_as_by_adam() -> None:
         adam.step()
     assert torch.equal(ours[1], theirs[1])
     moved = (theirs[0] - matrix).norm()
-    assert (ours[0] - theirs[0]).norm() < 0.01 * moved  # both orthogonalise in bfloat16
+    assert (ours[0] - theirs[0]).norm() < 0.01 * moved  # both orthogonalize in bfloat16
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

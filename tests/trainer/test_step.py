@@ -36,7 +36,7 @@ def on_policy(trainer: PolicyTrainer, batch: TokenBatch) -> TokenBatch:
 
 
 def poisoned(batch: TokenBatch) -> TokenBatch:
-    """A behaviour log-prob of a trained token is not a number."""
+    """A behavior log-prob of a trained token is not a number."""
     logprobs_T = batch.rollout_logprobs_T.copy()
     logprobs_T[np.flatnonzero(batch.loss_mask_T)[5]] = np.nan
     return replace(batch, rollout_logprobs_T=logprobs_T)

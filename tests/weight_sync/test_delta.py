@@ -219,7 +219,7 @@ def test_every_so_many_versions_one_is_read_whole() -> None:
         assert [size > 0.9 * largest for size in sent] == [n % 3 == 0 for n in range(7)]
 
 
-def test_scales_of_quantised_weights_are_not_rounded() -> None:
+def test_scales_of_quantized_weights_are_not_rounded() -> None:
     from megatron_async.weight_sync.transports.delta import rounded
 
     scale = torch.full((2, 2), 1 / 3)

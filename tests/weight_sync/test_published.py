@@ -18,7 +18,7 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.background_stage import BackgroundStage
 from megatron_async.weight_sync.transports.base import sending_device
 from megatron_async.weight_sync.transports.flat_bucket import Buffers
-from megatron_async.weight_sync.transports.tensor import flat_copy, serialise
+from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
 from megatron_async.weight_sync.verify import NameCheck, engine_parameter
 from megatron_async.weight_sync.version_directory import read_manifest, read_shard
 from tests.weight_sync.published import publish
@@ -83,11 +83,11 @@ def test_a_trainer_on_gpus_sends_to_engines_on_cpus_from_its_host(
     assert sending_device(engines).type == ("cpu" if device == "cpu" else "cuda")
 
 
-def test_a_bucket_is_serialised_as_one_tensor() -> None:
+def test_a_bucket_is_serialized_as_one_tensor() -> None:
     bucket = [("half", torch.randn(3).bfloat16()), ("single", torch.randn(2, 3))]
     flat = flat_copy(bucket, by_value=True)
     assert flat.bytes_N.untyped_storage().nbytes() == 3 * 2 + 6 * 4
-    named = named_tensors(load(serialise(flat)))
+    named = named_tensors(load(serialize(flat)))
     assert [name for name, _ in named] == ["single", "half"]
     assert all(torch.equal(dict(named)[name], tensor) for name, tensor in bucket)
 

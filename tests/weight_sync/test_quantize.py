@@ -26,21 +26,21 @@ from megatron_async.models.families import read_architecture, stage_rules
 from megatron_async.weight_sync.quantize import (
     BLOCK,
     check_fp8,
-    quantised_names,
-    quantised_tensors,
     quantization_config,
     quantize,
+    quantized_names,
+    quantized_tensors,
 )
 from megatron_async.weight_sync.verify import NameCheck, engine_parameter
 
 Float64 = NDArray[np.float64]
 
 
-def dequantise(quantised_RC: torch.Tensor, scale_rc: torch.Tensor) -> torch.Tensor:
+def dequantize(quantized_RC: torch.Tensor, scale_rc: torch.Tensor) -> torch.Tensor:
     """The weights that the engine computes with, float32 [R, C]."""
-    rows, columns = quantised_RC.shape
+    rows, columns = quantized_RC.shape
     scale_RC = scale_rc.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    return quantised_RC.to(torch.float32) * scale_RC
+    return quantized_RC.to(torch.float32) * scale_RC
 
 
 def fp8_numbers() -> Float64:
@@ -63,7 +63,7 @@ NUMBERS = fp8_numbers()
 def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
     """Nearest fp8 number to weight / scale, the scales, and how far a tie is (0: a tie)."""
     rows, columns = weight_RC.shape
-    quantised_RC, margin_RC = np.zeros_like(weight_RC), np.ones_like(weight_RC)
+    quantized_RC, margin_RC = np.zeros_like(weight_RC), np.ones_like(weight_RC)
     scale_rc = np.ones((-(-rows // BLOCK), -(-columns // BLOCK)))
     for r, c in np.ndindex(*scale_rc.shape):
         part = (slice(r * BLOCK, (r + 1) * BLOCK), slice(c * BLOCK, (c + 1) * BLOCK))
@@ -73,9 +73,9 @@ def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
         wanted = block / scale_rc[r, c]
         above = np.clip(np.searchsorted(NUMBERS, wanted), 1, len(NUMBERS) - 1)
         low, high = NUMBERS[above - 1], NUMBERS[above]
-        quantised_RC[part] = np.where(wanted - low <= high - wanted, low, high)
+        quantized_RC[part] = np.where(wanted - low <= high - wanted, low, high)
         margin_RC[part] = np.abs((wanted - low) - (high - wanted)) / (high - low)
-    return quantised_RC, scale_rc, margin_RC
+    return quantized_RC, scale_rc, margin_RC
 
 
 @settings(max_examples=40)
@@ -91,17 +91,17 @@ def test_every_number_is_the_nearest_one(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(rows, columns, generator=generator) * size).to(dtype)
-    quantised, scale = quantize(weight)
-    assert quantised.dtype is torch.float8_e4m3fn and quantised.shape == weight.shape
+    quantized, scale = quantize(weight)
+    assert quantized.dtype is torch.float8_e4m3fn and quantized.shape == weight.shape
     expected, expected_scale, margin = reference(weight.double().numpy())
     np.testing.assert_allclose(scale.double().numpy(), expected_scale, rtol=2e-7)
     clear = margin > 1e-4  # Elsewhere the float32 division may fall on the other side.
-    got = quantised.double().numpy()
+    got = quantized.double().numpy()
     assert (got[clear] == expected[clear]).all()
     # bfloat16 has so few numbers that several per cent lie half-way between two.
     most = 0.95 if dtype is torch.float32 else 0.8
     assert weight.numel() < 1000 or clear.mean() > most
-    error = np.abs(dequantise(quantised, scale).double().numpy() - weight.double().numpy())
+    error = np.abs(dequantize(quantized, scale).double().numpy() - weight.double().numpy())
     per_weight = np.repeat(np.repeat(expected_scale, BLOCK, 0), BLOCK, 1)[:rows, :columns]
     bound = np.maximum(np.abs(weight.double().numpy()) / 16, per_weight / 1024)
     assert (error <= bound * (1 + 1e-5)).all()
@@ -110,17 +110,17 @@ def test_every_number_is_the_nearest_one(
 def test_the_largest_weight_of_a_block_is_the_largest_number() -> None:
     weight = torch.zeros(256, 256)
     weight[3, 200], weight[130, 5] = -0.7, 0.1
-    quantised, scale = quantize(weight)
-    assert quantised[3, 200].item() == -448 and quantised[130, 5].item() == 448
+    quantized, scale = quantize(weight)
+    assert quantized[3, 200].item() == -448 and quantized[130, 5].item() == 448
     assert scale[0, 0] == 1 and scale[1, 1] == 1, "a block of zeros"
-    assert dequantise(quantised, scale)[3, 200].item() == pytest.approx(-0.7, rel=1e-6)
+    assert dequantize(quantized, scale)[3, 200].item() == pytest.approx(-0.7, rel=1e-6)
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
     weight = torch.ones(2, 2)
     weight[0, 1] = float("inf")
     with pytest.raises(ComponentFailure, match=r"x\.weight has weights that are not finite"):
-        list(quantised_tensors(iter([("x.weight", weight)]), frozenset({"x.weight"})))
+        list(quantized_tensors(iter([("x.weight", weight)]), frozenset({"x.weight"})))
 
 
 def _model(folder: Path, **changes: Any) -> Path:
@@ -145,9 +145,9 @@ def _model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_linear_layers_are_quantised_and_nothing_else(tmp_path: Path) -> None:
+def test_linear_layers_are_quantized_and_nothing_else(tmp_path: Path) -> None:
     architecture = read_architecture(_model(tmp_path))
-    names = quantised_names(architecture)
+    names = quantized_names(architecture)
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
     assert not any(
@@ -161,7 +161,7 @@ def test_linear_layers_are_quantised_and_nothing_else(tmp_path: Path) -> None:
         "model.layers.1.mlp.gate",
     ]
     stream = [("model.norm.weight", torch.ones(4)), (min(names), torch.ones(4, 4))]
-    found = list(quantised_tensors(iter(stream), names))
+    found = list(quantized_tensors(iter(stream), names))
     assert [name for name, _ in found] == [
         "model.norm.weight",
         min(names),
@@ -203,10 +203,10 @@ def test_scales_are_accepted_when_sglang_lists_its_checksums(tmp_path: Path) -> 
         for expert in (experts if rule.expert else [0])
         for name in rule.tensor_names(layer, expert)
     ]
-    quantised = quantised_names(architecture)
+    quantized = quantized_names(architecture)
     child = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import print_names; print_names()"],
-        input=json.dumps([[name, name in quantised] for name in names]),
+        input=json.dumps([[name, name in quantized] for name in names]),
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
         capture_output=True,
         text=True,
@@ -218,7 +218,7 @@ def test_scales_are_accepted_when_sglang_lists_its_checksums(tmp_path: Path) -> 
     assert "model.layers.0.mlp.experts.w13_weight" in known
     assert not any(name.endswith("scale_inv") for name in known)
     stream = ((name, torch.ones(BLOCK, BLOCK)) for name in names)
-    sent = [name for name, _ in quantised_tensors(stream, quantised)]
+    sent = [name for name, _ in quantized_tensors(stream, quantized)]
     check = NameCheck(known)
     check.add(sent)
     check.finish()

@@ -94,7 +94,7 @@ class SGLangClient:
         # The dtype that the server was started with; `auto` if this client does not know it.
         self._expected_dtype = settings.dtype
         # An engine that answers nothing for as long as this is hung by the settings' own measure.
-        self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
+        self._control_seconds = max(_CONTROL_SECONDS, settings.hang_timeout_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = _session(headers)
         self._read: set[aiohttp.ClientResponse] = set()
@@ -133,7 +133,7 @@ class SGLangClient:
                 raise ValueError(f"dtype is {self.dtype!r} instead of {self._expected_dtype}")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Cancelling or closing the iteration aborts the request."""
+        """Stream a response. Canceling or closing the iteration aborts the request."""
         name = request.request_id
         if name in self._wire_ids:
             raise EngineError(f"{self.engine_id}: request {name!r} runs already")

@@ -2,7 +2,7 @@
 
 With `kv: keep` an update does not flush the prefix cache, since requests that run go on with what
 they have. SGLang would then give a *new* request the KV that older weights computed for the same
-prompt, and its log-probs would be nats away from those of the weights that it is labelled with.
+prompt, and its log-probs would be nats away from those of the weights that it is labeled with.
 SGLang separates prefixes by a request's `cache_salt`; here the salt is the weights' version.
 
 The salt is set in the scheduler and not by the client: between the moment in which a request is

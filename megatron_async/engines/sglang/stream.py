@@ -4,7 +4,7 @@ Invariants
 - Tokens are counted, not trusted: a chunk's `completion_tokens` counts the tokens that the request
   has in all, and only those beyond what was already seen are new. (SGLang repeats the last token
   when a request is aborted in the queue.)
-- A token's id is a whole number that its log-prob is labelled with, a log-prob a number.
+- A token's id is a whole number that its log-prob is labeled with, a log-prob a number.
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
 - Every report has the id of the request and the number of its prompt tokens. Only the report of a
   request that was aborted in the queue lacks the number.

@@ -1,4 +1,4 @@
-"""An engine without a server: deterministic tokens at a modelled speed, for fast tests.
+"""An engine without a server: deterministic tokens at a modeled speed, for fast tests.
 
 It is an `EngineClient` on the event loop that behaves like SGLang where the rollout driver can
 observe it: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
@@ -38,7 +38,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SimulatedEngineModel:
-    """Behaviour of the engine: its vocabulary, lengths and speed.
+    """Behavior of the engine: its vocabulary, lengths and speed.
 
     A step takes `step_seconds` + `seconds_per_request` times the running requests. Without
     `ignore_eos`, each token after the first ends the response with probability 1 / `mean_length`.
@@ -154,7 +154,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ EngineClient
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Cancelling the iteration aborts the request."""
+        """Stream a response. Canceling the iteration aborts the request."""
         self._require_alive("generate")
         name, longest = request.request_id, self.max_sequence_tokens
         whole = len(request.input_ids) + request.max_new_tokens

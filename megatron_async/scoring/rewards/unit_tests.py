@@ -37,7 +37,7 @@ def main() -> None:
     proof, entry = sys.stdin.readline().strip(), sys.stdin.readline().strip()
     report = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # all that is printed counts towards the limit of output
+    os.dup2(2, 1)  # all that is printed counts toward the limit of output
     sys.stdin = open(0)  # noqa: SIM115 - not the buffer with the proof
     write, end, run, own = os.write, os._exit, exec, dict(vars(builtins))
     (program, program_code), (tests, tests_code) = _read("program"), _read("tests")

@@ -7,7 +7,7 @@
 
 Invariants
 - The caller of `send` keeps the engines idle or paused; nothing is generated between its first and
-  its last bucket. The version is announced with the last bucket, so no token is ever labelled with
+  its last bucket. The version is announced with the last bucket, so no token is ever labeled with
   weights that were only partly there.
 - Names are checked against the engines' own parameters before they are sent, completeness after.
 - Every wait has a limit. After any failure the engines that are left hold an undefined mixture:

@@ -43,7 +43,7 @@ NEEDS_FULL_STATUS = 409
 # Versions from one that is read whole to the next. A whole version bounds how far back an engine
 # that starts late has to read, and a sixteenth of the versions costs little bandwidth.
 FULL_EVERY = 16
-# Scales of quantised weights (`quantize.py`) lose their meaning when they are rounded.
+# Scales of quantized weights (`quantize.py`) lose their meaning when they are rounded.
 _KEPT_AS_IT_IS = "_scale_inv"
 
 

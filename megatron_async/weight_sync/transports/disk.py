@@ -22,7 +22,7 @@ from megatron_async.weight_sync.version_directory import (
     ShardRecord,
     VersionManifest,
     VersionWriter,
-    serialise,
+    serialize,
 )
 
 KEEP = 2
@@ -40,7 +40,7 @@ class ShardWriter:
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
         """The next shard; its name and content."""
         name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
-        data = serialise(bucket)
+        data = serialize(bucket)
         self.shards[name] = self._target.add(name, data)
         self.owners.update((tensor, name) for tensor, _ in bucket)
         return name, data

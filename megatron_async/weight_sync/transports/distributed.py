@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import AwakeDeadline
-from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
+from megatron_async.weight_sync.http import address_toward, failures_of, gather, raise_together
 from megatron_async.weight_sync.lost_engines import raise_lost, raise_own_failures
 from megatron_async.weight_sync.nccl_errors import errors_raised_by_wait
 from megatron_async.weight_sync.prefetch import load_format
@@ -169,7 +169,7 @@ class DistributedSender(WeightSender):
     def _open_link(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         engines = self.calls.engines
-        address = address_towards(engines[0].url)
+        address = address_toward(engines[0].url)
         ranks = self.engine_settings.tensor
         listener = socket.create_server((address, 0), backlog=len(engines) * ranks + 8)
         link = _Link(

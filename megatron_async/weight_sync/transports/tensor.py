@@ -9,7 +9,7 @@ for each of its tensor ranks those of the trainer rank on the same GPU (`Payload
 Invariants
 - On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
   on a CPU values travel, wherever the trainer is.
-- While engines load one bucket, the next is gathered and serialised.
+- While engines load one bucket, the next is gathered and serialized.
 - Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
   may differ from the trainer's.
 - Nothing but a plain tensor and its metadata is pickled, and only for engines of this run.
@@ -77,7 +77,7 @@ def flat_copy(bucket: Bucket, by_value: bool) -> FlatBucket:
     return flatten(bucket, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def serialise(flat: FlatBucket) -> str:
+def serialize(flat: FlatBucket) -> str:
     """Return the base64 of a pickle that SGLang's unpickler accepts as a `flattened_bucket`."""
     metadata = [
         SimpleNamespace(
@@ -129,7 +129,7 @@ class TensorSender(WeightSender):
     def _handed(self, tensors: Bucket) -> PayloadBucket:
         """The same payload for every tensor rank, from this rank alone."""
         flat = flat_copy(tensors, self._by_value)
-        return PayloadBucket(flat, [serialise(flat)] * self.engine_settings.tensor)
+        return PayloadBucket(flat, [serialize(flat)] * self.engine_settings.tensor)
 
     def _load(self, bucket: PayloadBucket, last: bool, transfer: Transfer) -> None:
         body: dict[str, Any] = {

@@ -186,14 +186,14 @@ def endless_recursion(score: Any) -> Any:
     return endless_recursion(score)
 
 
-def _misbehave(behaviour: Callable[[Any], Any]) -> None:
+def _misbehave(behavior: Callable[[Any], Any]) -> None:
     from megatron_async.scoring.rewards.compare import TaskReward
 
     build_scorer = TaskReward.build_scorer
 
     def bound_hostile(self: TaskReward, *arguments: Any) -> Any:
         score = build_scorer(self, *arguments)
-        return lambda sample: behaviour(score(sample))
+        return lambda sample: behavior(score(sample))
 
     TaskReward.build_scorer = bound_hostile
 

@@ -1,4 +1,4 @@
-"""`python -m tests.crash.fault_programme --faults 500 --seed 1 [--episodes] [--only N]`
+"""`python -m tests.crash.fault_program --faults 500 --seed 1 [--episodes] [--only N]`
 
 Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
 left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
@@ -43,7 +43,7 @@ _HEALTHY = "healthy engines given up"
 
 @dataclass(frozen=True)
 class Plan:
-    """One sequence of a programme."""
+    """One sequence of a program."""
 
     number: int
     seed: str
@@ -143,7 +143,7 @@ def _report(result: Result, plan: Plan, command: str) -> None:
         print(f"  BROKEN {sentence}", flush=True)
 
 
-def programme(
+def program(
     plans: Sequence[Plan],
     root: Path,
     carry_out: Callable[[Plan, Path], Result],
@@ -176,14 +176,14 @@ def _with_edges(arguments: list[str], root: Path) -> None:
     environment = Edges(root / "page").environment(library, root)
     os.execve(
         sys.executable,
-        [sys.executable, "-m", "tests.crash.fault_programme", *arguments, "--keep", str(root)],
+        [sys.executable, "-m", "tests.crash.fault_program", *arguments, "--keep", str(root)],
         environment,
     )
 
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 when every promise was kept."""
-    parser = argparse.ArgumentParser(prog="tests.crash.fault_programme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.crash.fault_program", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
         _with_edges(arguments, root.absolute())
     root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
-    command = f"python -m tests.crash.fault_programme --faults {parsed.faults}"
+    command = f"python -m tests.crash.fault_program --faults {parsed.faults}"
     if parsed.engine:
         command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
     command += " --episodes" if parsed.episodes else ""
@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> int:
         )
 
     began = time.monotonic()
-    accounts = programme(plans, root, carry_out, command, parsed.seconds)
+    accounts = program(plans, root, carry_out, command, parsed.seconds)
     text = f"`{command}`, {time.monotonic() - began:.0f} s\n\n{table(accounts)}\n"
     broken = [line for account in accounts.values() for line in account.broken()]
     if broken:

@@ -1,4 +1,4 @@
-"""The fault programme finds defects that are planted, and finds none in the product.
+"""The fault program finds defects that are planted, and finds none in the product.
 
 Each planted defect takes away what keeps one promise; a run with a few faults then breaks it.
 """
@@ -166,7 +166,7 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
 @pytest.mark.timeout(300)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     """A failure prints the command that repeats its sequence; by hand, run it with more seconds."""
-    command = [sys.executable, "-m", "tests.crash.fault_programme", "--faults", "500"]
+    command = [sys.executable, "-m", "tests.crash.fault_program", "--faults", "500"]
     command += ["--seed", "7", "--seconds", "75", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=dict(os.environ), check=False
