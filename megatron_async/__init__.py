@@ -4,7 +4,7 @@
     run = train(load_config("first.yaml"))
     run.metrics[-1]["reward/mean"]
 
-The names below are imported when they are first used, so that `import megatron_async` is instant.
+The public names are imported when they are first used, so that `import megatron_async` is instant.
 """
 
 from importlib import import_module

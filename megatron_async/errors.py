@@ -1,7 +1,8 @@
-"""The two errors that a person sees as one sentence instead of a traceback.
+"""Defines the two errors that a user sees as one message instead of a traceback.
 
-`UserError` ends a command with exit code 2, `ComponentFailure` with exit code 1. Everything else
-is a defect and keeps its traceback.
+`UserError` ends a command with exit code 2, `ComponentFailure` with exit code 1. Every other
+exception is a defect and keeps its traceback. This module also finds the cause of a process's end
+in its log.
 """
 
 import re
@@ -10,16 +11,16 @@ import signal
 from typing import Final
 
 ATTEMPT_LINE: Final = "the ranks of the trainer start"
-"""Line in the trainer's log at which each start of its ranks begins."""
+"""Line in the trainer's log that marks each start of the trainer's ranks."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
 class UserError(Exception):
-    """Bad input: one clear sentence that names the setting and its value (exit code 2).
+    """Raised for bad input, with one message that names the setting and its value; exit code 2.
 
-    It is one printable line, whatever the input held: line breaks become blanks, what a terminal
-    cannot print is escaped.
+    The message becomes one printable line: line breaks become spaces, and characters that a
+    terminal cannot print are escaped.
     """
 
     def __init__(self, sentence: str) -> None:
@@ -32,62 +33,67 @@ class UserError(Exception):
 
 
 class ComponentFailure(Exception):
-    """A component that ran has died or stopped answering; names what was waited for (exit 1)."""
+    """Raised when a component has died or stopped responding; the message names it; exit code 1."""
 
 
 class ProcessKilled(ComponentFailure):
-    """A process was ended by a signal, not by its own doing: starting it again may well work."""
+    """Raised when a signal ended a process; starting the process again may well succeed."""
 
 
 class Terminated(BaseException):
-    """SIGTERM has come: what runs is ended in order, as with Ctrl-C."""
+    """Raised when this process receives SIGTERM, so that it shuts down in order, as with Ctrl-C."""
 
 
 def short_repr(value: object) -> str:
-    """`repr(value)`, cut to what a sentence can hold."""
+    """Return `repr(value)`, shortened to fit into an error message."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python does not convert numbers of more than 4300 digits to text
         return "a number of thousands of digits"
 
 
 _RANK = re.compile(r"^\[rank(\d+)\]:\s?")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::\s*(.*))?$")
-# Messages of torchrun: the first when it ends, the second before it restarts the ranks.
+# torchrun prints the first message when it ends, and the second before it restarts the ranks.
 _KILLED = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: -(?P<signal>\d+)", re.DOTALL
 )
 _KILLED_BEFORE = re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _TRACEBACK = "Traceback (most recent call last):"
-# What a launcher adds about its children, and how a process ends that was asked to.
+# Exceptions that do not explain a failure: a launcher's report about its child processes, and
+# those that end a process on request.
 _NO_CAUSES = ("ChildFailedError", "KeyboardInterrupt", "SystemExit", "SignalException")
 _LONGEST_CAUSE = 400
 
 
 def one_line(error: BaseException | None) -> str:
-    """Type and first line of an error, e.g. `ValueError: no such key`."""
+    """Return an error's type and the first line of its message, e.g. `ValueError: no such key`."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:_LONGEST_CAUSE].removesuffix(": ")
 
 
 def describe_exit(exit_code: int) -> str:
-    """Explain an exit code, which is that of a signal where it is negative."""
+    """Return a description of how a process ended, such as "was killed by SIGTERM".
+
+    A negative exit code is the number of the signal that killed the process.
+    """
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     number = -exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = ""
     if number == signal.SIGKILL:
-        hint = ": the kernel does that when memory runs out (`dmesg` shows it), or somebody did"
+        hint = ": the kernel does that when memory runs out (`dmesg` shows it), or a user"
     return f"was killed by {name}{hint}"
 
 
 def cause_in_log(text: str) -> str | None:
-    """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
-    Python exception, each as one line; None when the log shows neither.
+    """Return one line that says why a process ended, found in its log `text`; None if not found.
 
-    In a trainer's log, only the text after the last `ATTEMPT_LINE` is searched.
+    The line is about the signal that killed a rank of torchrun or, if there was none, about the
+    first Python exception. In a trainer's log, only the text after the last `ATTEMPT_LINE` is
+    searched.
     """
     text = text.rpartition(ATTEMPT_LINE)[2]
     killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)
@@ -100,8 +106,11 @@ def cause_in_log(text: str) -> str | None:
 
 
 def _exceptions(text: str) -> list[str]:
-    """The last line of every traceback, the last one of a chain for all of it; `rank N: ` before
-    it where torch has marked the lines."""
+    """Return the last line of every traceback in a log.
+
+    A chain of tracebacks contributes only its last one. If torch has marked the lines with a rank,
+    the line starts with `rank N: `.
+    """
     found: list[str] = []
     inside = chained = False
     for line in text.splitlines():

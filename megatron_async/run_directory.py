@@ -1,13 +1,14 @@
-"""The run directory: `runs/<name>/{config.yaml, metrics.jsonl, tensorboard/, checkpoints/, ...}`.
+"""Reads and writes a run directory: `runs/<name>/{config.yaml, metrics.jsonl, checkpoints/, ...}`.
 
 Invariants
-- A run directory is complete (its config.yaml is there) or it is not a run.
-- A new run never writes into the directory of another one; `--resume` is the way to go on.
-- Settings are written only under the run's lock (`launcher/run_lock.py`); the run's processes read
-  them.
-- Messages between processes other than by places and collectives go through small files here,
-  written atomically.
-- A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
+- A directory without a config.yaml is not a run; config.yaml is written last, when the directory is
+  complete.
+- A new run never writes into the directory of another run; only `--resume` continues a run.
+- Settings are written only under the run's lock (`launcher/run_lock.py`), and read by the run's
+  processes.
+- Processes exchange messages through `places`, through collectives, or through small files in the
+  run directory, which are written atomically.
+- Only its user can read a config.yaml that has the engines' key, from its first byte on.
 """
 
 import json
@@ -28,7 +29,7 @@ _FAILURE_BYTES: Final = 1 << 16
 
 
 class RunOutcome(StrEnum):
-    """End of a run's trainers without a failure."""
+    """How a run's trainers ended, if they did not fail."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
@@ -36,7 +37,7 @@ class RunOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class _PathOf:
-    """A file or directory of a run, by its name."""
+    """Descriptor that gives a `RunDirectory` the path of the file or directory with this name."""
 
     name: str
 
@@ -46,74 +47,84 @@ class _PathOf:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run."""
+    """The directory of one run: paths of its files, and access to the small files in it."""
 
     path: Path
     config_file = _PathOf("config.yaml")
     resume_file = _PathOf("config.resume.yaml")
-    """Settings of a resume that has not begun; then they are those of `config_file`."""
+    """Settings of a resume that has not started yet; `config_file` gets them when it starts."""
     metrics_file = _PathOf("metrics.jsonl")
     tensorboard = _PathOf("tensorboard")
     checkpoints = _PathOf("checkpoints")
     store_file = _PathOf("trajectories.sqlite")
     events = _PathOf("events")
-    """Recorded scheduler events, one file for each lineage."""
+    """Recorded scheduler events, one file per lineage (from a start or resume to the next one)."""
     logs = _PathOf("logs")
     ray_token_file = _PathOf("ray-token")
-    """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
+    """The key to the run's own Ray cluster (`cluster: ray` on one machine) while it is running."""
     tokenizer_file = _PathOf("tokenizer.sha256")
-    """Of the tokenizer and chat template that the run began with: its tokens are of no other."""
+    """Digest of the tokenizer and chat template that the run started with and must keep."""
     data_file = _PathOf("data.json")
-    """Identity of the data files that the run reads: `tasks.data_identity`."""
+    """Identity of the data files that the run reads; see `tasks.data_identity`."""
     id_file = _PathOf("id")
-    """Random name of the run, for directories outside of the run directory."""
+    """Random name of the run, for directories outside the run directory."""
     lineage_file = _PathOf("lineage")
     lock_file = _PathOf("run.lock")
-    """Held by the launch that the run belongs to."""
+    """Locked by the launch that is running the run."""
     hf_export = _PathOf("hf")
     failure_file = _PathOf("failure.json")
     failed_start_file = _PathOf("failed_start")
-    """Left by a launch that failed before its first step; holds the sentence."""
+    """Error message of a launch that failed before its first step."""
     outcome_file = _PathOf("outcome")
 
     def never_began(self) -> bool:
-        """Return whether a launch of it failed, and no launch has trained a step."""
+        """Return whether a launch of this run has failed and no launch has trained a step."""
         return self.failed_start_file.exists() and not self._has_trained()
 
     def check_free(self, *, resumable: bool = True) -> None:
-        """Check that no run has this directory. Raises UserError."""
+        """Raise a UserError if a run already has this directory.
+
+        `resumable` is whether the error message suggests to resume that run.
+        """
         if self.config_file.exists():
-            remedy = f" or go on with it by --resume {self.path}" if resumable else ""
+            remedy = f" or resume the run with --resume {self.path}" if resumable else ""
             raise UserError(
                 f"run directory {self.path} exists already: choose another name "
                 f"(got name {self.path.name!r}){remedy}"
             )
 
     def note_failed_start(self, sentence: str) -> None:
-        """Called when a launch fails; keeps the sentence unless a step was trained."""
+        """Record the error message of a launch that failed, unless the run has trained a step."""
         if self.path.exists() and not self._has_trained():
             write_atomically(self.failed_start_file, sentence)
 
     def _has_trained(self) -> bool:
+        """Return whether the run has trained a step: it has a checkpoint or metrics of a step."""
         if any(self.checkpoints.glob("*/manifest*.json")):
             return True
         lines = self.metrics_file.open(errors="replace") if self.metrics_file.exists() else ()
         return any('"kind": "train"' in line for line in lines)
 
     def set_aside(self) -> Path:
-        """Rename it to NAME.failed-1, or the next free number; returns the new place."""
+        """Rename the directory to NAME.failed-N with the first free number; return its new path."""
         number = 1
-        while (place := self.path.with_name(f"{self.path.name}.failed-{number}")).exists():
+        while (target := self.path.with_name(f"{self.path.name}.failed-{number}")).exists():
             number += 1
-        return self.path.rename(place)
+        return self.path.rename(target)
 
     @classmethod
     def create(
         cls, config: RunConfig, data: Mapping[str, Any] | None = None, *, resumable: bool = True
     ) -> "RunDirectory":
-        """A new run; `data`: the identity of its data files.
+        """Create the directory of a new run with its settings; return it.
 
-        Raises UserError when the name is taken or the place cannot be written.
+        Args:
+            config: The run's settings.
+            data: Identity of the run's data files (`tasks.data_identity`); None to record none.
+            resumable: Whether the error for a directory that exists suggests to resume that run.
+
+        Raises:
+            UserError: If the directory already has a run, or cannot be written.
         """
         directory = cls.of(config)
         directory.check_free(resumable=resumable)
@@ -130,16 +141,22 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunDirectory":
-        """Return the directory of a run with these settings."""
+        """Return the run directory that the settings name; it need not exist."""
         return cls((Path(config.root) / config.name).absolute())
 
     @classmethod
     def find(
         cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
     ) -> "tuple[RunDirectory, RunConfig]":
-        """An existing run and its settings with `overrides` on top; writes nothing.
+        """Return an existing run directory, and its settings with `overrides`; write nothing.
 
-        Raises UserError naming what gave the path, e.g. an option.
+        Args:
+            path: The run directory.
+            overrides: Settings as `section.name=value` that replace those of the run.
+            named_by: What the user gave the path with, such as an option, for the error message.
+
+        Raises:
+            UserError: If there is no run at `path`, or a setting is invalid.
         """
         directory = cls(Path(path).absolute())
         if not directory.config_file.exists():
@@ -148,40 +165,51 @@ class RunDirectory:
 
     @classmethod
     def launched(cls, path: Path | str) -> "tuple[RunDirectory, RunConfig]":
-        """Find a run for the processes of a launch: what a resume has set counts."""
+        """Return an existing run directory and the settings of its current launch.
+
+        They are those of the resume if a resume has not started yet, else those of the run. For the
+        processes of a launch.
+        """
         directory, config = cls.find(path, [])
         file = directory.resume_file
         return directory, load_run_config(file) if file.exists() else config
 
     def save_config(self, config: RunConfig) -> None:
-        """Write the settings for the run's other processes and for a resume."""
+        """Write the run's settings, for the run's other processes and for a later resume."""
         write_atomically(self.config_file, dump(config), private=bool(config.engines.api_key))
 
     def prepare_resume(self, config: RunConfig) -> None:
-        """Write the settings of a resume beside those of the run, until it has begun."""
+        """Write the settings of a resume to a separate file, used until the resume has started."""
         write_atomically(self.resume_file, dump(config), private=bool(config.engines.api_key))
 
     def begin(self, data: Mapping[str, Any] | None = None) -> None:
-        """Called when trainers and engines hold the weights: the run is what the launch has set.
+        """Mark a launch as started: make its settings the run's, and remove an earlier outcome.
 
-        `data`: the identity of the data files that the launch reads.
+        Called once trainers and engines have loaded the weights. `data` is the identity of the data
+        files that the launch reads.
         """
-        self.outcome_file.unlink(missing_ok=True)  # first: the settings may ask for more steps
+        # Removed first: with the new settings, a run that was complete may have more steps.
+        self.outcome_file.unlink(missing_ok=True)
         if self.resume_file.exists():
             self._save_data(data)
             self.resume_file.replace(self.config_file)
 
     def _save_data(self, data: Mapping[str, Any] | None) -> None:
+        """Write the identity of the data files, unless it is None."""
         if data is not None:
             write_atomically(self.data_file, json.dumps(data, indent=1))
 
     def data_identity(self) -> dict[str, Any]:
-        """Return the identity of the data that the run has read so far. Raises UserError."""
+        """Return the recorded identity of the run's data files; empty if none is recorded.
+
+        Raises:
+            UserError: If the file cannot be read.
+        """
         file = self.data_file
         return read_json_object(file, f"{file}") if file.exists() else {}
 
     def weights_directory(self, parent: str) -> Path:
-        """Return the directory in which only this run publishes weights.
+        """Return the directory in which this run, and no other, publishes weights.
 
         Args:
             parent: `weights.directory`; empty for a directory inside the run directory.
@@ -190,24 +218,34 @@ class RunDirectory:
             return self.path / "weights"
         if not self.id_file.exists():
             write_atomically(self.id_file, f"{self.path.name}-{secrets.token_hex(8)}")
-        # The inode number stays when the run directory is moved, and differs in a copy of it.
+        # The file's inode number stays when the run directory is moved, and differs in a copy.
         return Path(parent) / f"{self.id_file.read_text()}-{self.id_file.stat().st_ino:x}"
 
     def tokenizer_digest(self) -> str:
-        """Return that of the run's tokenizer; empty where an earlier version began the run."""
+        """Return the digest of the tokenizer that the run started with; empty if none is recorded.
+
+        Earlier versions recorded none.
+        """
         return self.tokenizer_file.read_text() if self.tokenizer_file.exists() else ""
 
     def next_lineage(self) -> int:
-        """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
+        """Return a new lineage number of this run (0, 1, 2, ...) and record it durably.
+
+        A lineage is the part of a run between a start or resume and the next one. No two get the
+        same number, even after a power loss.
+        """
         lineage = self.lineages_so_far()
         write_atomically(self.lineage_file, f"{lineage}\n{lineage}\n", durable=True)
         return lineage
 
     def lineages_so_far(self) -> int:
-        """Return how many lineages the run has had. Raises UserError when that is lost.
+        """Return the number of lineages that the run has had: its first start and every resume.
 
-        A number that was used twice would make one token's policy version stand for two policies:
-        the file holds it twice, so that a damaged digit is found.
+        A lineage number that was used twice would make one policy version stand for two policies.
+        The file therefore has the newest number twice, so that a damaged digit is noticed.
+
+        Raises:
+            UserError: If the number is missing or damaged.
         """
         counter = self.lineage_file
         text = counter.read_text(errors="replace") if counter.exists() else ""
@@ -216,10 +254,10 @@ class RunDirectory:
             return int(number) + 1
         if not counter.exists() and not self.store_file.exists() and not self._has_trained():
             return 0
-        what = f"holds {text[:40]!r}, not one number" if counter.exists() else "is gone"
+        what = f"holds {text[:40]!r}, not one number" if counter.exists() else "is missing"
         raise UserError(
             f"{counter}, the number of the run's newest lineage, {what}: write it there again (the "
-            f"last line of {self.metrics_file} has it as 'lineage'; a larger one is safe too)"
+            f"last line of {self.metrics_file} has it as 'lineage'; a larger number is safe too)"
         )
 
     def report_failure(self, sentence: str, exit_code: int, attempt: str = "") -> None:
@@ -254,9 +292,18 @@ class RunDirectory:
         return found
 
     def raise_failure(self, log_file: Path) -> None:
-        """Raise what a process left as it would have: UserError or ComponentFailure.
+        """Raise the failure that a process of the run has reported, with its message and type.
 
-        A process that could not even write that left nothing; then the disk is the cause.
+        A process that could not even report its failure leaves nothing behind. If the disk is full
+        or not writable, this is reported as the cause; otherwise nothing is raised.
+
+        Args:
+            log_file: The process's log, which the message names.
+
+        Raises:
+            UserError: If the process ended with exit code 2.
+            ComponentFailure: If it ended otherwise, or the run directory is missing or cannot be
+                written.
         """
         self.check_there()
         left = self.take_failure()
@@ -267,25 +314,24 @@ class RunDirectory:
         raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
 
     def check_there(self) -> None:
-        """Check that the run directory still exists while the run continues.
-
-        Raises:
-            ComponentFailure: The directory was moved or removed.
-        """
+        """Raise a ComponentFailure if the run directory was moved or removed during the run."""
         if not self.config_file.exists():
             raise ComponentFailure(
-                f"{self.path} was moved or removed while the run went on: put it back in place of "
-                f"what was made there since, then go on with --resume {self.path}"
+                f"{self.path} was moved or removed during the run: move it back, replacing what "
+                f"was made there since, then continue with --resume {self.path}"
             )
 
     def report_outcome(self, outcome: RunOutcome) -> None:
-        """Report to the process of the rollout side that the trainers are done."""
+        """Write how the trainers ended, for the launcher's process on the rollout side."""
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self, earlier: int = 0) -> RunOutcome | None:
-        """The trainers' outcome; None while they run, or when they have failed.
+        """Return how the trainers ended; None while they are running or if they have failed.
 
-        `earlier`: the stamp of an outcome that does not count. Raises UserError for a damaged one.
+        `earlier` is the stamp (see `outcome_stamp`) of an outcome to ignore.
+
+        Raises:
+            UserError: If the file is damaged.
         """
         if self.outcome_stamp() in (0, earlier):
             return None
@@ -293,12 +339,12 @@ class RunDirectory:
         found = next((outcome for outcome in RunOutcome if outcome.value == text), None)
         if found is None:
             raise UserError(
-                f"{self.outcome_file} holds {text[:40]!r}: write {' or '.join(RunOutcome)} there"
+                f"{self.outcome_file} holds {text[:40]!r}; write {' or '.join(RunOutcome)} there"
             )
         return found
 
     def outcome_stamp(self) -> int:
-        """A number that each outcome has for itself; 0: there is none."""
+        """Return a number that identifies the trainers' reported outcome; 0 if there is none."""
         try:
             return self.outcome_file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -308,9 +354,16 @@ class RunDirectory:
 def write_atomically(
     path: Path, text: str, *, private: bool = False, durable: bool = False
 ) -> None:
-    """All of `text` or nothing, also for a reader at the same time. Raises CannotWrite.
+    """Write `text` to the file `path` so that readers see the old or the new content, never a mix.
 
-    `private`: nobody but this user can read it; `durable`: it survives a power loss.
+    Args:
+        path: The file.
+        text: Its new content.
+        private: Whether only this user may read the file.
+        durable: Whether the content must survive a power loss.
+
+    Raises:
+        CannotWrite: If the file cannot be written.
     """
     with writing(path), replacing(path, durable=durable) as temporary:
         temporary.touch(mode=0o600 if private else 0o666)

@@ -1,4 +1,4 @@
-"""The cause of a death, found in logs as torchrun, torch, SGLang and Ray write them."""
+"""Causes of a process's end, found in logs as torchrun, torch, SGLang and Ray write them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DATA = Path(__file__).parent / "data"
         ("torchrun_killed.txt", "rank 1 was killed by SIGKILL: the kernel does that when memory"),
     ],
 )
-def test_what_torchrun_writes_around_it_is_left_out(file: str, cause: str) -> None:
-    """Logs of two ranks of torch 2.11, of which the second failed."""
+def test_cause_in_log_omits_what_torchrun_writes_around_it(file: str, cause: str) -> None:
+    """The logs are of two ranks of torch 2.11; the second rank failed."""
     found = cause_in_log((DATA / file).read_text())
     assert found is not None and found.startswith(cause)
     assert "error_file" not in found and "\n" not in found
 
 
-def test_the_first_rank_to_fail_counts_and_not_those_that_lose_their_peer() -> None:
+def test_cause_in_log_is_of_the_first_rank_that_failed() -> None:
     log = """
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "rank.py", line 3, in train
@@ -40,7 +40,7 @@ def test_the_first_rank_to_fail_counts_and_not_those_that_lose_their_peer() -> N
     )
 
 
-def test_of_a_chain_the_last_exception_counts() -> None:
+def test_cause_in_log_is_the_last_exception_of_a_chain() -> None:
     log = """
 Traceback (most recent call last):
   File "a.py", line 1
@@ -55,7 +55,7 @@ megatron_async.errors.ComponentFailure: no layer x
     assert cause_in_log(log) == "megatron_async.errors.ComponentFailure: no layer x"
 
 
-def test_a_traceback_behind_an_engines_time_stamp_is_found() -> None:
+def test_cause_in_log_is_found_when_a_time_stamp_precedes_the_traceback() -> None:
     log = """
 [2026-11-22 10:00:00] Scheduler hit an exception: Traceback (most recent call last):
   File "scheduler.py", line 9, in run
@@ -69,11 +69,11 @@ ValueError: unsupported head size 7
 
 
 @pytest.mark.parametrize("log", ["", "all is well\n", "Traceback (most recent call last):\n  cut"])
-def test_a_log_without_an_error_has_no_cause(log: str) -> None:
+def test_cause_in_log_is_none_when_the_log_has_no_error(log: str) -> None:
     assert cause_in_log(log) is None
 
 
-def test_an_error_is_one_line_however_long_its_text() -> None:
+def test_one_line_shortens_an_error_to_one_line() -> None:
     assert one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert len(one_line(ValueError("x" * 5000))) <= 400

@@ -1,4 +1,4 @@
-"""The run directory: complete or not a run, never shared, small files that are never torn."""
+"""Run directories: complete or not a run, never shared, with small files written atomically."""
 
 import shutil
 import stat
@@ -16,17 +16,17 @@ from megatron_async.telemetry.metrics import MetricsWriter
 from tests.store.disk import keeping, needs_compiler
 
 
-def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Path) -> None:
+def test_find_returns_the_settings_that_create_wrote(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path), "seed": 7})
     directory = RunDirectory.create(config)
     opened, settings = RunDirectory.find(directory.path, ["steps=9"])
     assert opened == directory
     assert (settings.seed, settings.steps) == (7, 9)
     directory.save_config(settings)
-    assert RunDirectory.find(directory.path, [])[1].steps == 9, "an override lasts"
+    assert RunDirectory.find(directory.path, [])[1].steps == 9, "a saved override stays"
 
 
-def test_a_start_that_failed_is_set_aside_by_the_next_of_its_name(tmp_path: Path) -> None:
+def test_new_run_sets_aside_directory_of_a_failed_start_with_its_name(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path)})
     for number in (1, 2):
         with pytest.raises(ComponentFailure), new_run(config, "a test") as directory:
@@ -40,7 +40,7 @@ def test_a_start_that_failed_is_set_aside_by_the_next_of_its_name(tmp_path: Path
         pass
 
 
-def test_a_run_that_failed_after_its_first_step_keeps_its_place(tmp_path: Path) -> None:
+def test_new_run_is_refused_when_earlier_run_failed_after_a_step(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path)})
     with pytest.raises(ComponentFailure), new_run(config, "a test") as directory:
         with MetricsWriter(directory.metrics_file, lineage=0) as metrics:
@@ -50,7 +50,7 @@ def test_a_run_that_failed_after_its_first_step_keeps_its_place(tmp_path: Path) 
         pass
 
 
-def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_find_is_refused_when_the_directory_has_no_run(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     with pytest.raises(UserError, match=f"^run directory {nowhere}: there is no run"):
         RunDirectory.find(nowhere, [])
@@ -58,7 +58,7 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
         RunDirectory.find(nowhere, [], "--resume")
 
 
-def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: Path) -> None:
+def test_config_file_is_private_when_it_has_an_api_key(tmp_path: Path) -> None:
     content = {"name": "a", "root": str(tmp_path), "engines": {"api_key": "secret"}}
     directory = RunDirectory.create(build_config(content))
     assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
@@ -67,7 +67,7 @@ def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: P
     assert not list(directory.path.glob(".*")), "no temporary file is left"
 
 
-def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
+def test_lineages_count_up_and_first_failure_is_kept(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     assert [directory.next_lineage() for _ in range(3)] == [0, 1, 2]
     directory.report_failure("the cause", 1)
@@ -76,18 +76,18 @@ def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
     assert directory.take_failure() is None
 
 
-def test_a_lineage_with_a_damaged_digit_is_refused_by_name(tmp_path: Path) -> None:
+def test_lineages_so_far_is_refused_when_a_digit_is_damaged(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     directory.lineage_file.write_text("41")  # as an earlier version wrote it
     assert directory.next_lineage() == 42
     intact = directory.lineage_file.read_bytes()
-    for place in range(len(intact)):
+    for position in range(len(intact)):
         for bit in range(8):
             damaged = bytearray(intact)
-            damaged[place] ^= 1 << bit
+            damaged[position] ^= 1 << bit
             directory.lineage_file.write_bytes(damaged)
             try:
-                assert directory.lineages_so_far() == 43, "only what separates them is damaged"
+                assert directory.lineages_so_far() == 43, "only a separator is damaged"
             except UserError as refused:
                 assert "holds" in str(refused) and "write it there again" in str(refused)
     directory.lineage_file.write_bytes(intact[: len(intact) // 2])
@@ -95,15 +95,15 @@ def test_a_lineage_with_a_damaged_digit_is_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"ctopped", b"\xff\xfe", b"complete\n"])
-def test_an_outcome_that_is_damaged_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+def test_outcome_is_refused_when_the_file_is_damaged(tmp_path: Path, content: bytes) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     directory.outcome_file.write_bytes(content)
-    with pytest.raises(UserError, match=r"outcome holds .*: write complete or stopped there"):
+    with pytest.raises(UserError, match=r"outcome holds .*; write complete or stopped there"):
         directory.outcome()
 
 
 @needs_compiler
-def test_a_power_loss_does_not_give_a_lineage_out_twice(tmp_path: Path) -> None:
+def test_next_lineage_is_new_after_a_power_loss(tmp_path: Path) -> None:
     run, durable = tmp_path / "run", tmp_path / "durable"
     run.mkdir()
     code = (
@@ -115,34 +115,37 @@ def test_a_power_loss_does_not_give_a_lineage_out_twice(tmp_path: Path) -> None:
     assert RunDirectory(durable).next_lineage() == 3
 
 
-def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Path) -> None:
+def test_raise_failure_raises_reported_message_with_its_error_type(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     for code, kind in ((2, UserError), (1, ComponentFailure)):
         directory.report_failure("the cause", code)
         with pytest.raises(kind, match=r"^the cause($|; the log is .*trainer\.log$)"):
             directory.raise_failure(directory.logs / "trainer.log")
-    directory.raise_failure(directory.logs / "trainer.log")  # nothing is left
+    # Raises nothing, because both failures were removed when they were raised.
+    directory.raise_failure(directory.logs / "trainer.log")
 
 
 def test_weights_directory_differs_between_runs_and_their_copies(tmp_path: Path) -> None:
-    """Not where they share `weights.directory`, and not where one is a copy of the other."""
+    """Runs differ even if they share `weights.directory`, or if one is a copy of the other."""
     first = RunDirectory(tmp_path / "a" / "run")
     first.path.mkdir(parents=True)
     assert first.weights_directory("") == first.path / "weights"
     shared = str(tmp_path / "shared")
-    place = first.weights_directory(shared)
-    assert place.parent == tmp_path / "shared" and place.name.startswith("run-")
+    weights = first.weights_directory(shared)
+    assert weights.parent == tmp_path / "shared" and weights.name.startswith("run-")
     moved = RunDirectory(first.path.rename(tmp_path / "a" / "moved"))
-    assert place == moved.weights_directory(shared), "the same after a move, at a resume"
+    assert weights == moved.weights_directory(shared), "a resume after a move finds the weights"
     shutil.copytree(moved.path, tmp_path / "b" / "run")
     (tmp_path / "c" / "run").mkdir(parents=True)
     others = [RunDirectory(tmp_path / name / "run") for name in "bc"]
-    assert len({place, *(run.weights_directory(shared) for run in others)}) == 3
+    assert len({weights, *(run.weights_directory(shared) for run in others)}) == 3
 
 
-def test_failure_names_the_run_directory_when_it_was_moved(tmp_path: Path) -> None:
+def test_raise_failure_names_the_run_directory_when_it_was_moved(tmp_path: Path) -> None:
     settings = build_config({"root": str(tmp_path), "name": "run"})
-    gone = rf"^{tmp_path}/run was moved or removed while the run went on: put it back in place of "
-    with pytest.raises(ComponentFailure, match=gone), new_run(settings, "test") as directory:
+    expected = (
+        rf"^{tmp_path}/run was moved or removed during the run: move it back, replacing what "
+    )
+    with pytest.raises(ComponentFailure, match=expected), new_run(settings, "test") as directory:
         directory.path.rename(tmp_path / "elsewhere")
         directory.raise_failure(directory.logs / "trainer.log")

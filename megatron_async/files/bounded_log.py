@@ -1,7 +1,7 @@
-"""The log of a child process, of limited size whatever the process prints.
+"""Provides the log of a child process, of limited size however much the process prints.
 
 Invariants
-- The newest output is in two files, PATH and PATH.1, of at most `LOG_BYTES` each; older output is
+- The newest output is in two files, PATH and PATH.1, of at most `LOG_BYTES` each. Older output is
   dropped.
 - The child never waits for a disk: output that cannot be written is dropped too.
 """
@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Final
 
 LOG_BYTES: Final = 1 << 20
+"""Maximum size of each of the two log files."""
 _TAIL_BYTES: Final = 1 << 16
 _PIECE_BYTES: Final = 1 << 16
 
 
 class BoundedLog:
-    """A log, and the pipe whose content it takes: `sink` is for the child's output.
+    """Copies a child process's output from a pipe into a log of limited size.
 
-    Raises OSError for a file that cannot be written.
+    `sink` is the file descriptor that the child writes its output to.
+
+    Raises:
+        OSError: If the log file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,23 +36,27 @@ class BoundedLog:
         self._thread = threading.Thread(target=self._follow, name=path.name, daemon=True)
 
     def start(self) -> None:
-        """Log the output in a thread until every writer has closed the pipe; closes `sink`."""
+        """Close `sink` in this process and copy the child's output to the log in a thread.
+
+        Call it after the child was started. The thread ends when every writer has closed the pipe.
+        """
         os.close(self.sink)
         self._thread.start()
 
     def discard(self) -> None:
-        """Close everything, where no child was started."""
+        """Close the log file and the pipe, if no child was started."""
         if self._file is not None:
             self._file.close()
         for end in (self._source, self.sink):
             os.close(end)
 
     def tail(self, seconds: float) -> str:
-        """Return the end of the output; waits up to `seconds` for the last of it."""
+        """Return the last 64 KiB of the child's output; wait up to `seconds` for its end before."""
         self._thread.join(seconds)
         return self._tail.decode(errors="replace")
 
     def _follow(self) -> None:
+        """Copy the child's output to the log until every writer has closed the pipe."""
         with open(self._source, "rb", buffering=0) as source:  # noqa: PTH123 - a descriptor
             while piece := source.read(_PIECE_BYTES):
                 self._tail = (self._tail + piece)[-_TAIL_BYTES:]
@@ -58,6 +66,10 @@ class BoundedLog:
             self._file.close()
 
     def _write(self, piece: bytes) -> None:
+        """Append output to the log file; if the file would become too large, start a new one.
+
+        The full file is renamed to PATH.1 and replaces the earlier one there.
+        """
         file, self._file = self._file, None
         if file is not None and file.tell() + len(piece) > LOG_BYTES:
             file.close()

@@ -1,11 +1,11 @@
-"""Writing to a disk that may be full, read-only or not this user's: a sentence, not a traceback.
+"""Turns errors of full, read-only or inaccessible disks into clear messages, and writes safely.
 
 Invariants
-- The sentence names the path, the reason that the system gives, and the remedy.
-- A line of a `JsonLinesFile` is in the file whole or not at all, also when the disk fills up within
-  it and when its writer is killed; a line that an earlier process left torn does not swallow the
-  next.
-- No error is hidden: what is no matter of the disk is raised as it is.
+- The message names the path, the reason that the system gives, and the remedy.
+- A line of a `JsonLinesFile` is in the file completely or not at all, also when the disk becomes
+  full during the write or the writer is killed. If an earlier process left an incomplete line, the
+  next line is still readable.
+- No error is hidden: an error that does not concern the disk is raised unchanged.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from megatron_async.errors import ComponentFailure, UserError
 
 _NO_ROOM: Final = "free space on its file system, or raise the quota"
 _NO_RIGHT: Final = "give this user the right to write there"
-_FAILING: Final = "look at its file system, which is full, over its quota or failing"
+_FAILING: Final = "check its file system, which is full, over its quota or failing"
 _READ_ONLY: Final = "mount its file system writable"
 _REMEDIES: Final = {
     errno.ENOSPC: _NO_ROOM,
@@ -44,7 +44,7 @@ _SQLITE_REMEDIES: Final = {
     sqlite3.SQLITE_PERM: _NO_RIGHT,
     sqlite3.SQLITE_IOERR: _FAILING,
 }
-# These are a disk's, whatever was done; the others only where the error names a file.
+# These error numbers always concern a disk. The others do only if the error names a file.
 _SURELY_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _RUST_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _TAIL_BYTES: Final = 1 << 16
@@ -52,11 +52,11 @@ _BUFFER_BYTES: Final = 1 << 16
 
 
 class CannotWrite(ComponentFailure):
-    """A file cannot be written; names it, the reason and the remedy."""
+    """Raised when a file cannot be written; the message has the path, the reason and the remedy."""
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file cannot be written and what to do, as the end of a sentence."""
+    """Return why a file cannot be written and how to solve that, as the end of an error message."""
     if isinstance(error, OSError):
         remedy = _REMEDIES.get(error.errno or 0)
         cause = error.strerror or str(error)
@@ -67,16 +67,18 @@ def reason(error: BaseException) -> str:
 
 
 def reason_and_file(error: BaseException) -> str:
-    """`reason`, after the file that the error names, if any."""
+    """Return the file that the error names, if any, followed by the result of `reason`."""
     file = getattr(error, "filename", None)
     return reason(error) if file is None else f"{file}: {reason(error)}"
 
 
 @contextlib.contextmanager
 def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
-    """Raise as CannotWrite what the system refuses inside the block.
+    """Convert every system error raised in the block to a CannotWrite that names `path`.
 
-    `what` names the file's purpose where its name does not.
+    Args:
+        path: The file that the block writes.
+        what: What the file is for, if its name does not say so.
     """
     try:
         yield
@@ -89,7 +91,10 @@ def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
 
 
 def _system_error(error: Exception) -> OSError | None:
-    """Return the system's error; libraries in Rust (safetensors) pass it on as text."""
+    """Return the OSError behind an exception, or None if it is not a system error.
+
+    Libraries written in Rust, such as safetensors, only put the error number into their message.
+    """
     if isinstance(error, OSError):
         return error
     number = _RUST_ERROR.search(str(error))
@@ -97,9 +102,10 @@ def _system_error(error: Exception) -> OSError | None:
 
 
 def disk_failure(error: BaseException) -> CannotWrite | None:
-    """The sentence of an error that got out of a write without one; None for any other error.
+    """Return a CannotWrite that explains a disk-related OSError; None for any other error.
 
-    Every write whose path is known is inside `writing`; this is for what others write for us.
+    Writes to a known path are inside `writing`. This function is for errors of other code, such as
+    libraries, which escape without an explanation.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
@@ -110,7 +116,7 @@ def disk_failure(error: BaseException) -> CannotWrite | None:
 
 @contextlib.contextmanager
 def translating_disk_errors() -> Iterator[None]:
-    """Raise the sentence of `disk_failure` for an OSError of a process's work that has one."""
+    """Convert disk-related OSErrors raised in this block to CannotWrite."""
     try:
         yield
     except OSError as error:
@@ -121,24 +127,34 @@ def translating_disk_errors() -> Iterator[None]:
 
 
 def check_room(directory: Path, size: int) -> None:
-    """Check that files of `size` bytes can be made in `directory`. Raises CannotWrite."""
+    """Raise a CannotWrite unless `directory` has free space for files of `size` bytes in total.
+
+    This writes a file of that size, and removes it.
+    """
     trial = directory / f".room-{os.getpid()}"
     with writing(directory):
         try:
             with trial.open("wb") as file:
                 file.write(bytes(size))
         finally:
-            with contextlib.suppress(OSError):  # the error of the write is the one that matters
+            with contextlib.suppress(OSError):  # an error of the write above is more important
                 trial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a name beside `path`; the file that the block writes there takes its place at the end.
+    """Yield a temporary path next to `path`, which replaces `path` when the block succeeds.
 
-    `durable`: it is on disk before. Nothing is left of a block that fails. Raises OSError.
+    If the block fails, the temporary file is removed and `path` stays unchanged.
+
+    Args:
+        path: The file to replace or create.
+        durable: Whether to force the new file to disk before it replaces the old one.
+
+    Raises:
+        OSError: If the file cannot be replaced.
     """
-    # Not the process id: on a shared file system another node's process may have the same.
+    # A random name, because on a shared file system another node may have the same process ID.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -147,39 +163,42 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         else:
             temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # the error of the write is the one that matters
+        with contextlib.suppress(OSError):  # an error of the write above is more important
             temporary.unlink(missing_ok=True)
 
 
 def check_file_names() -> None:
-    """Check that this Python can encode every file name.
+    """Raise a UserError if this Python cannot encode every file name.
 
-    Raises:
-        UserError: The file-system encoding is not UTF-8.
+    It can if the file-system encoding is UTF-8.
     """
     if (encoding := sys.getfilesystemencoding()) != "utf-8":
         raise UserError(
-            f"this Python names files in {encoding}, which not every path can be written in: set "
-            "LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            f"Python's file-system encoding is {encoding}, which cannot encode every path. Set "
+            "LC_ALL=C.UTF-8, or PYTHONUTF8=1."
         )
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove temporary files of `replacing` from `directory`, left by processes that were killed.
+    """Remove the temporary files that killed processes left in `directory` (see `replacing`).
 
     Call this only while no other process writes to the directory.
     """
-    for left in directory.glob(".*.????????.tmp"):
-        left.unlink(missing_ok=True)
+    for file in directory.glob(".*.????????.tmp"):
+        file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def with_default_mode(path: Path) -> Iterator[None]:
-    """Give the file that the block writes at `path` the mode that umask gives any new file.
+    """Give the file that the block writes at `path` the access mode that the umask gives new files.
 
-    Meant for libraries that choose a mode themselves, as safetensors does. Raises OSError.
+    This is meant for libraries that choose a mode themselves, such as safetensors.
+
+    Raises:
+        OSError: If the file or its mode cannot be written.
     """
-    # Not os.umask, which reads the umask only by changing it for all threads of the process.
+    # Creating a file shows the mode. `os.umask` could be asked, but it returns the umask only by
+    # changing it for all threads of the process.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -187,9 +206,10 @@ def with_default_mode(path: Path) -> Iterator[None]:
 
 
 def replace_durably(temporary: Path, target: Path) -> None:
-    """`temporary` gets the name `target`; a power loss leaves it there whole, or what was before.
+    """Rename `temporary` to `target` so that a power loss leaves the old or the new file intact.
 
-    Raises OSError.
+    Raises:
+        OSError: If the file cannot be renamed or forced to disk.
     """
     force_to_disk(temporary)
     temporary.replace(target)
@@ -197,7 +217,11 @@ def replace_durably(temporary: Path, target: Path) -> None:
 
 
 def force_to_disk(path: Path) -> None:
-    """A file's content, or a directory's names. Raises OSError."""
+    """Wait until the content of a file, or the list of names in a directory, is on disk (fsync).
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -206,24 +230,37 @@ def force_to_disk(path: Path) -> None:
 
 
 def leads_to(path: Path, file: os.stat_result) -> bool:
-    """Return whether `file` is what lies at `path` now, and not known to be removed or replaced."""
+    """Return whether `path` still refers to the open file with the status `file`.
+
+    It does not if the file was removed or replaced. If that cannot be determined, return True.
+    """
     try:
         return os.path.samestat(path.stat(), file)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a disk that does not answer: reads and writes of the open file decide
+    except OSError:
+        # The disk does not respond. Reads and writes of the open file will show what is wrong.
         return True
 
 
 class JsonLinesFile:
-    """A file of JSON lines that is only appended to. Raises CannotWrite, then and at every later
-    write; `close` does not raise what was raised before.
+    """A file of JSON lines to which lines are only appended.
 
-    A file that somebody removes meanwhile is made again, unless it was to be a new one.
+    Once a write has failed, every later write raises the same CannotWrite, but `close` does not. If
+    someone removes or replaces the file in the meantime, it is created again, unless the file was
+    opened with `new`.
+
+    Raises:
+        CannotWrite: If the file cannot be opened, here or in `write`, `flush` and `close`.
     """
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
-        """Mends the last line of a file that is there. With `new` there must be none."""
+        """Open the file, and repair its last line if an earlier process did not complete it.
+
+        Args:
+            path: The file; it is created if it does not exist.
+            new: Whether the file must not exist yet.
+        """
         self._path = path
         self._buffer = bytearray()
         self._failure: CannotWrite | None = None
@@ -231,6 +268,7 @@ class JsonLinesFile:
         self._file = self._opened()
 
     def _opened(self) -> int:
+        """Open the file, repair its last line, and return the file descriptor."""
         with writing(self._path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_EXCL if self._new else 0)
             file = os.open(self._path, flags, 0o666)
@@ -242,7 +280,11 @@ class JsonLinesFile:
             return file
 
     def write(self, text: str) -> int:
-        """Lines, for the next `flush`, or for now when enough have gathered."""
+        """Buffer `text`, lines to be appended; flush the buffer to the file once it has 64 KiB.
+
+        Returns:
+            The number of characters.
+        """
         if self._failure is not None:
             raise self._failure
         self._buffer += text.encode()
@@ -251,7 +293,7 @@ class JsonLinesFile:
         return len(text)
 
     def flush(self) -> None:
-        """Hand what was written to the operating system, all of it or nothing."""
+        """Append all buffered lines to the file, or none of them if that fails."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -267,7 +309,7 @@ class JsonLinesFile:
             self._buffer.clear()
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush the buffered lines, unless a write has failed before, and close the file."""
         if self._file < 0:
             return
         try:
@@ -279,14 +321,18 @@ class JsonLinesFile:
 
 
 def append_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append `rows` to a JSONL file, made where it is missing. Raises CannotWrite."""
+    """Append `rows` to a JSONL file as one line each; create the file if it does not exist.
+
+    Raises:
+        CannotWrite: If the file cannot be written.
+    """
     with contextlib.closing(JsonLinesFile(path)) as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
 
 
 def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in the lines of `data`; a line that is none, as a torn one, is left out."""
+    """Yield the JSON object of each line in `data`; skip incomplete lines and other values."""
     for line in data.split(b"\n"):
         with contextlib.suppress(ValueError):
             found = json.loads(line)
@@ -295,7 +341,7 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines_end(path: Path) -> int:
-    """The length of a file without what follows its last newline; 0 where there is no file."""
+    """Return the number of bytes up to the end of a file's last whole line; 0 without a file."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -307,7 +353,7 @@ def whole_lines_end(path: Path) -> int:
 
 
 def _append(file: int, data: bytes) -> None:
-    """All of `data` or nothing, at the end of a file that only this process writes."""
+    """Append `data` completely or not at all to a file that only this process writes."""
     start = os.lseek(file, 0, os.SEEK_END)
     try:
         while data:
@@ -318,7 +364,7 @@ def _append(file: int, data: bytes) -> None:
 
 
 def _mend_last_line(file: int) -> None:
-    """A last line without newline is ended where it is whole, and cut off where it is torn."""
+    """Repair a last line without a newline: add the newline if the line is JSON, else remove it."""
     rest = _after_last_newline(file)
     if not rest:
         return
@@ -330,6 +376,7 @@ def _mend_last_line(file: int) -> None:
 
 
 def _after_last_newline(file: int) -> bytes:
+    """Return the bytes after the last newline of a file."""
     size = start = os.fstat(file).st_size
     tail = b""
     while start and b"\n" not in tail:

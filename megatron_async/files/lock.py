@@ -1,11 +1,11 @@
-"""Exclusive lock of one process on a file that names its holder.
+"""Provides the exclusive lock of one process on a file that names the lock's holder.
 
 Invariants
-- The lock (`flock`) ends with its process, however that ends; the file stays. Between hosts it
-  reaches as far as the file system carries it (NFS 4, GPFS, Lustre mounted with `flock`).
-- It ends when the last that holds it is closed, also while a child that is being started, and has
-  not yet executed its program, has a copy of the descriptor.
-- The holder named in the file is for people, and means nothing while the lock is free.
+- The lock (`flock`) ends with its process, however the process ends; the file stays. Between hosts
+  the lock works as far as the file system supports it (NFS 4, GPFS, Lustre mounted with `flock`).
+- The lock ends when the last `FileLock` that shares it is closed, even if a child process that is
+  just being started, and has not executed its program yet, still has a copy of the file descriptor.
+- The holder named in the file is information for people. It has no meaning while the lock is free.
 """
 
 import errno
@@ -27,7 +27,15 @@ _HELD: Final = {errno.EAGAIN, errno.EACCES}
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, when it started (seconds since 1970), and what it does; `session` of a launch."""
+    """The process that holds a lock, as written into the lock's file.
+
+    Attributes:
+        pid: Process ID.
+        host: Name of the process's host.
+        started: When the process started, in seconds since 1970.
+        what: What the process does, for people.
+        session: Identity of the launch that the process belongs to; empty for none.
+    """
 
     pid: int
     host: str
@@ -37,16 +45,20 @@ class Holder:
 
     @classmethod
     def this_process(cls, what: str, session: str = "") -> "Holder":
+        """Return a holder that describes the current process."""
         process = psutil.Process()
         return cls(process.pid, socket.gethostname(), process.create_time(), what, session)
 
     @property
     def is_here(self) -> bool:
-        """Return whether the process is (or was) on this host."""
+        """Whether the holder's process is, or was, on this host."""
         return self.host == socket.gethostname()
 
     def lives_here(self) -> bool:
-        """Return whether the process runs on this host, and is not another one with its number."""
+        """Return whether the holder's process is running on this host.
+
+        A process with the same ID but another start time does not count.
+        """
         try:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.Error:
@@ -58,7 +70,10 @@ class Holder:
 
 
 class LockHeld(Exception):
-    """Another process, or this one, holds the lock; `holder` as far as the file names it."""
+    """Raised when this process or another one already holds the lock.
+
+    `holder` describes that process; None if the lock's file does not name it.
+    """
 
     def __init__(self, holder: Holder | None) -> None:
         super().__init__(str(holder or "an unknown process"))
@@ -66,20 +81,31 @@ class LockHeld(Exception):
 
 
 class LocksUnsupported(Exception):
-    """The file system offers no locks; holds the system's error."""
+    """Raised when the file system does not support locks; has the system's error message."""
 
 
 class FileLock:
-    """A lock that is held until this, and whatever `share` has made of it, is closed."""
+    """An exclusive file lock, held until this object and all objects that share it are closed."""
 
     def __init__(self, file: int, open_files: set[int]) -> None:
-        """Use `take`. `open_files`: descriptors of all that hold the same lock."""
+        """Wrap a locked file descriptor; call `take` instead to acquire a lock.
+
+        Args:
+            file: The descriptor.
+            open_files: Descriptors of all `FileLock` objects that share the lock.
+        """
         self._file, self._open_files = file, open_files
         open_files.add(file)
 
     @classmethod
     def take(cls, path: Path, holder: Holder) -> "FileLock":
-        """Lock the file for `holder`. Raises LockHeld, LocksUnsupported, or CannotWrite."""
+        """Acquire the lock on the file `path` without waiting, and write `holder` into the file.
+
+        Raises:
+            LockHeld: If the lock is already held.
+            LocksUnsupported: If the file system does not support locks.
+            CannotWrite: If the file cannot be written.
+        """
         with writing(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -97,11 +123,14 @@ class FileLock:
         return cls(file, set())
 
     def share(self) -> "FileLock":
-        """The file stays locked until this is closed too."""
+        """Return a second object for the same lock; the lock is held until both are closed."""
         return FileLock(os.dup(self._file), self._open_files)
 
     def close(self) -> None:
-        """Release the lock; a second call does nothing."""
+        """Close this object, and release the lock unless another object shares it.
+
+        Further calls do nothing.
+        """
         if self._file >= 0:
             file, self._file = self._file, -1
             self._open_files.discard(file)
@@ -111,7 +140,7 @@ class FileLock:
 
 
 def check_lock(path: Path) -> None:
-    """Raise LockHeld while a process holds the lock; nothing is written, and it is not kept."""
+    """Raise LockHeld if a process holds the lock on `path`; acquire nothing and write nothing."""
     if not path.exists():
         return
     with writing(path):
@@ -127,7 +156,7 @@ def check_lock(path: Path) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder named in a lock's file; None where there is none."""
+    """Return the holder named in a lock's file; None if the file does not name one."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -135,5 +164,9 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def write_holder(path: Path, holder: Holder) -> None:
-    """Write the holder into the file. Raises OSError."""
+    """Write the holder of a lock into the lock's file.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     path.write_text(json.dumps(asdict(holder)))

@@ -1,12 +1,14 @@
-"""The file system of a path, and whether it belongs to one node.
+"""Finds the file system of a path, and whether it is local to this node or shared.
 
-The kind comes from the table of mounts. In a chroot the table lacks the root file system; `stat`
-then reports the kind. It calls every FUSE file system `fuseblk`, local ones and shared ones.
+The kind of file system comes from the mount table. In a chroot the table lacks the root file
+system; there the command `stat` reports the kind. It calls every FUSE file system `fuseblk`,
+whether local or shared.
 
-Memory that processes share through a file, as SQLite's write-ahead log, reaches over one node: on a
-file system of several nodes it may seem to work and is wrong. A kind on neither list below may be
-either, such as `9p` of WSL and gVisor or `virtiofs` of virtual machines: a directory that is known
-to be local is preferred, and without one the kind is accepted.
+Why this matters: memory that processes share through a file, as SQLite's write-ahead log does,
+works only within one node. On a file system shared by several nodes it may seem to work, but the
+data is wrong. A kind on neither list below may be local or shared, such as `9p` of WSL and gVisor
+or `virtiofs` of virtual machines: callers prefer a directory that is known to be local, and
+otherwise accept the unknown kind.
 """
 
 import subprocess
@@ -18,10 +20,10 @@ import psutil
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs", "jfs"}
     | {"ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-    | {"ext2/ext3", "overlayfs", "msdos"}  # as `stat` calls ext2 to ext4, overlay and vfat
+    | {"ext2/ext3", "overlayfs", "msdos"}  # names that `stat` gives ext2 to ext4, overlay, vfat
     | {"fuse.fuse-overlayfs", "fuse-overlayfs"}
 )
-# Without the prefix of those that FUSE serves.
+# Names without the prefix `fuse.`, which file systems served by FUSE have.
 _SHARED = frozenset(
     {"acfs", "afs", "beegfs", "ceph", "ceph-fuse", "cifs", "fhgfs", "gfs", "gfs2", "glusterfs"}
     | {"gpfs", "lustre", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "quobyte"}
@@ -33,19 +35,22 @@ _STAT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class FileSystem:
-    """`kind` as in the table of mounts: ext4, nfs4, lustre, fuse.glusterfs, ..."""
+    """A mounted file system: its kind and its mount point.
+
+    `kind` is a name as in the mount table: ext4, nfs4, lustre, fuse.glusterfs, ...
+    """
 
     kind: str
     mount: str
 
     @property
     def local(self) -> bool:
-        """Return whether it is known to belong to this node alone."""
+        """Whether the file system is known to be local to this node."""
         return self.kind in _LOCAL
 
     @property
     def shared(self) -> bool:
-        """Return whether it is known to be shared between nodes."""
+        """Whether the file system is known to be shared between nodes."""
         return self.kind.removeprefix("fuse.") in _SHARED
 
     def __str__(self) -> str:
@@ -53,17 +58,18 @@ class FileSystem:
 
 
 def file_system_of(path: Path) -> FileSystem:
-    """Return the file system of `path`, or of the nearest folder of it that exists."""
+    """Return the file system of `path` or, if it does not exist, of its nearest existing parent."""
     real = existing(path.resolve())
-    mounts = {m.mountpoint: m.fstype for m in psutil.disk_partitions(all=True)}  # the last one wins
-    for place in (real, *real.parents):
-        if str(place) in mounts:
-            return FileSystem(mounts[str(place)], str(place))
+    # Of several mounts at one path, the last one hides the others.
+    mounts = {m.mountpoint: m.fstype for m in psutil.disk_partitions(all=True)}
+    for folder in (real, *real.parents):
+        if str(folder) in mounts:
+            return FileSystem(mounts[str(folder)], str(folder))
     return FileSystem(_kind_by_stat(real), "/")
 
 
 def _kind_by_stat(path: Path) -> str:
-    """Return the kind that `stat` reports, `unknown` where it fails."""
+    """Return the kind of a path's file system that the command `stat` reports, else `unknown`."""
     command = ["stat", "--file-system", "--format=%T", str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_STAT_SECONDS)
@@ -74,7 +80,7 @@ def _kind_by_stat(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder of it that exists."""
+    """Return `path` if it exists, else its nearest parent folder that does."""
     while not path.exists():
         path = path.parent
     return path

@@ -1,6 +1,6 @@
-"""Files that come with the package and are no Python: launch scripts, example configurations.
+"""Finds the launch scripts and example configurations that come with the package.
 
-In a clone they are `launch/` and `configs/` of the repository. A wheel carries a copy of both in
+In a clone these are `launch/` and `configs/` of the repository. A wheel has a copy of both in
 `megatron_async/_shipped` (setup.py), so that an installed package works from any directory.
 """
 
@@ -13,7 +13,8 @@ from typing import Final
 
 from megatron_async.errors import UserError
 
-# Where launch scripts leave the digest of the code that they belong to (launch/cluster_env.sh).
+# Launch scripts set this variable to the digest of the code that they belong to
+# (launch/cluster_env.sh).
 CODE_VARIABLE: Final = "MEGATRON_ASYNC_CODE"
 CONTAINER_OPTION: Final = "--container-image"
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -22,13 +23,20 @@ ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the shipped file of that name if there is none: `configs/quickstart.yaml`."""
+    """Return `path` if it exists, else the file of that relative path that comes with the package.
+
+    For example, `configs/quickstart.yaml` is found from any directory. If there is neither, `path`
+    is returned.
+    """
     shipped = ROOT / path
     return shipped if not path.exists() and shipped.is_file() else path
 
 
 def script_environment() -> dict[str, str]:
-    """Variables that shipped scripts need beside their defaults, which are those of a clone."""
+    """Return environment variables that launch scripts need if they do not run from a clone.
+
+    The defaults of the scripts are right for a clone.
+    """
     in_container = CONTAINER_OPTION in os.environ.get("MEGATRON_ASYNC_SRUN_ARGS", "")
     if ROOT is not _IN_WHEEL or "MEGATRON_ASYNC_VENV" in os.environ or in_container:
         return {}
@@ -36,7 +44,7 @@ def script_environment() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """A digest of every module of the package, as `sha256sum` of a clone gives it."""
+    """Return a digest of all Python files of the package, as `sha256sum` computes it in a clone."""
     files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: os.fsencode(file))
     lines = [
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  "
@@ -47,11 +55,14 @@ def code_digest() -> str:
 
 
 def check_code() -> None:
-    """Check that a launch script runs its own code, and not an older image's. Raises UserError."""
+    """Raise a UserError if the launch script belongs to other code than this process runs.
+
+    This happens if the image that the process runs in contains older code.
+    """
     wanted = os.environ.get(CODE_VARIABLE)
     if wanted and wanted != code_digest():
         raise UserError(
-            f"the code in {_PACKAGE} on {socket.gethostname()} is not that of the launch script: "
-            f"build the image anew, or mount the repository over it "
-            f"(--container-mounts=REPOSITORY:{_PACKAGE.parent})"
+            f"the code in {_PACKAGE} on {socket.gethostname()} differs from the code of the launch "
+            f"script. Rebuild the image, or mount the repository over it "
+            f"(--container-mounts=REPOSITORY:{_PACKAGE.parent})."
         )

@@ -1,11 +1,11 @@
-"""Directories below /tmp that only this user reaches, for sockets and files that processes share.
+"""Creates directories below /tmp that only the current user can access, for sockets and files.
 
-    /tmp/megatron-async-UID/RANDOM/    mode 700; `lock` is held by whoever made it
+    /tmp/megatron-async-UID/RANDOM/    mode 700; its creator holds the lock on the file `lock`
 
-Not below TMPDIR: the name of a socket must stay short, and file locks need a local disk.
+They are not below TMPDIR, because a socket's path must be short, and file locks need a local disk.
 
 Invariants
-- What is left of one whose maker has died is removed when the next one is made.
+- If a creator has died, its directory is removed when the next directory is created.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from megatron_async.errors import UserError
 _LARGE_FILES_VARIABLE: Final = "MEGATRON_ASYNC_LARGE_FILES"
 _UNLOCKED_SECONDS: Final = 60.0
 # Caches of compiled kernels, which later processes of this user reuse. Triton's default is in the
-# home directory: on a network file system, ranks that write there together crash now and then.
-# SGLang puts those of FlashInfer, DeepGEMM, TileLang and CUDA below its own directory.
+# home directory; if that is on a network file system, ranks that write there together sometimes
+# crash. SGLang puts the caches of FlashInfer, DeepGEMM, TileLang and CUDA below its own directory.
 _COMPILED: Final = {
     "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "TRITON_CACHE_DIR": "triton",
@@ -35,12 +35,16 @@ _COMPILED: Final = {
 
 
 def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a child process that leaves temporary files and sockets behind.
+    """Return environment variables that direct a child process's temporary files and caches.
 
-    They go to `directory`, which is removed with the child. Large files go where the user wants
-    temporary files (`large_files_directory`). Compiled kernels go to a directory on this node that
-    stays, `/tmp/megatron-async-compiled-UID`. `environment` is the child's whole environment; the
-    directories for compiled kernels that it names are kept.
+    Temporary files and sockets go to `directory`, which is removed with the child. Large files go
+    where the user wants temporary files (`large_files_directory`). Compiled kernels go to the
+    directory `/tmp/megatron-async-compiled-UID` on this node, which stays.
+
+    Args:
+        directory: Directory for temporary files and sockets.
+        environment: The child's whole environment. Directories for compiled kernels that it already
+            names are kept.
     """
     compiled = user_directory("megatron-async-compiled")
     caches = {
@@ -55,13 +59,19 @@ def temporary_files(directory: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def large_files_directory() -> Path:
-    """Return the directory for large temporary files of this process."""
+    """Return the directory for large temporary files, which the user chooses with TMPDIR.
+
+    In a child process whose TMPDIR `temporary_files` has replaced, this is still the user's choice.
+    """
     return Path(os.environ.get(_LARGE_FILES_VARIABLE) or tempfile.gettempdir())
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A new directory, removed after the block."""
+    """Yield a new directory that only this user can access; remove it after the block.
+
+    Directories whose creators have died are removed first.
+    """
     parent = user_directory("megatron-async")
     for earlier in parent.iterdir():
         _remove_if_left(earlier)
@@ -70,7 +80,8 @@ def private_directory() -> Iterator[Path]:
     lock = os.open(directory / "new", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (directory / "new").rename(directory / "lock")  # held before anybody finds it
+        # The file gets its final name only now, so that other processes find it already locked.
+        (directory / "new").rename(directory / "lock")
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -78,38 +89,45 @@ def private_directory() -> Iterator[Path]:
 
 
 def user_directory(name: str) -> Path:
-    """`/tmp/NAME-UID`, which only this user reaches. Raises UserError when another one has it."""
+    """Create the directory `/tmp/NAME-UID`, which only this user can access; return its path.
+
+    If the directory exists, only its access mode is set.
+
+    Raises:
+        UserError: If the path belongs to another user or is not a directory.
+    """
     path = Path(f"/tmp/{name}-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(
-            f"{path} is not a directory of this user, and sockets, logs and compiled kernels are "
-            "kept there. Remove it, or ask its owner to remove it"
+            f"{path} is not a directory of this user; sockets, logs and compiled kernels are kept "
+            "there. Remove it, or ask its owner to remove it."
         )
     path.chmod(0o700)
     return path
 
 
 def process_directory(prefix: str, where: Path) -> Path:
-    """Create a directory in `where` whose name holds this process's id; return its path.
+    """Create a directory in `where` whose name contains this process's ID; return its path.
 
     Directories with this prefix are removed if their processes no longer exist.
     """
     where.mkdir(parents=True, exist_ok=True)
-    for left in where.glob(prefix + "*"):
-        owner = left.name.removeprefix(prefix).partition("-")[0]
+    for found in where.glob(prefix + "*"):
+        owner = found.name.removeprefix(prefix).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            with suppress(OSError):  # another user's, or another process removes it just now
-                shutil.rmtree(left)
+            # The directory may belong to another user, or be removed by another process just now.
+            with suppress(OSError):
+                shutil.rmtree(found)
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
 
 
 def _remove_if_left(directory: Path) -> None:
-    """Remove a directory whose creator has died.
+    """Remove a directory of `private_directory` if the process that created it has died.
 
     A directory without a lock file is removed only if it is old and empty: a new one is not locked
-    yet, and one with files may belong to a live process whose lock file was deleted.
+    yet, and one with files may belong to a running process whose lock file was deleted.
     """
     try:
         lock = os.open(directory / "lock", os.O_RDWR)

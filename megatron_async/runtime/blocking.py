@@ -1,4 +1,4 @@
-"""Waits for coroutines in code that blocks, also in a thread with a running event loop (notebooks).
+"""Runs coroutines from blocking code, also in a thread with a running event loop (notebooks).
 
 All coroutines run on one event loop, in a thread that the first call starts.
 """
@@ -18,22 +18,27 @@ _END_SECONDS = 5.0
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that all coroutines run on; the first call starts its thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="blocking", daemon=True).start()
     return loop
 
 
 def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = lambda: None) -> R:
-    """Run `work` on the event loop of the thread, and return its result.
+    """Run the coroutine `work` on the event loop's thread, wait for it, and return its result.
 
-    `while_waiting` is called twice a second. If it raises, or Ctrl-C comes, `work` is canceled,
-    and this function waits up to `_END_SECONDS` for it to clean up.
+    If `while_waiting` raises, or the user presses Ctrl-C, `work` is canceled, and this function
+    waits up to `_END_SECONDS` for its cleanup.
+
+    Args:
+        work: The coroutine.
+        while_waiting: Called twice per second during the wait.
     """
     ended = threading.Event()
 
     async def noting_the_end() -> R:
         try:
-            return await work  # bounded: by itself, or `while_waiting`
+            return await work  # `work` has its own time limit, or `while_waiting` has
         finally:
             ended.set()
 

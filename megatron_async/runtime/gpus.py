@@ -1,20 +1,20 @@
-"""Detection of a GPU that torch can use, for processes that need torch for nothing else.
+"""Detects a GPU that torch can use, for processes that do not need torch for anything else.
 
 Invariants
-- Where torch has been imported, it alone is asked.
+- If torch is already imported, only torch is asked.
 """
 
 import sys
 from pathlib import Path
 from typing import Final
 
-# Of NVIDIA's driver (on Jetson and under Windows too) and of AMD's: without one no library of
-# theirs finds a device.
+# Device files of NVIDIA's driver (also on Jetson and under Windows) and of AMD's. Without any of
+# them, no library finds a device.
 _DRIVER_FILES: Final = ("nvidiactl", "nvmap", "dxg", "kfd")
 
 
 def sees_gpu() -> bool:
-    """Return what `torch.cuda.is_available` does; torch is imported only where a driver is."""
+    """Return whether torch can use a GPU; import torch only if a GPU driver is installed."""
     if "torch" not in sys.modules and not any(
         Path("/dev", name).exists() for name in _DRIVER_FILES
     ):

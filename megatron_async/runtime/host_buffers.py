@@ -1,9 +1,9 @@
-"""`HostBuffers`: host memory for tensors of a device that are copied again and again.
+"""Provides `HostBuffers`: reusable host memory for copies of device tensors.
 
 Invariants
 - Host memory for a GPU's tensors is pinned. Pinning is slow, so each buffer is kept.
-- A buffer takes the bytes of its tensor, up to whole pages. torch's own allocator of pinned memory
-  would round each size up to a power of two.
+- A buffer has the size of its tensor, rounded up to whole pages. torch's own allocator of pinned
+  memory would round each size up to a power of two.
 """
 
 import mmap
@@ -12,17 +12,25 @@ import sys
 import torch
 from torch import Tensor
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
+# The value of cudaHostRegisterPortable, which pins memory for every CUDA context.
+_PORTABLE = 1
 
 
 class HostBuffers:
-    """Host memory for tensors that are copied in the same order every time."""
+    """Host memory for tensors that are copied again and again, always in the same order."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def copy(self, place: int, values: Tensor) -> Tensor:
-        """Copy `values`, number `place` in the order; the copy of the last time is overwritten."""
+        """Copy the tensor `values` to host memory, into the buffer with the number `place`.
+
+        Every number has one buffer, so this overwrites the copy that was made last with the same
+        number. Numbers are used in order, from 0.
+
+        Returns:
+            The copy.
+        """
         kept = self._kept[place] if place < len(self._kept) else None
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
             if values.is_cuda and values.nbytes:
@@ -34,30 +42,37 @@ class HostBuffers:
 
 
 class _PinnedMemory(mmap.mmap):
-    """Whole pages of anonymous memory, pinned until the object is deleted.
+    """Whole pages of anonymous memory that are pinned until the object is deleted.
 
-    The system counts them as shared memory, as a mapping without a file is shared in Python. A fork
-    therefore does not copy pinned pages.
+    The system counts them as shared memory, because Python's mappings without a file are shared. A
+    fork therefore does not copy pinned pages.
     """
 
     address: int
 
     def pin(self, address: int) -> None:
-        """Pin the memory, which starts at `address`. Raises torch's CudaError."""
+        """Pin the memory, which starts at `address`.
+
+        Raises:
+            CudaError: If CUDA refuses.
+        """
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), _PORTABLE))
         self.address = address
 
     def __del__(self) -> None:
-        # Unmapped memory that is still registered would stay pinned. At the process's end the
-        # driver releases it.
+        # Memory that is unmapped while still registered would stay pinned. When the process ends,
+        # the driver releases the memory.
         if hasattr(self, "address") and not sys.is_finalizing():
             runtime = torch.cuda.cudart()
             runtime.cudaHostUnregister(self.address)
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return a uint8 tensor [size] in pinned memory; its views keep the memory. `size` > 0."""
+    """Return a uint8 tensor [size] in pinned memory, which is freed with the tensor's last view.
+
+    `size` must be positive.
+    """
     memory = _PinnedMemory(-1, size)
     bytes_N = torch.frombuffer(memory, dtype=torch.uint8)
     memory.pin(bytes_N.data_ptr())

@@ -1,9 +1,9 @@
-"""User code by import path: `package.module:name`, or `file.py:name` for a file of one's own.
+"""Loads a user's code by import path: `package.module:name`, or `file.py:name` for a single file.
 
 Invariants
 - A file is imported once per process, under a module name made from its absolute path. Modules next
-  to it can be imported, but never in place of one that is installed.
-- Whatever is wrong with the path or the code is one sentence that names the setting and, for an
+  to the file can be imported, but never replace an installed module.
+- Every problem with the path or the code becomes one message that names the setting and, for an
   exception in the user's code, the file and line.
 """
 
@@ -30,7 +30,10 @@ def is_import_path(text: str) -> bool:
 
 
 def anchored(value: Any, folder: Path) -> Any:
-    """`value` (nested mappings and lists) with each relative `file.py:name` made absolute."""
+    """Return `value` with each relative path in `file.py:name` made absolute, starting at `folder`.
+
+    Mappings and lists are searched at any depth.
+    """
     if isinstance(value, dict):
         return {key: anchored(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
@@ -42,7 +45,16 @@ def anchored(value: Any, folder: Path) -> Any:
 
 
 def load_object(path: str, setting: str) -> Any:
-    """Import the object of `path`. Raises UserError that names `setting`."""
+    """Import and return the object that the import path `path` names.
+
+    Args:
+        path: `package.module:name` or `file.py:name`.
+        setting: Name of the setting that has the path, for error messages.
+
+    Raises:
+        UserError: If the path is invalid, the module cannot be imported, or the name does not
+            exist.
+    """
     match = _FORM.fullmatch(path)
     if match is None:
         raise UserError(
@@ -53,7 +65,7 @@ def load_object(path: str, setting: str) -> Any:
         module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
     except UserError as error:
         raise UserError(f"{setting} is {path!r}: {error}") from error
-    except (Exception, SystemExit) as error:  # The user's module may raise anything.
+    except (Exception, SystemExit) as error:  # the user's module may raise any exception
         file = str(Path(where).resolve()) if where.endswith(".py") else ""
         raise UserError(f"{setting} is {path!r}: {described(error, file)}") from error
     try:
@@ -65,9 +77,12 @@ def load_object(path: str, setting: str) -> Any:
 
 
 def described(error: BaseException, file: str = "") -> str:
-    """An exception of the user's code in one line: what it is, and the file and line it is from.
+    """Return an exception of a user's code as one line: its type, message, file and line.
 
-    `file`: the user's own, which is named rather than a library that it calls, or that calls it.
+    Args:
+        error: The exception.
+        file: The user's own file. If given, the line in this file is named, instead of one in a
+            library that the file calls or that calls it.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
@@ -78,7 +93,7 @@ def described(error: BaseException, file: str = "") -> str:
 
 
 def file_of(found: Any) -> str:
-    """The file that a function or class of the user's is in; empty where there is none."""
+    """Return the path of the file that defines a function or class; empty if there is none."""
     try:
         return inspect.getfile(inspect.unwrap(found))
     except TypeError:  # a callable object, or one that is not written in Python
@@ -86,6 +101,11 @@ def file_of(found: Any) -> str:
 
 
 def _module(name: str) -> ModuleType:
+    """Import and return the installed module `name`.
+
+    Raises:
+        UserError: If there is no such module.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -97,6 +117,11 @@ def _module(name: str) -> ModuleType:
 
 
 def _module_of_file(file: Path) -> ModuleType:
+    """Import and return the Python file `file` as a module; later calls return the same module.
+
+    Raises:
+        UserError: If there is no such file.
+    """
     file = file.resolve()
     name = f"megatron_async_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -104,9 +129,10 @@ def _module_of_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise UserError(f"there is no file {file}")
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # A .py suffix always has a loader.
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Before it runs: dataclasses look their module up.
+    # Registered before it is executed, because dataclasses look up the module that defines them.
+    sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:

@@ -1,6 +1,6 @@
-"""Attributes of this process that Linux alone has (man 2 prctl).
+"""Sets attributes of this process that only Linux has (man 2 prctl).
 
-The sandbox has its own: it runs where no module of ours is found.
+The sandbox has a copy of this code, because no module of this project can be imported there.
 """
 
 import ctypes
@@ -8,12 +8,18 @@ import os
 from typing import Final
 
 PDEATHSIG: Final = 1
+"""Option: the signal that this process receives when its parent dies."""
 SUBREAPER: Final = 36
+"""Option: whether orphaned descendants of this process become its children."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process. Raises OSError."""
+    """Set the attribute `option` of this process to `value`.
+
+    Raises:
+        OSError: If the kernel refuses.
+    """
     if _libc.prctl(option, value, 0, 0, 0):
         error = ctypes.get_errno()
         raise OSError(error, f"prctl: {os.strerror(error)}")

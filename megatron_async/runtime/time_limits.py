@@ -1,11 +1,11 @@
-"""Limits of time that count only the seconds in which this process could run.
+"""Provides time limits that count only the seconds in which this process could run.
 
-A process that was stopped or starved finds every limit passed when it continues, and what it had
-waited for unread in its sockets. That does not count against the peer.
+A process that was stopped or starved finds every ordinary limit exceeded when it continues, while
+the messages that it waited for are unread in its sockets. That must not count against the sender.
 
 Invariants
-- Time is counted in steps. Of a step that ends much too late, no more than two are counted by the
-  clock, and none by the limit, which waits for it again.
+- Time is counted in steps. If a step ends much too late, the clock counts at most two steps for it,
+  and a time limit counts none and waits for the step again.
 """
 
 import asyncio
@@ -17,33 +17,42 @@ from types import TracebackType
 from typing import Final
 
 STEP_SECONDS: Final = 0.5
+"""Length of the steps in which time is counted."""
 
 
 class AwakeClock:
-    """Seconds for which an event loop has run, as long as `run` runs on it."""
+    """Clock of the seconds in which an event loop could run; `run` must be running on that loop.
+
+    Args:
+        clock: Function that returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ticked = (0.0, clock())  # one object: it is read on other threads
+        # One tuple instead of two attributes, because other threads read both values together.
+        self._ticked = (0.0, clock())
 
     def __call__(self) -> float:
-        """Return a reading in seconds; only differences have a meaning."""
+        """Return the clock's reading in seconds; only differences of readings have a meaning."""
         awake, since = self._ticked
         return awake + min(self._clock() - since, 2 * STEP_SECONDS)
 
     def tick(self) -> None:
-        """Count what has passed since the last one."""
+        """Advance the clock by the time since the last tick, but by at most two steps."""
         self._ticked = (self(), self._clock())
 
     async def run(self) -> None:
-        """Tick for ever."""
+        """Advance the clock every half second, forever, for as long as the event loop runs."""
         while True:
             self.tick()
             await asyncio.sleep(STEP_SECONDS)
 
 
 class AwakeTimeout:
-    """`asyncio.timeout` for time that the event loop has run."""
+    """Context manager like `asyncio.timeout`, for time in which the event loop could run.
+
+    The block is canceled with a TimeoutError after `seconds` of such time.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = self._left = seconds
@@ -67,16 +76,21 @@ class AwakeTimeout:
         await self._limit.__aexit__(kind, error, trace)
 
     def restart(self) -> None:
-        """Begin anew, but for the step under way: of a limit of silence, something was heard."""
+        """Start the time limit again in full, plus one step for the step that is being counted.
+
+        Call this when a limit on silence has received something.
+        """
         self._left = self._seconds + STEP_SECONDS
 
     def _wait(self) -> None:
+        """Schedule the end of the next step, which is shorter than others if less time remains."""
         loop = asyncio.get_running_loop()
         step = min(self._left, STEP_SECONDS)
         self._due = loop.time() + step
         self._handle = loop.call_at(self._due, self._passed, step)
 
     def _passed(self, step: float) -> None:
+        """Count a step that has ended, unless it ended much too late; time out at the limit."""
         now = asyncio.get_running_loop().time()
         if now - self._due < STEP_SECONDS:
             self._left -= step
@@ -87,7 +101,10 @@ class AwakeTimeout:
 
 
 class AwakeDeadline:
-    """The end of a limit for code that blocks; somebody must `tick`, or `counting` does."""
+    """Deadline for blocking code that counts only time in which the process could run.
+
+    The caller must call `tick` once per step, or run its code inside `counting`.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._clock = AwakeClock()
@@ -96,12 +113,12 @@ class AwakeDeadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then; 0 when it has passed."""
+        """Remaining seconds until the deadline; 0 once it has passed."""
         return max(self._ends - self._clock(), 0.0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Tick on a thread for as long as this lasts."""
+        """Keep the deadline's clock running during this block, from a background thread."""
         ended = threading.Event()
 
         def tick() -> None:

@@ -1,14 +1,20 @@
-"""Sources of problems; plug-ins by import path. What scores responses is in `scoring`.
+"""Provides the problems that a run trains and evaluates on, from files, generators or seeds.
 
-- base: the protocols of a task, a source and a scorer. build: from settings to tasks and sources.
-- text_task: single-turn text problems, with their tokens and stop tokens.
-- files, rows, layouts: problems from a user's files; every row is read before anything starts.
-  index_cache: the index of a large one, for the next process. data_identity: whether files are what
-  they were when a run began.
-- procedural: problems that are made as they are asked for, with their scorers. chain_sum: sums and
-  worked answers to them. reasoning_gym: the tasks of that optional package.
-- seeds: rows for environments that make their own problems.
-- answers: the final answer in a response. prompts: problems and conversations as text and tokens.
+Each file of this package:
+
+- base: interfaces of a task, a problem source and a data set; hashes that decide which problems are
+  held out. build: creates tasks and problem sources from settings.
+- text_task: tokenized prompts and supervised examples for one model, with its stop tokens.
+- files, rows, layouts: problems from a user's files. Every row is read before anything starts.
+  index_cache: caches the index of a large file for the next process. data_identity: detects data
+  files that changed after a run started.
+- procedural: problems that are generated on demand, with their scorer. chain_sum: sums of integers
+  and worked answers to them. reasoning_gym: the tasks of that optional package.
+- seeds: rows that contain only a seed, for environments that generate their own problems.
+- answers: extracts the final answer from a response. prompts: renders problems and conversations as
+  text and tokens.
+
+Rewards, which score responses, are in the package `scoring`.
 """
 
 from megatron_async.tasks.build import build_source, build_task

@@ -1,20 +1,23 @@
-"""Finding the final answer in a response."""
+"""Extracts the final answer from the text of a response."""
 
 import re
 from typing import Final
 
 _TAGGED: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# A box that opens, an escaped character, or a brace.
+# Matches the start of a LaTeX box, an escaped character, or a brace.
 _BRACES: Final = re.compile(r"(?P<box>\\+(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _END_OF_THOUGHT: Final = "</think>"
 
 
 def final_answer(text: str, marker: str = "") -> str | None:
-    """The answer that `text` ends in, stripped; `None` when there is none.
+    """Return the final answer in `text` without surrounding whitespace, or None if there is none.
 
-    With a `marker` it is what follows the marker's last occurrence, and a text without it has no
-    answer. Without one: the last `<answer>...</answer>`, else the last `\\boxed{...}`, else the
-    whole text after `</think>`.
+    Args:
+        text: A response, or a reference solution.
+        marker: If set, the answer is what follows the marker's last occurrence, and a text without
+            the marker has no answer. If empty, everything up to the last `</think>` is ignored, and
+            the answer is the content of the last `<answer>...</answer>`; without that tag, of the
+            last `\\boxed{...}` or `\\fbox{...}`; without either, the whole remaining text.
     """
     if marker:
         _, found, answer = text.rpartition(marker)
@@ -30,12 +33,13 @@ def final_answer(text: str, marker: str = "") -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the contents of the last `\\boxed{...}` or `\\fbox{...}` that closes, if any.
+    """Return the content of the last complete `\\boxed{...}` or `\\fbox{...}` in `text`, or None.
 
-    Braces inside must be balanced; escaped ones (`\\{`) do not count.
+    A box is complete if the braces inside it are balanced. Escaped braces (`\\{`) do not count. Of
+    nested boxes, the innermost counts, because it starts last.
     """
     open_braces: list[int | None] = []
-    """Of each brace that is still open: where its box's contents start; None without a box."""
+    """For each open brace, the index where its box's content starts; None if it opens no box."""
     last = (-1, -1)
     for found in _BRACES.finditer(text):
         if found["box"]:

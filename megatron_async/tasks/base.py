@@ -1,12 +1,15 @@
-"""Tasks: prompts in a fixed order, held-out prompts, worked answers, a scorer.
+"""Defines the interfaces `Task`, `ProblemSource` and `Dataset`, and splits off held-out problems.
+
+A problem is held out when it is reserved for evaluation and never trained on.
 
 Invariants
-- Prompts are a pure function of (settings, position): a run that is resumed at a position asks
-  exactly the problems that an uninterrupted run would have asked.
-- No problem is on both sides: whether a problem is held out follows from its own text
-  (`is_heldout`) and from nothing else, so no seed, count or order can make training see it.
-- A prompt's payload is JSON; together with the response's text it is all that a scorer needs. It is
-  made by `row_payload`: whatever the source, a scorer finds question, answer and metadata there.
+- Prompts are a pure function of the settings and the position: a run that is restored at a position
+  asks exactly the problems that an uninterrupted run would have asked.
+- A problem is never both trained on and held out. `is_heldout` decides by a hash of the problem's
+  own text and nothing else, so no seed, count or order can make training see a held-out problem.
+- A prompt's payload is JSON. Together with the response's text, it is all that a scorer needs.
+  `row_payload` makes it for every source, so a scorer always finds question, answer and metadata
+  there.
 """
 
 import hashlib
@@ -27,19 +30,26 @@ _HASH_RANGE = 1 << 64
 
 
 ProblemLocation = tuple[int, int]
-"""Number of a file and of a problem in it."""
+"""Location of a problem: index of its file in the source, and index of the problem in that file."""
 
 Message = dict[str, Any]
-"""A chat message: `role`, `content` (a text) and the other fields that its row has."""
+"""A chat message: `role`, `content` (a string), and the other fields that its row gives it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as text. `fields`: what a prompt template may name besides `question`.
+    """A question as text, with everything needed to render its prompt and to score a response.
 
-    `messages`: a conversation that ends with the question; empty where the question is all.
-    `template`: how the question is put, where `task.prompt_template` is not set; empty: as it is.
-    `where`: the problem's file and line, for a refusal; empty where it comes from no file.
+    Attributes:
+        question: The text that is asked.
+        payload: What a scorer reads; see `row_payload`.
+        fields: Values by name, which a prompt template may use in addition to `question`.
+        priority: Scheduling priority; problems with a higher priority go first.
+        messages: A conversation that ends with the question; empty if there is only the question.
+        template: The prompt template that is used unless `task.prompt_template` is set; empty to
+            use the question unchanged.
+        where: File and line (or row) of the problem, for error messages; empty if it is not from a
+            file.
     """
 
     question: str
@@ -52,13 +62,20 @@ class Problem:
 
     @property
     def key(self) -> int:
-        """A 64-bit hash of what is asked, the same for the same text in any file."""
+        """64-bit hash of the question and the non-system messages before it.
+
+        The same text has the same key in every file. Whitespace and case do not matter.
+        """
         earlier = [m["content"] for m in self.messages[:-1] if m["role"] != "system"]
         return question_key("\x1e".join([*earlier, self.question]))
 
 
 def asked_keys(messages: tuple[Message, ...]) -> set[int]:
-    """Return the keys of what a conversation asks: each question alone, and with all before it."""
+    """Return the keys of all questions that the user asks in a conversation.
+
+    Each user message contributes two keys: that of the message by itself, and that of the message
+    together with all messages before it.
+    """
     return {
         Problem(message["content"], {}, messages=asked).key
         for number, message in enumerate(messages, start=1)
@@ -69,9 +86,12 @@ def asked_keys(messages: tuple[Message, ...]) -> set[int]:
 
 @dataclass(frozen=True, eq=False)
 class WorkedExample:
-    """A supervised example; `response_ids` ends with the end-of-text token.
+    """A tokenized prompt with the response to learn from it, for supervised fine-tuning.
 
-    `trained`: which tokens of the response are learned; None: all, the end included.
+    Attributes:
+        prompt_ids: Token IDs of the prompt.
+        response_ids: Token IDs of the response, which ends with an end-of-text token.
+        trained: For each response token, whether it is trained on; None if all are.
     """
 
     prompt_ids: IntArray
@@ -80,99 +100,153 @@ class WorkedExample:
 
 
 class Task(Protocol):
-    """Prompts and worked answers of one task, tokenized for one model."""
+    """Interface of a task: prompts and supervised examples, tokenized for one model."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response (they are part of it)."""
+        """IDs of the tokens that end a response. The stop token is part of the response."""
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        """Training prompts `position` to `position + count - 1` of the task's fixed order."""
+        """Return the `count` training prompts from `position` on, in the task's fixed order."""
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
-        """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
+        """Return the first `count` prompts of the evaluation set `name`, without repetitions.
+
+        `count` 0 means all prompts that the set has.
+        """
 
     def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
-        """Make the first `count` prompts of the evaluation set `name` (0: all) and refuse one of
-        more than `longest` tokens, if it may not count as wrong. Raises UserError."""
+        """Raise a UserError if a prompt of the evaluation set `name` cannot be made or is too long.
+
+        A prompt that is too long is accepted if the settings say that it counts as answered wrong.
+
+        Args:
+            count: Number of prompts to check, from the first on; 0 for all.
+            name: Name of the evaluation set.
+            longest: Maximum length of a prompt in tokens; None for no limit.
+        """
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """The numbers of training problems (None: no end) and of held-out ones, of which at most
-        `heldout` count."""
+        """Return the number of training problems and the number of held-out problems.
+
+        The first number is None if training problems are generated endlessly. The second is at most
+        `heldout`.
+        """
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt or a response, special tokens removed."""
+        """Return the text of the tokens of a prompt or a response, as rewards receive it."""
 
     def summary(self) -> str:
-        """The training data, and the first prompt as the templates made it."""
+        """Return a description of the training data that includes the first prompt as rendered."""
 
     def check_lengths(self, longest: int, max_new_tokens: int) -> int:
-        """Leave out, and count, prompts that with `max_new_tokens` are longer than the
-        `longest` tokens that an engine takes. Raises UserError where they may not be left out."""
+        """Remove the prompts that are too long to leave tokens for a response; return their number.
+
+        A prompt is too long if it and `max_new_tokens` together exceed `longest`, the number of
+        tokens that an engine accepts.
+
+        Raises:
+            UserError: If a prompt is too long and the settings or the kind of task do not allow its
+                removal.
+        """
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
-        """Supervised examples of training problems, or those of the file `data`."""
+        """Return up to `count` supervised examples, from the file `data` or else from the source.
+
+        Without `data`, they are the worked answers that the task's problem source generates.
+        """
 
 
 class Dataset(Protocol):
-    """A chunk of problems with their scorer."""
+    """Interface of a generated data set: problems by index, and a function that scores answers."""
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Return problem `index`: `question`, `answer` and `metadata`."""
+        """Return problem `index` as a mapping with `question`, `answer` and `metadata`."""
 
     def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Return the score of `answer` to the problem `entry`; 1 is full score."""
+        """Return the score of `answer` to the problem `entry`; 1 is the full score."""
 
 
 class ProblemSource(Protocol):
-    """A source of problems, before there is any tokenizer."""
+    """Interface of a source of problems as text, independent of any tokenizer."""
 
     name: str
 
     def train(self, index: int) -> Problem:
-        """Training problem `index` >= 0."""
+        """Return training problem number `index`, counted from 0."""
 
     def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
-        """Problems whose texts have more bytes than `size`; the first where they have no end."""
+        """Yield each problem whose text has more than `size` bytes, together with its location.
+
+        A source that generates problems endlessly yields its first problem only, whatever its size.
+        """
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Ask no problem that `longer` gave one of these places. UserError where none can be."""
+        """Remove problems, given by their locations from `longer`, from training and evaluation.
+
+        Raises:
+            UserError: If the source cannot remove problems.
+        """
 
     def summary(self) -> str:
-        """The data, in a sentence for the start of a run."""
+        """Return a one-line description of the data, which is shown when a run starts."""
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` different held-out problems. UserError if there are fewer."""
+        """Return the first `count` different held-out problems; 0 for all.
+
+        Raises:
+            UserError: If the source has fewer, or if all are requested and the source is endless.
+        """
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """Return the counts as in `Task`."""
+        """Return the number of training problems and the number of held-out problems.
+
+        The first number is None if training problems are generated endlessly. The second is at most
+        `heldout`.
+        """
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Training problems with answers whose steps are written out. UserError if it has none."""
+        """Return `count` training problems, each with a response that writes out its solution.
+
+        Raises:
+            UserError: If the source has no such worked answers.
+        """
 
 
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The part of a row that a scorer reads: `answer` is empty where there is none, `metadata`
-    holds the row's other columns (JSON)."""
+    """Return the JSON payload of a problem, which is what its scorer reads.
+
+    Args:
+        question: The question as text.
+        answer: The reference answer; empty if there is none.
+        metadata: The other columns of the problem's row.
+    """
     return {"question": question, "answer": answer, "metadata": metadata}
 
 
 def stable_hash(*parts: object) -> int:
-    """A 64-bit hash of the parts' text that is the same in every process and on every machine."""
+    """Return a 64-bit hash of the text of `parts` that is the same on every machine."""
     joined = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(joined.encode(), digest_size=8).digest(), "big")
 
 
 def is_heldout(question: str, share: float) -> bool:
-    """True when a problem belongs to evaluation, by its text alone, spaces and case aside."""
+    """Return whether a question is held out for evaluation, which its hash and `share` decide.
+
+    A held-out question is never trained on. About the given share of all questions is held out. The
+    decision depends on the text alone; whitespace and case do not matter.
+    """
     return is_heldout_key(question_key(question), share)
 
 
 def question_key(question: str) -> int:
-    """A 64-bit hash of a question's text, spaces and case aside."""
+    """Return a 64-bit hash of a question's text that ignores differences in whitespace and case."""
     return stable_hash("held-out", " ".join(question.split()).casefold())
 
 
 def is_heldout_key(key: int, share: float) -> bool:
-    """`is_heldout` of the question with that key."""
+    """Return whether the question with the hash `key` is held out for evaluation.
+
+    `key` is the result of `question_key`, and `share` the share of questions to hold out.
+    """
     return key < share * _HASH_RANGE

@@ -1,6 +1,6 @@
-"""From settings to a task, to its problems and to its scorer.
+"""Creates tasks and problem sources from settings.
 
-Imports are local: a scorer process needs neither a tokenizer nor torch.
+Imports are inside the functions, because a scorer process needs neither a tokenizer nor torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ def build_task(
     *,
     has_episodes: bool = False,
 ) -> Task:
-    """The task, tokenized for the model in `model_path`. Raises UserError.
+    """Create the task that `config` describes, tokenized for the model in the folder `model_path`.
 
-    `plays`: an environment opens each episode; prompts then have no tokens.
+    Args:
+        config: The settings under `task`.
+        model_path: A Hugging Face model folder.
+        evaluation: The settings under `eval`. Problems of its evaluation sets are never trained on.
+            None for no evaluation sets.
+        plays: Whether an environment opens each episode; prompts then have no tokens.
+
+    Raises:
+        UserError: If a setting or a data file is not usable.
     """
     from megatron_async.tasks.files import ProblemFile
     from megatron_async.tasks.prompts import PromptRenderer
@@ -38,30 +46,40 @@ def build_task(
         config, tokenizer, vocabulary_of(model_path), has_episodes=has_episodes
     )
     files = {} if evaluation is None else evaluation.files()
-    how = (config.prompt_template, config.bad_rows, prompts)
+
     try:
         evaluated = {
-            name: ProblemFile(config.completed(file), setting, *how)
+            name: ProblemFile(
+                config.completed(file), setting, config.prompt_template, config.bad_rows, prompts
+            )
             for name, (setting, file) in files.items()
         }
     except UserError:
-        # A setting of the task that its evaluation sets share is named by the task's own file.
+        # The evaluation sets share settings of the task. If such a setting is wrong, building the
+        # training source fails too, with an error that names the task's own file.
         build_source(config, prompts=prompts)
         raise
     elsewhere = {key for file in evaluated.values() for key in file.keys}
     source = build_source(config, elsewhere, prompts)
     stops = stop_tokens(model_path, tokenizer)
     task = TextTask(config, source, tokenizer, prompts, stops, evaluated, has_episodes=has_episodes)
-    task.train_prompts(0, 1)  # a template that does not fit is reported now, not mid-run
+    task.train_prompts(0, 1)  # report a template that does not fit now instead of during the run
     return task
 
 
 def build_source(
     config: TaskConfig, elsewhere: Collection[int] = (), prompts: PromptRenderer | None = None
 ) -> ProblemSource:
-    """The task's problems as text; `elsewhere`: keys of those that others evaluate on.
+    """Create the source of the task's problems as text.
 
-    With `prompts`, rows of files of which no prompt can be made are bad rows. Raises UserError.
+    Args:
+        config: The settings under `task`.
+        elsewhere: Keys (`Problem.key`) of problems in evaluation sets, which must not be trained
+            on.
+        prompts: If given, rows of files that it cannot render as prompts count as bad rows.
+
+    Raises:
+        UserError: If a setting or a data file is not usable.
     """
     if config.kind == "files":
         from megatron_async.tasks.files import FileProblems

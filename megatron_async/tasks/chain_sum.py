@@ -1,14 +1,15 @@
-"""`task.kind: chain_sum`: sums and differences of integers, with a scorer and worked answers.
+"""Provides `task.kind: chain_sum`: sums and differences of integers, a scorer and worked answers.
 
 Invariants
-- A problem depends on the arguments, the seed and its index only. It is the problem that
+- A problem depends only on the arguments, the seed and the problem's index. It is the problem that
   reasoning-gym 0.1.25 makes for the same arguments and seed, so that runs can be compared.
 - Every worked answer ends with `ANSWER_MARKER` and an answer that scores 1.
-- A worked answer is a pure function of the problem and `seed`.
+- A worked answer is a pure function of the problem and a seed.
 
-The demonstrations are of two styles, as collected data are: full ones write out every step (and are
-long), direct ones state only the result. A model that imitates both answers many problems without
-working and gets them wrong. That working pays is for RL to discover.
+Worked answers come in two styles, as in collected data: full ones write out every step and are
+long; direct ones state only the result. A model that imitates both answers many problems without
+working and gets them wrong. Reinforcement learning is left to discover that writing out the steps
+pays.
 """
 
 import itertools
@@ -23,7 +24,7 @@ ANSWER_MARKER: Final = "#"
 STEP_SEPARATOR: Final = ";"
 
 _MAX_DIGITS: Final = 1000
-"""Python refuses to convert integers of more than 4,300 digits."""
+"""Limit of `max_digits`; Python refuses to convert integers of more than 4,300 digits."""
 
 _CHAIN: Final = re.compile(r"\d+([+-]\d+)*")
 _QUESTION: Final = "State the final answer to the following arithmetic problem: {expression} ="
@@ -31,10 +32,13 @@ _QUESTION: Final = "State the final answer to the following arithmetic problem: 
 
 @dataclass(frozen=True)
 class ChainSums:
-    """An endless sequence of problems; the numbers of one problem have equally many digits.
+    """An endless sequence of problems that each add and subtract integers with equally many digits.
 
-    `direct_share` is the share of worked answers that state only the result. Raises ValueError for
-    a range that is empty or does not start at 1 or above, and for a share outside 0..1.
+    `direct_share` is the share of worked answers that state only the result.
+
+    Raises:
+        ValueError: If a range is empty or starts below 1, if `max_digits` exceeds 1000, or if
+            `direct_share` is outside 0 to 1.
     """
 
     seed: int
@@ -55,12 +59,12 @@ class ChainSums:
             if getattr(self, low) < 1:
                 raise ValueError(f"{low} must be at least 1, got {getattr(self, low)}")
             if getattr(self, high) < getattr(self, low):
-                raise ValueError(f"{high} must be >= {low}")
+                raise ValueError(f"{high} must be at least {low}, got {getattr(self, high)}")
         if self.max_digits > _MAX_DIGITS:
             raise ValueError(f"max_digits must be at most {_MAX_DIGITS}, got {self.max_digits}")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return problem `index`: `question`, `answer` and `metadata`."""
+        """Return problem `index` as a mapping with `question`, `answer` and `metadata`."""
         rng = random.Random(self.seed + index)
         terms = rng.randint(self.min_terms, self.max_terms)
         digits = rng.randint(self.min_digits, self.max_digits)
@@ -77,13 +81,19 @@ class ChainSums:
         }
 
     def worked_answer(self, expression: str, seed: int) -> str:
-        """Return a worked answer to a problem; `seed` draws whether it is direct or full."""
+        """Return a worked answer to the sum `expression`: with its steps, or with only its result.
+
+        `seed` decides between the two; the share of answers with only the result is `direct_share`.
+        """
         if random.Random(seed).random() < self.direct_share:
             return chain_sum_direct(expression)
         return chain_sum_full(expression)
 
     def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Return 1 for the right number (`+01,000.00` is 1000), else 0."""
+        """Return 1 if `answer` equals the number in `entry["answer"]`, else 0.
+
+        Signs, commas and decimals are understood: `+01,000.00` equals 1000.
+        """
         try:
             return float(Decimal(answer.replace(",", "")) == Decimal(entry["answer"]))
         except InvalidOperation:
@@ -91,7 +101,11 @@ class ChainSums:
 
 
 def chain_sum_steps(expression: str) -> tuple[list[int], list[str]]:
-    """`4 - 1 + 2` as its running totals 4, 3, 5 and its steps -1, +2. ValueError otherwise."""
+    """Return the running totals and the steps of a sum: for `4 - 1 + 2`, 4, 3, 5 and -1, +2.
+
+    Raises:
+        ValueError: If `expression` is not a chain of additions and subtractions.
+    """
     compact = expression.replace(" ", "")
     if _CHAIN.fullmatch(compact) is None:
         raise ValueError(f"{expression!r} is not a chain of sums")
@@ -101,7 +115,7 @@ def chain_sum_steps(expression: str) -> tuple[list[int], list[str]]:
 
 
 def chain_sum_full(expression: str) -> str:
-    """Every step: `4-1=3;3+2=5#5`."""
+    """Return a worked answer with every step of the sum `expression`, such as `4-1=3;3+2=5#5`."""
     totals, steps = chain_sum_steps(expression)
     written = [
         f"{before}{step}={after}"
@@ -111,5 +125,5 @@ def chain_sum_full(expression: str) -> str:
 
 
 def chain_sum_direct(expression: str) -> str:
-    """The result: `#5`."""
+    """Return a worked answer with only the result of the sum `expression`, such as `#5`."""
     return f"{ANSWER_MARKER}{chain_sum_steps(expression)[0][-1]}"

@@ -1,7 +1,8 @@
-"""Identity of a run's data files: a run goes on with the rows that it began with.
+"""Detects data files that changed between the start of a run and its resume.
 
-A position in the data, the side of a problem and a number measured on an evaluation set mean
-something else once a file has changed.
+Once a file has changed, a position in the data, the side of a problem (trained on or held out), and
+a number measured on an evaluation set mean something else. So a resumed run must read the rows that
+it started with.
 """
 
 import hashlib
@@ -14,14 +15,24 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.rows import data_files
 
 Identity: TypeAlias = "dict[str, dict[str, Any]]"
-"""By setting: `path` and `split` as set, and by file `size`, `changed_ns` and `digest`."""
+"""For each setting that names data: its `path` and `split`, and for each file its `size`, the inode
+change time `changed_ns` in nanoseconds, and the `digest` of its content.
+"""
 
 
 def data_identity(config: RunConfig, known: Mapping[str, Any] | None = None) -> Identity:
-    """Return the identity of the files with prompts and evaluation problems.
+    """Return paths, sizes, change times and content hashes of the run's data files, by setting.
 
-    The content of a file that has the size and the inode change time of `known` is not read again.
-    Raises UserError for a file that cannot be read.
+    These are the files with training prompts (`task.path` or `task.sources`) and those of the
+    evaluation sets.
+
+    Args:
+        config: The run's settings.
+        known: An earlier result. A file whose size and inode change time are the same as there is
+            not read again; its earlier hash is returned.
+
+    Raises:
+        UserError: If a file cannot be read.
     """
     found: Identity = {}
     for setting, path, split in _sources(config):
@@ -40,12 +51,19 @@ def data_identity(config: RunConfig, known: Mapping[str, Any] | None = None) -> 
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a description of each setting whose path is the same and whose content is not."""
+    """Return one description for each setting whose data files have another content than before.
+
+    A setting whose own `path` or `split` has changed is skipped.
+
+    Args:
+        before: Result of `data_identity` from the start of the run.
+        now: Result of `data_identity` now.
+    """
     changes = []
     for setting, was in before.items():
         is_now = now.get(setting)
         if is_now is None or any(is_now[name] != was[name] for name in ("path", "split")):
-            continue  # the setting itself has changed, which a resume shows
+            continue  # a resume reports changed settings separately
         old, new = ({n: f["digest"] for n, f in s["files"].items()} for s in (was, is_now))
         kinds = {
             "changed": [name for name in old.keys() & new.keys() if old[name] != new[name]],
@@ -59,7 +77,7 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the setting, the path and the split of each source of rows."""
+    """Yield setting, path and split of each training file and evaluation set that the run reads."""
     name = "task.path" if config.task.path else "task.sources"
     files = config.task.files() if config.task.kind == "files" else ()
     for number, source in enumerate(files):
@@ -69,6 +87,10 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _state(file: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size, change time and content hash of `file`; reuse `before` if it is unchanged.
+
+    The file counts as unchanged if its size and inode change time equal those in `before`.
+    """
     stat = file.stat()
     state: dict[str, Any] = {"size": stat.st_size, "changed_ns": stat.st_ctime_ns}
     if state.items() <= before.items():

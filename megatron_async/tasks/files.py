@@ -1,13 +1,15 @@
-"""Problems from files: what is trained on, in which order, and what is kept for evaluation.
+"""Provides problems from files: which rows are trained on, in which order, and which are held out.
 
 Invariants
-- Every row is read once before anything starts; a refusal lists bad rows by file, line and column.
-- Which row stands at a position follows from the settings and the files alone: a run that is
-  restored at a position asks what an uninterrupted one would have asked.
-- Training runs through each file epoch by epoch: every training row once, in an order that depends
-  on `train_seed` and the epoch only. Files take turns by their weights; each keeps its own place.
-- A problem that occurs twice is on one side only, and none that an evaluation set holds is trained
-  on: the side follows from its text.
+- Every row is read once before anything starts; an error about bad rows lists them by file, line
+  and column.
+- The settings and the files alone decide which row is at a position: a run that is restored at a
+  position asks what an uninterrupted run would have asked.
+- Training goes through each file epoch by epoch: each epoch has every training row once, in an
+  order that depends only on `train_seed`, the epoch and the file's number. Files alternate by their
+  weights, and each file advances independently.
+- Rows with equal problems are either all trained on or all held out, and a problem of an evaluation
+  set is never trained on, because the decision follows from the problem's text.
 """
 
 from __future__ import annotations
@@ -30,14 +32,23 @@ from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
 from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
 
-_MESSAGE_BYTES = 64  # more than a chat template writes around one
+# Allowance for what a chat template writes around one message; templates write less.
+_MESSAGE_BYTES = 64
 
 
 class ProblemFile:
-    """The problems of one file, read when they are asked for; an index of some 50 bytes a row.
+    """The problems of one file, each read from disk when requested.
 
-    `mode` (task.bad_rows) skip: rows that cannot be used are left out, with a warning. `prompts`:
-    renders each row; a row that cannot be rendered cannot be used either.
+    Memory holds an index of about 50 bytes per row.
+
+    Args:
+        file: Path, columns and row filter of the file.
+        setting: Name of the setting that has the file, for error messages.
+        template: The prompt template; empty to use the template of the file's layout.
+        mode: Value of `task.bad_rows`. With "skip", rows that cannot be used are left out with a
+            warning; with "refuse", they raise a UserError.
+        prompts: If given, renders each row as a prompt; a row that cannot be rendered cannot be
+            used.
     """
 
     def __init__(
@@ -64,7 +75,10 @@ class ProblemFile:
             self.places, self.keys, self.sizes = columns
 
     def _index(self, file: FileConfig) -> Index:
-        """Read every row: places, keys and sizes of the problems; a bad row has the size 0."""
+        """Read every row and return the row numbers, keys and sizes of the problems.
+
+        Rows that the file's filter excludes have no entry. A row that cannot be used has size 0.
+        """
         places, keys, sizes = array("Q"), array("Q"), array("Q")
         for place, row in enumerate(self._rows):
             key = size = 0
@@ -80,10 +94,11 @@ class ProblemFile:
             keys.append(key)
             sizes.append(size)
         if not places:
-            raise UserError(f"{self.what} has no row with {file.filter}")
+            raise UserError(f"{self.what} has no row that matches the filter {file.filter}")
         return places, keys, sizes
 
     def _report_bad(self, mode: str) -> None:
+        """Report the rows of size 0: with a warning if `mode` is "skip", else with a UserError."""
         places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
         found = [self._rows.where(place) for place in places]
         problems = 0
@@ -99,32 +114,50 @@ class ProblemFile:
         report_bad_rows(self.what, found, len(self.places), mode, readable=problems > 0)
 
     def __len__(self) -> int:
+        """Return the number of usable problems."""
         return len(self.places)
 
     def __getitem__(self, index: int) -> Problem:
+        """Read problem `index` from the file.
+
+        Raises:
+            UserError: If the problem is another one than when the file was indexed.
+        """
         where = self.where(index)
         problem = self._columns.problem(self._rows[self.places[index]], where)
         if problem.key != self.keys[index]:
-            raise UserError(f"{where} has changed since the start")
+            raise UserError(f"{where} has changed since the file was indexed at the start")
         return problem
 
     def where(self, index: int) -> str:
-        """The place of problem `index`, for a refusal."""
+        """Return file and line (or row) of problem `index`, for an error message."""
         return self._rows.where(self.places[index])
 
     def first(self, count: int, seed: int) -> list[Problem]:
-        """`count` problems of an order that `seed` gives, all different; 0: all there are."""
+        """Return the first `count` different problems of a shuffled order; 0 for all.
+
+        The order depends on `seed` only.
+
+        Raises:
+            UserError: If the file has fewer different problems.
+        """
         indices = list(dict(zip(self.keys, range(len(self)), strict=True)).values())
         if count > len(indices):
             raise UserError(
-                f"{self.what} holds {len(indices)} different problems; {count} are asked for"
+                f"{self.what} holds {len(indices)} different problems; {count} are requested. "
+                "Lower the set's `prompts`."
             )
         random.Random(stable_hash("evaluation order", seed)).shuffle(indices)
         return [self[index] for index in indices[: count or None]]
 
 
 def _size(problem: Problem, named: Collection[str]) -> int:
-    """Bytes of the parts that a prompt is made of."""
+    """Return about how many bytes a problem's texts take up in its prompt.
+
+    Args:
+        problem: The problem, whose chat messages get an allowance for what a chat template adds.
+        named: Names of the problem's fields that its prompt template uses.
+    """
     texts = [problem.fields.get(name, "") for name in named]
     if not problem.messages:
         texts.append(problem.question)
@@ -137,7 +170,10 @@ def _size(problem: Problem, named: Collection[str]) -> int:
 
 
 class _Epochs:
-    """The training rows of one file, shuffled anew for each epoch."""
+    """Endless order of one file's training problems that is shuffled differently in each epoch.
+
+    An epoch is one pass over all training problems. `kept` has their indices in the file.
+    """
 
     def __init__(self, file: ProblemFile, kept: Sequence[int], seed: tuple[int, ...]) -> None:
         self.file = file
@@ -146,10 +182,12 @@ class _Epochs:
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def at(self, index: int) -> Problem:
+        """Return problem `index` of the endless order."""
         epoch, place = divmod(index, len(self.kept))
         return self.file[self.kept[self._order(epoch)[place]]]
 
     def _make_order(self, epoch: int) -> array[int]:
+        """Return the order of the training problems in the given epoch."""
         order = array("Q", range(len(self.kept)))
         seed, *more = self._seed
         random.Random(stable_hash("epoch", seed, epoch, *more)).shuffle(order)  # type: ignore[arg-type]
@@ -157,10 +195,15 @@ class _Epochs:
 
 
 def file_for_turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """(which of several files has turn `position`, how many turns it had before).
+    """Return which file is read at `position`, and how many earlier positions read that file.
 
-    The first file has had floor(position x its share) turns, the others share what is left in the
-    same way: at every position each is within one turn of its share, or of its share of the rest.
+    Files alternate by weight. The first file has had floor(position × its share) positions, and the
+    other files divide the remaining positions in the same way: at every position, each file is
+    within one of its share, or of its share of the remainder.
+
+    Args:
+        position: Position in the joint order of all files, counted from 0.
+        weights: Weight of each file; its share is the weight divided by the sum of weights.
     """
     left = position
     total = sum(weights, Fraction(0))
@@ -174,7 +217,13 @@ def file_for_turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]
 
 
 class FileProblems:
-    """Implements `ProblemSource`. `elsewhere`: keys of problems that are evaluated on."""
+    """Problem source that reads training and held-out problems from files; see `ProblemSource`.
+
+    Args:
+        config: The settings under `task`.
+        elsewhere: Keys (`Problem.key`) of problems in evaluation sets, which are never trained on.
+        prompts: If given, rows that it cannot render as prompts count as bad rows.
+    """
 
     def __init__(
         self,
@@ -186,8 +235,10 @@ class FileProblems:
         self._config = config
         sources = config.files()
         setting = "task.sources" if config.sources else "task.path"
-        how = (setting, config.prompt_template, config.bad_rows, prompts)
-        self._files = [ProblemFile(source, *how) for source in sources]
+        self._files = [
+            ProblemFile(source, setting, config.prompt_template, config.bad_rows, prompts)
+            for source in sources
+        ]
         self._weights = [Fraction(str(source.weight)) for source in sources]
         training: list[list[int]] = [[] for _ in sources]
         heldout: dict[int, tuple[int, int]] = {}
@@ -205,7 +256,7 @@ class FileProblems:
         random.Random(stable_hash("held-out order", HELDOUT_SEED)).shuffle(self._heldout)
 
     def summary(self) -> str:
-        """The rows to train on and those held out."""
+        """Return a sentence that counts each file's training rows and the held-out problems."""
         parts = [
             f"{len(epochs.kept):,} of {len(epochs.file):,} rows of {epochs.file.what}"
             for epochs in self._epochs
@@ -213,52 +264,74 @@ class FileProblems:
         return f"{', '.join(parts)} to train on, {len(self._heldout):,} different ones held out"
 
     def _epochs_of(self, number: int, kept: Sequence[int]) -> _Epochs:
+        """Return the endless training order of file `number`, limited to the problems `kept`.
+
+        `kept` lists indices of problems in the file.
+
+        Raises:
+            UserError: If `kept` is empty.
+        """
         file = self._files[number]
         if not kept:
             raise UserError(
-                f"{file.what} has no training problem left of {len(file)} at "
-                f"task.heldout_share {self._config.heldout_share}"
+                f"{file.what} has no training problem left of {len(file)}: all are held out "
+                f"(task.heldout_share is {self._config.heldout_share}), in an evaluation set, or "
+                "removed as too long (task.long_prompts)"
             )
         seed = self._config.train_seed
         return _Epochs(file, kept, (seed, number) if number else (seed,))
 
     def train(self, index: int) -> Problem:
-        """Problem `index` of an endless run of shuffled epochs."""
+        """Return training problem `index` of an endless order that alternates between the files."""
         number, place = file_for_turn(index, self._weights)
         return self._epochs[number].at(place)
 
     def counts(self, heldout: int) -> tuple[int, int]:
-        """Number of training problems, and of those held out, at most `heldout`."""
+        """Return the numbers of training problems and of held-out problems, the latter capped.
+
+        The second number is at most `heldout`.
+        """
         return sum(len(epochs.kept) for epochs in self._epochs), min(len(self._heldout), heldout)
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` held-out problems; 0: all. Raises UserError if there are fewer."""
+        """Return the first `count` held-out problems; 0 for all.
+
+        Raises:
+            UserError: If there are fewer.
+        """
         if len(self._heldout) < count:
             raise UserError(
                 f"{self._files[0].what} has only {len(self._heldout)} held-out problems at "
-                f"task.heldout_share {self._config.heldout_share}, eval.prompts asks for {count}: "
-                "lower eval.prompts, raise the share, or evaluate on eval.sets"
+                f"task.heldout_share {self._config.heldout_share}; eval.prompts is {count}. "
+                "Lower eval.prompts, raise the share, or evaluate on eval.sets."
             )
         return [self._files[number][index] for number, index in self._heldout[: count or None]]
 
     def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
-        """Problems of both sides whose texts have more bytes than `size`."""
+        """Yield each training or held-out problem with more than `size` bytes, with its location.
+
+        The location is a pair: the index of the file and the index of the problem in the file.
+        """
         for number, file in enumerate(self._files):
             for index, bytes_ in enumerate(file.sizes):
                 if bytes_ > size:
                     yield (number, index), file[index]
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Neither train nor evaluate on those that `longer` gave these places."""
-        gone = set(places)
+        """Remove problems, given by their locations from `longer`, from training and evaluation.
+
+        Raises:
+            UserError: If a file has no training problem left.
+        """
+        removed = set(places)
         self._epochs = [
-            self._epochs_of(n, [i for i in epochs.kept if (n, i) not in gone])
+            self._epochs_of(n, [i for i in epochs.kept if (n, i) not in removed])
             for n, epochs in enumerate(self._epochs)
         ]
-        self._heldout = [place for place in self._heldout if place not in gone]
+        self._heldout = [place for place in self._heldout if place not in removed]
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Rows of prompts and answers have none."""
+        """Raise a UserError, because files of prompts and answers have no worked answers."""
         raise UserError(
             f"{self._files[0].what} holds no worked answers; set sft.data to a file with `prompt` "
             "and `response`, or `messages`"

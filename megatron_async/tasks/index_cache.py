@@ -1,12 +1,14 @@
-"""The index of a large file of problems, kept for the next process that reads the same file.
+"""Caches the index of a large file of problems for the next process that reads the same file.
 
-The check at the start and the rollout manager need the same index, and of a million rows it takes
-a quarter of a minute.
+Both the check at the start and the rollout manager need the index, and building it takes a quarter
+of a minute for a million rows.
 
 Invariants
-- It is used for files of the same sizes and times of change only, read under the same settings by
-  the same code; whatever is not so, or cannot be read or written, is read again.
-- Nothing rests on it alone: a row whose problem has another key is refused (`files.py`).
+- A cached index is used only for files of the same sizes and modification times, read under the
+  same settings by the same code. Otherwise, or if the cache cannot be read or written, the file is
+  read again.
+- Correctness does not depend on the cache alone: a row whose problem has another key than the index
+  says is refused (`files.py`).
 """
 
 import os
@@ -21,16 +23,23 @@ from typing import TypeAlias
 from megatron_async.config.data import FileConfig
 
 LEAST_ROWS = 100_000
+"""Number of rows from which on a file's index is cached."""
 _COLUMNS = 3
 
 Index: TypeAlias = "tuple[array[int], array[int], array[int]]"
+"""The row number, key and size of each problem of a file, as three arrays of equal length."""
 
 
 def kept(file: FileConfig, template: str, make: Callable[[], Index]) -> Index:
-    """The index of `file` as it is now: the kept one, else what `make` returns, which is kept.
+    """Return the index of `file` from the cache if it is up to date, else from `make`.
 
-    There is room for one state of a file under one template. Where it cannot be kept, the next
-    process makes it again.
+    A result of `make` is written to the cache, where it replaces the index of an earlier state of
+    the file under the same settings. If it cannot be written, the next process calls `make` again.
+
+    Args:
+        file: Path and settings of the file.
+        template: Text of everything else that the index depends on, such as the prompt template.
+        make: Builds the index by reading the file.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     settings = f"{Path(file.path).absolute()}\n{file.model_dump_json()}\n{template}"
@@ -53,13 +62,14 @@ def kept(file: FileConfig, template: str, make: Callable[[], Index]) -> Index:
 
 
 def _stats(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield each file at `path`, which is a file or a folder, with its status."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return ((file, file.stat()) for file in files)
 
 
 @lru_cache
 def _code() -> str:
-    """Digest of the code that makes an index."""
+    """Return a hash of this package's source, so that other code does not use the cached index."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return _digest("".join(file.read_text() for file in files)).hex()
 

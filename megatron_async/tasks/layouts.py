@@ -1,7 +1,8 @@
-"""Columns of a row: the published layouts, and any other by setting.
+"""Turns a row of a data file into a problem, by the column names of a layout or of the settings.
 
-A layout gives names to columns and, where a data set hides the answer in a solution, the way to
-find it. `Columns.problem` turns a row into a problem or refuses it, naming place and column.
+A layout is the set of column names of a published data set and, where that data set has its answers
+inside solutions, the function that extracts them. `Columns.problem` turns a row into a problem, or
+raises a UserError that names the row and the column.
 """
 
 import math
@@ -28,21 +29,31 @@ CONTENT_FIELDS: Final = (
     "reasoning",
     "thinking",
 )
-"""Fields of a message that hold content of the assistant."""
+"""Fields of a chat message, besides `content`, that carry content of the assistant."""
 
 
 def _after_hashes(text: str) -> str | None:
-    """GSM8K: what follows the last `####`, without commas between thousands."""
+    """Return what follows the last `####` in a GSM8K solution, without commas, or None."""
     answer = final_answer(text, "####")
     return None if answer is None else answer.replace(",", "")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; where there are several, the first that a row has counts.
+    """Names of the columns that a row's prompt, answer and response are in.
 
-    `answer` empty: rows have none, or have it in `solution`, where `find_answer` reads it.
-    `template`: how prompts are put.
+    Of several names for the same thing, the first that exists in a row is used. A name with dots
+    leads into nested mappings.
+
+    Attributes:
+        prompt: Columns of the prompt.
+        answer: Columns of the reference answer. If empty, the answer is taken from `solution`; rows
+            have no answer if that is empty too.
+        solution: Columns of a worked solution that contains the answer.
+        find_answer: Extracts the answer from the solution; returns None if there is none.
+        response: Column of the response to learn, for supervised fine-tuning.
+        priority: Column of the scheduling priority.
+        template: Template of the prompt.
     """
 
     prompt: tuple[str, ...]
@@ -55,9 +66,15 @@ class Columns:
 
     @classmethod
     def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> "Columns":
-        """The layout's, and what the settings call otherwise; `template`: the settings' own.
+        """Return the columns of a layout, with the names that the settings override.
 
-        Raises UserError for a template that cannot be read.
+        Args:
+            layout: Name of a layout in `LAYOUTS`.
+            settings: Column names that replace those of the layout where they are set.
+            template: Prompt template that replaces the layout's; empty to keep the layout's.
+
+        Raises:
+            UserError: If the template is not a valid format string.
         """
         changes: dict[str, Any] = settings.model_dump(exclude_none=True)
         if settings.prompt is not None:
@@ -67,29 +84,45 @@ class Columns:
         if template:
             changes["template"] = template
         columns = replace(LAYOUTS[layout], **changes)
-        _ = columns.named
+        _ = columns.named  # raises if the template is invalid
         return columns
 
     @cached_property
     def named(self) -> frozenset[str]:
-        """The columns in the template. Raises UserError."""
+        """Names of the fields, besides `question`, that the prompt template uses.
+
+        Raises:
+            UserError: If the template is not a valid format string.
+        """
         try:
             names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name}
         except ValueError as error:
-            raise UserError(f"task.prompt_template {self.template!r}: {error}") from error
+            raise UserError(
+                f"task.prompt_template is {self.template!r}, which is not a valid template: {error}"
+            ) from error
         return frozenset(names - {"question"})
 
     def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
-        """The problem of a row; without `answered` it needs no answer. Raises UserError."""
+        """Return the problem that a row describes.
+
+        Args:
+            row: The row, by column name.
+            where: File and line (or row) of the row, for error messages.
+            answered: Whether the row must have an answer if these columns have one.
+
+        Raises:
+            UserError: If a column is missing or has an unusable value.
+        """
         name, prompt = self._first(row, self.prompt, where, "columns.prompt")
         messages = chat_messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
         if messages and messages[-1]["role"] != "user":
             raise UserError(
-                f"{where}, column {name!r} ends with a message of {messages[-1]['role']!r}; a "
-                "prompt ends with the user's"
+                f"{where}, column {name!r} ends with a message of role {messages[-1]['role']!r}; "
+                "the last message of a prompt must have the role 'user'"
             )
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
-        # A mapping of which a part is used stays whole, and so does a conversation.
+        # Used columns are left out of the metadata, with two exceptions: a mapping of which only
+        # one value is used (its name here has a dot), and a conversation with earlier messages.
         used = {self.priority} if len(messages) > 1 else {name, self.priority}
         answer = ""
         if answered and (self.answer or self.solution):
@@ -102,21 +135,37 @@ class Columns:
         return Problem(question, payload, fields, priority, messages, self.template, where)
 
     def example(self, row: Mapping[str, Any], where: str) -> tuple[Problem, str]:
-        """The problem and the response of a row to learn from. Raises UserError."""
+        """Return a row's problem and the response to learn from it, for supervised fine-tuning.
+
+        Raises:
+            UserError: If a column is missing or has an unusable value.
+        """
         name, response = self._first(row, (self.response,), where, "columns.response")
         return self.problem(row, where, answered=False), _text(response, name, where)
 
     def _answer(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        """Return the name of the column that a row's answer is from, and the answer.
+
+        Raises:
+            UserError: If the row has no answer.
+        """
         if not self.solution or any(value_at(row, name) is not _MISSING for name in self.answer):
             name, answer = self._first(row, self.answer, where, "columns.answer")
             return name, _text(answer, name, where)
         name, solution = self._first(row, self.solution, where, "columns.answer")
         answer = (self.find_answer(_text(solution, name, where)) or "").strip()
         if not answer:
-            raise UserError(f"{where}: no answer in column {name!r}, got {short_repr(solution)}")
+            raise UserError(
+                f"{where}: column {name!r} contains no final answer, got {short_repr(solution)}"
+            )
         return name, answer
 
     def _priority(self, row: Mapping[str, Any], where: str) -> int:
+        """Return a row's scheduling priority; 0 if the row has none.
+
+        Raises:
+            UserError: If the priority is not a whole number or is too large.
+        """
         priority = row.get(self.priority, 0)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(
@@ -133,17 +182,26 @@ class Columns:
     def _first(
         row: Mapping[str, Any], names: Sequence[str], where: str, setting: str
     ) -> tuple[str, Any]:
-        """Return name and value of the first of these columns. Raises UserError."""
+        """Return name and value of the first of the columns `names` that exists in the row.
+
+        `setting` is the setting that can name another column, for the error message.
+
+        Raises:
+            UserError: If none of the columns exists.
+        """
         for name in names:
             value = value_at(row, name)
             if value is not _MISSING:
                 return name, value
         wanted = " or ".join(f"`{name}`" for name in names)
         columns = short_repr(sorted(row))
-        raise UserError(f"{where}: there is no column {wanted} among {columns} ({setting})")
+        raise UserError(
+            f"{where}: there is no column {wanted} among {columns}; {setting} can name another one"
+        )
 
 
-# The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.
+# Hendrycks' MATH has its answers inside the solutions; MATH-500 has them in a column. The layout
+# `math` therefore names both columns.
 LAYOUTS: Final[Mapping[str, Columns]] = MappingProxyType(
     {
         "rows": Columns(("prompt",), ("answer",)),
@@ -166,7 +224,10 @@ LAYOUTS: Final[Mapping[str, Columns]] = MappingProxyType(
 
 
 def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Columns that a prompt template may name: texts, numbers and lists of texts, a line each."""
+    """Return the row values that a prompt template may use, as strings: texts, numbers, text lists.
+
+    A list of strings becomes a text with one line for each string.
+    """
     fields = {}
     for key, value in metadata.items():
         if isinstance(value, (str, int, float)):
@@ -177,7 +238,10 @@ def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """The value at a name, or at a path with dots; a value that equals nothing where none is."""
+    """Return the value of a row's column, or of a nested value named by a path with dots.
+
+    If there is none, the result is the private object `_MISSING`, which equals no other value.
+    """
     if name in row:
         return row[name]
     value: Any = row
@@ -189,10 +253,15 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_list(value: Any) -> bool:
+    """Return whether `value` is a list that starts with a mapping, as a list of messages does."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _text(value: Any, name: str, where: str) -> str:
+    """Return a column's value as text; raise a UserError if it is not a usable text or number.
+
+    A value is not usable if it is blank, infinite or NaN, or cannot be encoded as UTF-8.
+    """
     infinite = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or infinite:
         raise UserError(f"{where}: `{name}` must be a text or a number, got {short_repr(value)}")
@@ -209,10 +278,14 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Return a row's chat messages as templates take them. Raises UserError.
+    """Return a row's chat messages in the form that chat templates accept.
 
-    Contents become text. Every other field stays, but for empty ones; the arguments of calls become
-    objects. A call or a thought needs no content, nor does the result of a tool.
+    Contents become strings. All other fields are kept unless they are empty. The arguments of tool
+    calls become mappings. Only messages of tools, and messages with a call or a thought, may have
+    no content.
+
+    Raises:
+        UserError: If `value` is not a list of valid chat messages.
     """
     if not _is_list(value):
         raise UserError(f"{where} must be a list of chat messages, got {short_repr(value)}")
@@ -235,9 +308,12 @@ def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return the calls of a message with arguments as objects. Raises UserError.
+    """Return the tool calls of a message, with the arguments of each call as a mapping.
 
-    OpenAI's form has the arguments as a text of JSON, which templates would quote once more.
+    OpenAI's format has the arguments as JSON text, which a chat template would quote once more.
+
+    Raises:
+        UserError: If the calls do not have names and arguments.
     """
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -249,11 +325,11 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             )
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
+            arguments = parse_json(arguments, f"{where}: `arguments` of {function['name']}")
         if not isinstance(arguments, dict):
             raise UserError(
-                f"{where}: the arguments of {function['name']} are {short_repr(arguments)}; they "
-                "must be an object"
+                f"{where}: `arguments` of {function['name']} is {short_repr(arguments)}; it must "
+                "be a JSON object"
             )
         named = {**{k: v for k, v in function.items() if v is not None}, "arguments": arguments}
         whole = {k: v for k, v in call.items() if v is not None}
@@ -262,7 +338,13 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def row_tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas in a row's column `tools`, which may be a text. Raises UserError."""
+    """Return the JSON schemas of tools in a row's column `tools`, given as a list or as JSON text.
+
+    A row without the column has none.
+
+    Raises:
+        UserError: If the column is not a list of mappings.
+    """
     tools = row.get("tools") or []
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}, column 'tools'")
@@ -274,6 +356,11 @@ def row_tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
+    """Return the content of a chat message as a string; the text parts of a list are joined.
+
+    Raises:
+        UserError: If the content has a part that is not text, or is empty although it may not be.
+    """
     if content == "" and may_be_empty:
         return ""
     if isinstance(content, list):
@@ -281,8 +368,8 @@ def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise UserError(
-                    f"{where} holds a part of type {short_repr(kind)}: only text can be trained "
-                    "on, images and sounds cannot"
+                    f"{where} holds a part of type {short_repr(kind)}; only text can be trained "
+                    "on, not images or audio"
                 )
         content = "".join(str(part["text"]) for part in content)
     return _text(content, "content", where)

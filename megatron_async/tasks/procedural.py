@@ -1,14 +1,14 @@
-"""Problems that are made as they are asked for, and their scorers.
+"""Provides problems that are generated on demand, and their scorer.
 
 The problems are this project's own sums (`chain_sum.py`) or those of a task of reasoning-gym, which
 is an optional package (`reasoning_gym.py`).
 
 Invariants
-- Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
-  chunk of problems, because a data set seeds item i with `seed + i`, so that nearby seeds would
-  share problems.
-- The payload names the problem: its component of the mixture, the chunk's seed and the offset in
-  the chunk. The scorer makes the problem again and refuses to score if the answer is another one.
+- A problem depends only on the task's arguments, the seed and the problem's index. Problems are
+  generated in chunks, and each chunk has a hash as its seed: a data set seeds item i with `seed +
+  i`, so that nearby seeds would produce the same problems.
+- The payload identifies the problem: its component of the mixture, its chunk's seed and its index
+  in the chunk. The scorer generates the problem again and raises an error if the answer differs.
 """
 
 import random
@@ -33,7 +33,7 @@ from megatron_async.tasks.chain_sum import ChainSums
 
 CHAIN_SUM: Final = "chain_sum"
 CHUNK: Final = 1000
-"""Problems that are made from one seed."""
+"""Number of problems that are generated from one seed."""
 _MAX_REDRAWS: Final = 200
 _MAX_HELDOUT_DRAWS_EACH: Final = 40
 _SFT_SEED_OFFSET: Final = "worked"
@@ -41,51 +41,70 @@ _SEED_RANGE: Final = 1 << 31
 
 
 class ProceduralProblems:
-    """Draws problems of one task; `params.mixture` weighs several sets of its arguments."""
+    """Problem source that generates the problems of one procedural task, without end.
+
+    `task.params.mixture` may list several sets of arguments with weights; each problem draws one
+    set.
+    """
 
     def __init__(self, config: TaskConfig) -> None:
         self.name = task_name(config)
         self._config = config
         self._datasets = _Datasets(config)
-        self._problem("check", config.train_seed, 0, 0)
+        self._problem("check", config.train_seed, 0, 0)  # raises for arguments that are refused
 
     def train(self, index: int) -> Problem:
-        """Training problem `index`; one whose text is held out is drawn again."""
+        """Return training problem `index`; if the drawn problem is held out, draw again."""
         return self._training_problem("train", index)
 
     def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
-        """The first: problems are made as they are asked for."""
+        """Yield the first training problem only, since the problems have no end."""
         yield (0, 0), replace(self.train(0), where=f"{self.name}, problem 0")
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Impossible, for the same reason."""
+        """Raise a UserError, because generated problems cannot be removed."""
         raise UserError(
             f"task.long_prompts filter removes rows of files; task {self.name} has none: make its "
             "prompts shorter or the context longer"
         )
 
     def summary(self) -> str:
-        """The name of the task."""
+        """Return a phrase with the name of the task."""
         return f"procedural problems of {self.name}"
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` different held-out problems of the held-out order."""
+        """Return the first `count` different held-out problems, in an order that all runs share.
+
+        Raises:
+            UserError: If `count` is 0 (all), or if there are too few different held-out problems.
+        """
         if not count:
-            raise UserError("eval.prompts 0 means all, and a procedural task has no end of them")
+            raise UserError(
+                "eval.prompts is 0 (all), but a procedural task generates problems endlessly. Set "
+                "a positive number."
+            )
         found = self._different_heldout(count)
         if len(found) < count:
             raise UserError(
                 f"task {self.name} with params {self._config.params} has only {len(found)} "
                 f"different held-out problems at task.heldout_share "
-                f"{self._config.heldout_share}, eval.prompts asks for {count}"
+                f"{self._config.heldout_share}; eval.prompts is {count}. Lower it."
             )
         return found
 
     def counts(self, heldout: int) -> tuple[None, int]:
-        """Training problems have no end; those held out may."""
+        """Return None, as training problems have no end, and the number of held-out problems.
+
+        The number of held-out problems is at most `heldout`.
+        """
         return None, len(self._different_heldout(heldout))
 
     def _different_heldout(self, count: int) -> list[Problem]:
+        """Return up to `count` different held-out problems.
+
+        The search stops after a limited number of draws, because small ranges of arguments have few
+        different problems.
+        """
         found: dict[str, Problem] = {}
         limit = int(count * _MAX_HELDOUT_DRAWS_EACH / self._config.heldout_share)
         for index in range(limit):
@@ -97,7 +116,11 @@ class ProceduralProblems:
         return list(found.values())
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Training problems (of an order of their own) with worked answers."""
+        """Return `count` training problems with worked answers, in a separate order of problems.
+
+        Raises:
+            UserError: If the task is not chain_sum, which is the only one with worked answers.
+        """
         if self._config.kind != CHAIN_SUM:
             raise UserError(
                 f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
@@ -113,6 +136,13 @@ class ProceduralProblems:
         return found
 
     def _training_problem(self, purpose: str, index: int) -> Problem:
+        """Return problem `index` of an order, drawn again until it is not held out.
+
+        `purpose` and `task.train_seed` determine the order.
+
+        Raises:
+            UserError: If every draw is held out.
+        """
         for attempt in range(_MAX_REDRAWS):
             problem = self._problem(purpose, self._config.train_seed, index, attempt)
             if not is_heldout(problem.question, self._config.heldout_share):
@@ -123,7 +153,16 @@ class ProceduralProblems:
         )
 
     def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
-        """Draw the arguments, the chunk (as its seed) and the place in it."""
+        """Generate problem `index` of an order, with a randomly drawn component of the mixture.
+
+        A component is one of the sets of arguments in `task.params.mixture`.
+
+        Args:
+            purpose: Name of the order; different orders have different problems.
+            seed: Seed of the order.
+            index: Index of the problem in the order.
+            attempt: Number of earlier draws for this index that were held out.
+        """
         chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
         weights = self._datasets.weights
         component = chance.choices(range(len(weights)), weights)[0]
@@ -140,17 +179,20 @@ class ProceduralProblems:
 
 
 class ProceduralScorer:
-    """The scorer of a procedural task."""
+    """Scores responses to the problems of a procedural task."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
         self._datasets = _Datasets(config)
 
     def score(self, payload: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Return the reward of the answer that `text` ends in, and its components.
+        """Return the reward of the final answer in `text`, and the components of the reward.
 
-        A text without an answer has reward 0. Raises ValueError when the problem cannot be made
-        again, and whatever the data set's scorer raises.
+        A text without an answer has reward 0.
+
+        Raises:
+            ValueError: If the problem cannot be generated again. Exceptions of the data set's own
+                scorer are passed on.
         """
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:
@@ -160,7 +202,7 @@ class ProceduralScorer:
         if str(entry["answer"]) != payload["answer"]:
             raise ValueError(
                 f"{task_name(self._config)} made another problem for seed {payload['seed']}, index "
-                f"{payload['index']}: its answer is {entry['answer']!r}, not {payload['answer']!r}"
+                f"{payload['index']}; its answer is {entry['answer']!r}, not {payload['answer']!r}"
             )
         score = float(dataset.score_answer(answer, entry))
         reward = float(score >= 1.0) if self._config.full_score_only else score
@@ -168,18 +210,23 @@ class ProceduralScorer:
 
 
 def task_name(config: TaskConfig) -> str:
-    """Return the name of the procedural task that `config` chooses."""
+    """Return the name of the procedural task that `config` selects."""
     return CHAIN_SUM if config.kind == CHAIN_SUM else config.name
 
 
 class _Datasets:
-    """Chunks of a task's problems, the newest ones kept. `weights` are those of the mixture.
+    """Generates the problems of a task in chunks and caches the chunks used last.
 
-    `params` beside `mixture` are arguments of all components.
+    Each component of the mixture has a weight in `weights` and its own arguments. Entries of
+    `task.params` other than `mixture` are arguments of all components.
     """
 
     def __init__(self, config: TaskConfig) -> None:
-        """Check the task's name and the mixture. Raises UserError."""
+        """Check the task's name and the mixture.
+
+        Raises:
+            UserError: If either is invalid.
+        """
         if config.kind != CHAIN_SUM:
             from megatron_async.tasks.reasoning_gym import check_name
 
@@ -202,7 +249,11 @@ class _Datasets:
         self.chunk = lru_cache(maxsize=64)(self._make)
 
     def _make(self, component: int, seed: int) -> Dataset:
-        """Make a chunk. Raises UserError for arguments that the task refuses."""
+        """Generate the chunk of problems that `seed` produces with the arguments of a component.
+
+        Raises:
+            UserError: If the task refuses the arguments.
+        """
         arguments = self._arguments[component]
         reserved = {"seed", "size"} & arguments.keys()
         if reserved:
@@ -220,7 +271,11 @@ class _Datasets:
 
 
 def _known(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of chain_sum. Raises UserError for one that it does not take."""
+    """Return `arguments` unchanged if chain_sum accepts all of them.
+
+    Raises:
+        UserError: If chain_sum has no such argument.
+    """
     names = sorted(field.name for field in fields(ChainSums) if field.name != "seed")
     for name in arguments:
         if name not in names:

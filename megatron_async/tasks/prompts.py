@@ -1,10 +1,10 @@
-"""Prompts and conversations as text and tokens.
+"""Renders problems and conversations as text and tokens.
 
 Invariants
-- Every token that a text of the user's becomes is one of the model's vocabulary: a tokenizer may
-  have tokens that the model has no embedding for, and an engine or a trainer would end at one.
-- No part of a message is lost silently: fields that hold content of the assistant are refused
-  where the chat template does not use them.
+- Every token made from a user's text is in the model's vocabulary. A tokenizer may have tokens that
+  the model has no embedding for, and such a token would crash an engine or a trainer.
+- No part of a message is lost silently: if a message has a field with content of the assistant that
+  the chat template does not use, the message is refused.
 """
 
 import logging
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with the settings' system message and arguments."""
+    """A tokenizer's chat template, with the system message and arguments from the settings."""
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self._config = config
@@ -38,18 +38,29 @@ class ChatTemplate:
         where: str,
         **arguments: Any,
     ) -> WorkedExample:
-        """A conversation to learn from: all that the assistant wrote, each turn's end included.
+        """Return a conversation as a supervised example that trains on every assistant message.
 
-        A message with `weight` 0, as OpenAI's format has it, is not learned. `arguments`: the
-        template's, beside the settings' (`tools`). Raises UserError where nothing is learned, and
-        where the template shows earlier turns otherwise once later ones follow (some drop an
-        earlier turn's thoughts).
+        The token that ends an assistant message is trained on too. A message with `weight` 0, as in
+        OpenAI's format, is not trained on.
+
+        Args:
+            messages: The conversation.
+            stop_token_ids: Tokens that end a response. If the last trained token is not one of
+                them, the end-of-text token is added.
+            where: Setting, file and line of the conversation, for error messages.
+            arguments: Arguments of the chat template in addition to those of the settings, such as
+                `tools`.
+
+        Raises:
+            UserError: If there is nothing to train on, or if the template renders an earlier
+                message differently once later messages follow. Some templates do: they remove an
+                earlier message's thoughts.
         """
         self.check_fields(messages, where)
         template = str(self._tokenizer.chat_template)
         if arguments.get("tools") and not (self._warned or re.search(r"\btools\b", template)):
             self._warned = True
-            _logger.warning("%s: the chat template of model.path leaves out `tools`", where)
+            _logger.warning("%s: the chat template of model.path does not use `tools`", where)
         text = self.text(messages, begin=False, **arguments)
         spans = []
         for number, message in enumerate(messages):
@@ -59,12 +70,12 @@ class ChatTemplate:
             upto = self.text(messages[: number + 1], begin=False, **arguments).rstrip()
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise UserError(
-                    f"{where}: the chat template does not show message {number + 1} as it does "
-                    "without the messages after it; write one row for each turn to be learned"
+                    f"{where}: the chat template renders message {number + 1} differently when "
+                    "messages follow it; write a separate row for each message to be trained on"
                 )
             spans.append((len(before), len(upto)))
         if not spans:
-            raise UserError(f"{where}: no message of the assistant")
+            raise UserError(f"{where}: there is no message of the assistant to train on")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         begins = np.array([begin for begin, _ in encoded["offset_mapping"]])
@@ -81,21 +92,30 @@ class ChatTemplate:
         return WorkedExample(tokens[:first], tokens[first:], trained[first:])
 
     def check_fields(self, messages: Sequence[Message], where: str) -> None:
-        """Refuse content fields that the template does not use. Raises UserError."""
+        """Raise a UserError if the chat template does not use a content field that a message has.
+
+        Content fields are `CONTENT_FIELDS`, such as `tool_calls`.
+        """
         template = str(self._tokenizer.chat_template)
         for message in messages:
             for name in CONTENT_FIELDS:
                 if name in message and not re.search(rf"[.'\"]{name}\b", template):
                     raise UserError(
                         f"{where}: a message of {message['role']} has the field `{name}`, which "
-                        "the chat template of model.path does not use: put it into `content`, "
+                        "the chat template of model.path does not use; put it into `content`, "
                         "remove it, or use a model whose template shows it"
                     )
 
     def text(self, messages: Sequence[Message], *, begin: bool, **arguments: Any) -> str:
-        """Messages as text; with `begin` up to where the assistant begins to answer.
+        """Return messages as text, as the chat template renders them.
 
-        `arguments`: the template's, beside the settings'. Raises UserError.
+        Args:
+            messages: The conversation.
+            begin: Whether to append the start of the assistant's next message.
+            arguments: Arguments of the chat template in addition to those of the settings.
+
+        Raises:
+            UserError: If the template fails.
         """
         system = self._config.system_prompt
         if system and messages[0]["role"] != "system":
@@ -108,7 +128,7 @@ class ChatTemplate:
                 **self._config.chat_template_kwargs,
                 **arguments,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
                 f"the chat template of model.path fails for messages of {roles} with "
@@ -119,27 +139,31 @@ class ChatTemplate:
 
 
 def chat_template(config: DataConfig, tokenizer: Any) -> ChatTemplate | None:
-    """The template to use; None where there is none. Raises UserError for what then has no use."""
+    """Return the chat template to use, or None if there is none or the settings turn it off.
+
+    Raises:
+        UserError: If there is none to use although a setting needs one.
+    """
     if config.chat_template == "auto" and tokenizer.chat_template:
         return ChatTemplate(config, tokenizer)
     for name in ("system_prompt", "chat_template_kwargs"):
         if getattr(config, name):
             raise UserError(
-                f"task.{name} is {getattr(config, name)!r}, and model.path has no chat template "
-                "(or task.chat_template is never): leave it out"
+                f"task.{name} is {getattr(config, name)!r}; it needs a chat template, and "
+                "model.path has no chat template (or task.chat_template is never). Leave it out."
             )
     return None
 
 
 class PromptRenderer:
-    """Turns problems into prompts: `task.prompt_template`, then the chat template if there is one.
+    """Renders problems as prompts: first `task.prompt_template`, then the chat template, if any.
 
     Args:
         config: The task's settings.
         tokenizer: A transformers tokenizer.
         vocabulary: Number of tokens that the model has embeddings for; None if it is not known.
-        plays: Whether an environment makes the first prompt of an episode, so that `check` looks
-            at the question only.
+        plays: Whether an environment makes the first prompt of an episode. Then `check` looks only
+            at the question.
     """
 
     def __init__(
@@ -158,7 +182,11 @@ class PromptRenderer:
         self.chat = chat_template(config, tokenizer)
 
     def identity(self) -> str:
-        """Return a text that differs where `check` may give another result for the same problem."""
+        """Return a text that changes whenever `check` might judge the same problem differently.
+
+        It contains the settings, the chat template and the vocabulary sizes that `check` depends
+        on.
+        """
         settings = self._config.model_dump_json(
             include={"system_prompt", "chat_template", "chat_template_kwargs", "prompt_template"}
         )
@@ -167,37 +195,53 @@ class PromptRenderer:
         return f"{settings}\n{template}\n{numbers}"
 
     def messages(self, problem: Problem) -> Sequence[Message]:
-        """Return the prompt as a conversation, without the chat template."""
+        """Return a problem's prompt as chat messages, before the chat template is applied."""
         return problem.messages or [{"role": "user", "content": self._question(problem)}]
 
     def text(self, problem: Problem) -> str:
-        """Return the prompt's text. Raises UserError where no prompt can be made of the problem."""
+        """Return a problem's prompt as text.
+
+        Raises:
+            UserError: If the problem cannot be rendered.
+        """
         messages = self.messages(problem)
         if self.chat is not None:
             self.chat.check_fields(messages, "the prompt")
             return self.chat.text(messages, begin=True)
         if problem.messages:
             raise UserError(
-                "model.path has no chat template (or task.chat_template is never), and the "
-                "prompts are chat messages: use a model with one, or prompts of text"
+                "the prompts are chat messages, and model.path has no chat template (or "
+                "task.chat_template is never); use a model with a chat template, or text prompts"
             )
         return str(messages[0]["content"])
 
     def ids(self, problem: Problem) -> IntArray:
-        """Return the prompt's tokens. Raises UserError for one that the model does not have."""
+        """Return the token IDs of a problem's prompt.
+
+        Raises:
+            UserError: If the problem cannot be rendered, or has a token that the model does not
+                have.
+        """
         return self.encode(self.text(problem), special_tokens=self.chat is None)
 
     def encode(self, text: str, *, special_tokens: bool) -> IntArray:
-        """Return the tokens of `text`, with the tokenizer's own around it if asked for."""
+        """Return the token IDs of `text`.
+
+        `special_tokens` adds the special tokens that the tokenizer puts around a text.
+
+        Raises:
+            UserError: If a token is not in the model's vocabulary.
+        """
         ids = self._tokenizer.encode(text, add_special_tokens=special_tokens)
         check_vocabulary(ids, self.vocabulary, self._tokenizer)
         return np.asarray(ids, dtype=np.int32)
 
     def check(self, problem: Problem) -> None:
-        """Refuse a problem of which no prompt can be made. Raises UserError.
+        """Raise a UserError if a problem cannot be rendered as a prompt.
 
-        A chat template treats all messages of a single text alike, so that only the first of those
-        is rendered. Tokens are looked at where the tokenizer has more of them than the model.
+        A chat template treats all prompts that are a single text alike, so only the first of them
+        goes through the template. Tokens are checked only if the tokenizer has more of them than
+        the model.
         """
         if self._has_episodes:
             self.messages(problem)
@@ -210,26 +254,31 @@ class PromptRenderer:
             self._question(problem)
 
     def _question(self, problem: Problem) -> str:
+        """Return a problem's question, filled into the prompt template.
+
+        Raises:
+            UserError: If the template names a field that the problem does not have.
+        """
         template = problem.template or self._config.prompt_template or "{question}"
         fields = {k: v for k, v in problem.fields.items() if k != "question"}
         try:
             return template.format(question=problem.question, **fields)
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
-                f"task.prompt_template {template!r} does not fit the task: "
+                f"task.prompt_template {template!r} does not fit the task; "
                 f"it may name question{''.join(', ' + k for k in sorted(problem.fields))}"
             ) from error
 
 
 def check_vocabulary(ids: IntArray | list[int], vocabulary: int | None, tokenizer: Any) -> None:
-    """Refuse tokens that the model has no embedding for. Raises UserError.
+    """Raise a UserError if the model has no embedding for one of the tokens in `ids`.
 
-    `vocabulary`: the number of those that it has; None if it is not known.
+    `vocabulary` is the number of tokens that the model has embeddings for; None if it is not known.
     """
     highest = int(np.max(ids)) if len(ids) else 0
     if vocabulary is not None and highest >= vocabulary:
         raise UserError(
             f"the text holds the token {tokenizer.decode([highest])!r} ({highest}), and the model "
-            f"has {vocabulary} tokens (vocab_size in config.json): resize the model's embeddings, "
+            f"has {vocabulary} tokens (vocab_size in config.json); resize the model's embeddings, "
             "or remove that token from the tokenizer or from the data"
         )

@@ -1,6 +1,7 @@
-"""`task.kind: reasoning_gym`: the data sets of the optional package reasoning-gym.
+"""Provides `task.kind: reasoning_gym`: the data sets of the optional package reasoning-gym.
 
-The package is an extra because pycosat, which it needs, is built from source with a C compiler.
+The package is optional because pycosat, which it depends on, is compiled from C source when it is
+installed.
 """
 
 from typing import Any, Final
@@ -8,12 +9,12 @@ from typing import Any, Final
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Dataset
 
-# Tasks of reasoning-gym 0.1.25 on which RL would learn nonsense.
+# Tasks of reasoning-gym 0.1.25 whose scorer is unusable for reinforcement learning.
 UNUSABLE: Final = {"game_of_life_halting": "its scorer gives full score to every answer"}
 
 
 def check_name(name: str) -> None:
-    """Raise UserError unless `name` is a usable task of reasoning-gym, which is installed."""
+    """Raise a UserError unless reasoning-gym is installed and `name` is one of its usable tasks."""
     if not name:
         raise UserError("task.name is empty; task.kind reasoning_gym needs the name of a task.")
     if name in UNUSABLE:
@@ -32,7 +33,10 @@ def check_name(name: str) -> None:
 
 
 def make_dataset(name: str, *, seed: int, size: int, **arguments: Any) -> Dataset:
-    """Return `size` problems of task `name`. Raises what reasoning-gym raises for arguments."""
+    """Return a data set of `size` problems of the reasoning-gym task `name`.
+
+    For bad arguments, it raises whatever reasoning-gym raises.
+    """
     import reasoning_gym
 
     dataset: Dataset = reasoning_gym.create_dataset(name, seed=seed, size=size, **arguments)

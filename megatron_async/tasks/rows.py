@@ -1,11 +1,12 @@
-"""Rows of files, read one at a time: JSONL, Parquet, directories of them, saved `datasets`.
+"""Reads rows one at a time from JSONL, Parquet or Arrow files, folders, and saved `datasets`.
 
 Invariants
-- Memory holds an index of a few bytes a row, never the rows: JSONL is read at recorded offsets,
-  Arrow is memory-mapped. A large Parquet file becomes an Arrow file without a name that ends with
-  the process, since its pages can only be read from their beginning.
-- Every refusal names the setting, the file and the line or row.
-- A row is JSON: nothing but texts, finite numbers, booleans, null, lists and mappings.
+- Memory holds an index of a few bytes per row, never the rows: JSONL is read at recorded offsets,
+  Arrow is memory-mapped. A large Parquet file is converted to an unnamed temporary Arrow file that
+  disappears with the process, because the pages of a Parquet file can only be read from their
+  beginning.
+- Every error message names the setting, the file and the line or row.
+- A row is JSON: it contains only strings, numbers, booleans, null, lists and mappings.
 """
 
 import codecs
@@ -29,65 +30,99 @@ from megatron_async.config.files import parse_json, read_json_object
 from megatron_async.errors import UserError, short_repr
 
 Row = dict[str, Any]
+"""Values of a row by column name."""
 
 MOST_BAD_ROWS_SHOWN: Final = 10
+"""Number of bad rows that a report lists; further ones are only counted."""
 _logger = logging.getLogger(__name__)
 _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-# Number and total of a shard, also before a hash: train-00000-of-00002.parquet, part_1_of_4.jsonl.
+# Matches number and total of a shard, also if a hash follows: train-00000-of-00002.parquet,
+# part_1_of_4.jsonl.
 _SHARD: Final = re.compile(r"(?:^|[-_.])(\d+)[-_.]of[-_.](\d+)(?:[-_.][0-9a-f]{6,})?$")
-# A part of the only split of its folder: part-00000.parquet.
+# Matches file names that do not name a split, so that the name of their folder does:
+# part-00000.parquet, 0.parquet.
 _PART: Final = re.compile(r"(?:part|shard|chunk)[-_.]?\d.*|\d*")
 _ROW: Final = re.compile(r"(?::|, row )(\d+)(?=\D)")
+"""Matches the line or row number in an error message."""
 _LARGE_NUMBER = re.compile(rb"\d{19}")
+"""Matches whole numbers that may exceed 64 bits."""
 
 
 class Rows(Protocol):
-    """Rows in a fixed order."""
+    """Interface of a sequence of rows in a fixed order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`. Raises UserError when it is no row."""
+        """Return row `index`.
+
+        Raises:
+            UserError: If the data there is not a valid row.
+        """
 
     def __iter__(self) -> Iterator[Row | UserError]:
-        """Iterate over all rows, with the refusal of one that is none."""
+        """Iterate over all rows; in place of an invalid row, the error that describes it."""
 
     def where(self, index: int) -> str:
-        """The place of row `index`, for a refusal."""
+        """Return setting, file and line (or row number) of row `index`, for an error message."""
 
 
 def open_rows(path: str, split: str, setting: str) -> Rows:
-    """The rows at `path`; at least one. Raises UserError that begins with `setting`."""
+    """Open the rows in the file or folder `path`, of which there must be at least one.
+
+    Args:
+        path: A data file, a folder of data files, or a saved dataset.
+        split: Split to read from a folder; empty if it has only one.
+        setting: Name of the setting that has the path, for error messages.
+
+    Raises:
+        UserError: If the rows cannot be read or there are none; the message starts with `setting`.
+    """
     try:
-        parts = [_file(file, setting) for file in data_files(path, split, setting)]
+        opened = [_file(file, setting) for file in data_files(path, split, setting)]
     except (OSError, ValueError) as error:
         raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
-    rows = parts[0] if len(parts) == 1 else _Chain(parts)
+    rows = opened[0] if len(opened) == 1 else _Chain(opened)
     if not len(rows):
         raise UserError(f"{setting} {path} holds no {'rows' if Path(path).is_dir() else 'lines'}")
     return rows
 
 
 def data_files(path: str, split: str, setting: str) -> list[Path]:
-    """Return the files with the rows of `path` in order. Raises UserError or OSError."""
-    place = Path(path)
-    if not path or not place.exists():
+    """Return the files that have the rows of `path`, in order.
+
+    Raises:
+        UserError: If there are none, or they do not form one complete split.
+        OSError: If a folder cannot be read.
+    """
+    found = Path(path)
+    if not path or not found.exists():
         raise UserError(f"{setting} {path!r} cannot be read: there is no such file")
-    return _directory(place, split, setting) if place.is_dir() else [place]
+    return _directory(found, split, setting) if found.is_dir() else [found]
 
 
 def report_bad_rows(
     what: str, bad: list[str], of: int, mode: str, *, readable: bool = False
 ) -> None:
-    """List the first ten bad rows of a file that has `of`; `bad` has a message for each of these.
+    """Report the rows of a file that cannot be used: as a warning, or as a UserError.
 
-    Rows with the same message are listed once.
+    The report counts the bad rows and lists the first ten. Rows with the same error are listed
+    once.
 
-    `mode` skip: they are left out. `readable`: some have the right columns. Raises UserError
-    otherwise, and where no row is good.
+    Args:
+        what: Setting and path of the file.
+        bad: An error message for each bad row.
+        of: Number of rows in the file.
+        mode: Value of `task.bad_rows`. With "skip", bad rows only cause a warning, unless all rows
+            are bad.
+        readable: Whether some bad rows have the right columns; if not, the error suggests to set
+            them.
+
+    Raises:
+        UserError: If `mode` is not "skip", or if all rows are bad.
     """
     found = f"{what}: {len(bad):,} of {of:,} rows cannot be used"
     left_out = mode == "skip" and len(bad) < of
@@ -98,19 +133,22 @@ def report_bad_rows(
             listed.append(f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more")
         _logger.warning("\n  ".join([f"{title}:", *listed]))
     if not left_out:
-        sentence = f"{found}; {bad[0]}"
+        message = f"{found}; {bad[0]}"
         if len(bad) < of:
-            sentence += "; correct or remove such rows, or set task.bad_rows: skip"
+            message += "; correct or remove such rows, or set task.bad_rows: skip"
         elif not readable:
-            sentence += (
-                "; rows are those of a Parquet file, or JSON objects in UTF-8, one a line; if they "
-                "are, set `layout` or `columns` beside its path"
+            message += (
+                "; the file must be Parquet, Arrow, or UTF-8 text with one JSON object per line; "
+                "if it is, set `layout` or `columns` next to its path"
             )
-        raise UserError(sentence)
+        raise UserError(message)
 
 
 def _by_reason(messages: Sequence[str]) -> list[str]:
-    """Return the first of all messages that differ in their row only, with the other rows."""
+    """Return the messages, with those that differ only in their row number merged into one.
+
+    A merged message is the first of its kind, followed by the other row numbers.
+    """
     groups: dict[str, list[str]] = {}
     for message in messages:
         row = _ROW.search(message)
@@ -124,11 +162,16 @@ def _by_reason(messages: Sequence[str]) -> list[str]:
 
 
 def _file(file: Path, setting: str) -> Rows:
+    """Open the rows of one file in the format that its content or its suffix indicates.
+
+    Raises:
+        UserError: If the file is not a regular, uncompressed file, or is invalid.
+    """
     what = f"{setting} {file}"
     if file.exists() and not file.is_file():
-        raise UserError(f"{what} is no regular file: rows are read more than once")
+        raise UserError(f"{what} is not a regular file; rows are read more than once")
     if file.suffix in _COMPRESSED:
-        raise UserError(f"{what} is compressed; decompress it, since rows are read at any place")
+        raise UserError(f"{what} is compressed; rows are read at any offset. Decompress the file.")
     with file.open("rb") as stream:
         magic = stream.read(6)
     if magic.startswith(b"PAR1"):
@@ -141,6 +184,11 @@ def _file(file: Path, setting: str) -> Rows:
 
 
 def _directory(folder: Path, split: str, setting: str) -> list[Path]:
+    """Return the data files in `folder` that belong to `split`, in order.
+
+    Raises:
+        UserError: If there are none, if the split is ambiguous, or if shards are missing.
+    """
     what = f"{setting} {folder}"
     if (folder / "dataset_dict.json").is_file():
         known = _names(folder / "dataset_dict.json", "splits", what)
@@ -148,10 +196,14 @@ def _directory(folder: Path, split: str, setting: str) -> list[Path]:
     if (folder / "state.json").is_file():
         state = folder / "state.json"
         if read_json_object(state, f"{what}/state.json").get("_indices_data_files"):
-            raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
+            raise UserError(
+                f"{what} is a saved dataset with a selection of rows, which cannot be read. Save "
+                "it again after flatten_indices()."
+            )
         return [folder / name for name in _names(state, "_data_files", what)]
     by_split: dict[str, list[Path]] = {}
-    for file in _data_files(folder):  # train-00000-of-00002.parquet, test.jsonl, train/0.parquet
+    # Examples of names: train-00000-of-00002.parquet, test.jsonl, train/0.parquet.
+    for file in _data_files(folder):
         stem = _SHARD.sub("", _plain(file).stem)
         name = file.parent.name if _PART.fullmatch(stem) else stem
         by_split.setdefault(name, []).append(file)
@@ -163,9 +215,9 @@ def _directory(folder: Path, split: str, setting: str) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Return the data files below `folder` in order, without hidden ones and hidden folders.
+    """Return the data files below `folder`, in order, without hidden files and hidden folders.
 
-    A compressed file counts as data unless it lies next to its decompressed copy.
+    A compressed file counts as data unless its decompressed copy is next to it.
     """
     files = {
         file
@@ -178,12 +230,16 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _plain(file: Path) -> Path:
-    """Return the name of the file without the suffix of a compression."""
+    """Return the file's path without the suffix of a compression format."""
     return file.with_suffix("") if file.suffix in _COMPRESSED else file
 
 
 def _check_shards(files: Sequence[Path], what: str) -> None:
-    """Refuse files of which the names show that others are missing. Raises UserError."""
+    """Raise a UserError if the numbered shards among `files` are incomplete.
+
+    A shard is one of several files with numbered names such as `train-00000-of-00002.parquet`.
+    Shards of two different totals under one name are refused too.
+    """
     series: dict[str, dict[str, set[int]]] = {}
     for file in map(_plain, files):
         if shard := _SHARD.search(file.stem):
@@ -192,19 +248,27 @@ def _check_shards(files: Sequence[Path], what: str) -> None:
     for name, shards in series.items():
         if len(shards) > 1:
             several = " and of ".join(sorted(shards))
-            raise UserError(f"{what} holds shards of {several} of {name}; keep one set")
+            raise UserError(
+                f"{what} holds shards of {several} of {name}: files of two sets. Keep one set."
+            )
         [(total, present)] = shards.items()
         first = 1 if 0 not in present and int(total) in present else 0
         if missing := {*range(first, first + int(total))} - present:
             found = ", ".join(map(str, sorted(present)[:10]))
             raise UserError(
-                f"{what} lacks {len(missing)} of {int(total)} shards of {name}; found are those "
-                f"with the numbers {found}. Add the others, or rename these to use them alone."
+                f"{what} lacks {len(missing)} of {int(total)} shards of {name}; it has the shards "
+                f"numbered {found}. Add the others, or rename the existing ones to use only them."
             )
 
 
 def _names(file: Path, key: str, what: str) -> list[str]:
-    """The names of splits or files that `datasets` has written."""
+    """Return the names listed under `key` in a file that Hugging Face `datasets` wrote.
+
+    They are names of splits or of files.
+
+    Raises:
+        UserError: If there is no such list.
+    """
     entries = read_json_object(file, f"{what}/{file.name}").get(key)
     names: list[Any] = [
         entry.get("filename") if isinstance(entry, dict) else entry
@@ -212,13 +276,18 @@ def _names(file: Path, key: str, what: str) -> list[str]:
     ]
     if not names or not all(isinstance(name, str) and name.strip("./") for name in names):
         raise UserError(
-            f"{what}: {file.name} has {key} {short_repr(entries)}; a directory that datasets has "
-            "saved lists names there"
+            f"{what}: {key} in {file.name} is {short_repr(entries)}; in a directory that datasets "
+            "saved it is a list of names"
         )
     return names
 
 
 def _chosen(split: str, known: Sequence[str], what: str) -> str:
+    """Return the split to read: `split`, or the only one of `known` if `split` is empty.
+
+    Raises:
+        UserError: If `split` does not exist, or is empty although there are several splits.
+    """
     if split in known:
         return split
     if not split and len(known) == 1:
@@ -228,7 +297,7 @@ def _chosen(split: str, known: Sequence[str], what: str) -> str:
 
 
 class _Chain:
-    """Rows of several files as those of one."""
+    """Rows of several files as one sequence."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
@@ -249,6 +318,7 @@ class _Chain:
         return part.where(place)
 
     def _at(self, index: int) -> tuple[Rows, int]:
+        """Return the file that row `index` is in, and the row's index in that file."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
@@ -257,7 +327,10 @@ class _Chain:
 
 
 class _JsonlRows:
-    """Objects, one a line; only a newline ends a line, as JSON may hold U+2028 and U+0085."""
+    """Rows of a file with one JSON object per line, read from disk when requested.
+
+    Only a newline ends a line, because JSON strings may contain U+2028 and U+0085.
+    """
 
     def __init__(self, file: Path, what: str) -> None:
         self._what = what
@@ -291,8 +364,10 @@ class _JsonlRows:
         begin = self._begins[index]
         line = os.pread(self._descriptor, self._ends[index] - begin, begin)
         row = None
-        if not _LARGE_NUMBER.search(line):  # orjson rounds whole numbers of more than 64 bits
-            with suppress(orjson.JSONDecodeError):  # `parse_json` names what is wrong
+        # orjson is fast, but it rounds whole numbers of more than 64 bits, and `parse_json` below
+        # describes errors better.
+        if not _LARGE_NUMBER.search(line):
+            with suppress(orjson.JSONDecodeError):
                 row = orjson.loads(line)
         try:
             row = parse_json(line.decode(), self.where(index)) if row is None else row
@@ -301,7 +376,7 @@ class _JsonlRows:
                 f"{self.where(index)} is not UTF-8 text (byte {error.start})"
             ) from error
         if not isinstance(row, dict):
-            raise UserError(f"{self.where(index)} must be an object, got {type(row).__name__}")
+            raise UserError(f"{self.where(index)} must be a JSON object, got {type(row).__name__}")
         return row
 
     def where(self, index: int) -> str:
@@ -312,7 +387,7 @@ class _JsonlRows:
 
 
 def _arrow() -> Any:
-    """pyarrow; only who has such files waits for its import."""
+    """Return the module pyarrow, whose slow import only users of Parquet and Arrow files need."""
     import pyarrow.ipc
     import pyarrow.parquet
 
@@ -320,6 +395,11 @@ def _arrow() -> Any:
 
 
 def _arrow_rows(file: Path, what: str, read: Callable[[Any, Path, str], Any]) -> Rows:
+    """Return the rows of the Arrow table that `read` reads from `file`.
+
+    Raises:
+        UserError: If the file cannot be read or has a column of bytes.
+    """
     arrow = _arrow()
     try:
         return _Table(read(arrow, file, what), what)
@@ -328,6 +408,10 @@ def _arrow_rows(file: Path, what: str, read: Callable[[Any, Path, str], Any]) ->
 
 
 def _read_parquet(arrow: Any, file: Path, what: str) -> Any:
+    """Return the Arrow table of a Parquet file: a small one in memory, a large one memory-mapped.
+
+    The memory-mapped table is in a temporary file that has no name and disappears with the process.
+    """
     source = arrow.parquet.ParquetFile(file)
     _check_schema(source.schema_arrow, what)
     groups = (source.metadata.row_group(i) for i in range(source.metadata.num_row_groups))
@@ -341,7 +425,7 @@ def _read_parquet(arrow: Any, file: Path, what: str) -> Any:
 
 
 def _map(arrow: Any, file: Path, what: str) -> Any:
-    """An Arrow file or stream, memory-mapped."""
+    """Return the table of an Arrow file or an Arrow stream, memory-mapped."""
     mapped = arrow.memory_map(str(file))
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
@@ -351,7 +435,7 @@ def _map(arrow: Any, file: Path, what: str) -> Any:
 
 
 class _Table:
-    """Rows of an Arrow table."""
+    """Rows of an Arrow table, converted to JSON values when requested."""
 
     def __init__(self, table: Any, what: str) -> None:
         self._table = table
@@ -374,6 +458,7 @@ class _Table:
         return f"{self._what}, row {index + 1}"
 
     def _rows(self, begin: int, count: int) -> Iterator[Row | UserError]:
+        """Yield up to `count` rows from row `begin` on; for an invalid row, yield a UserError."""
         for index, row in enumerate(self._table.slice(begin, count).to_pylist(), begin):
             try:
                 yield {name: _column(name, value) for name, value in row.items()}
@@ -382,18 +467,21 @@ class _Table:
 
 
 def _check_schema(schema: Any, what: str) -> None:
-    """Refuse columns of bytes, images and sounds as `datasets` has them. Raises UserError."""
+    """Raise a UserError if a column holds bytes, as image and audio columns of `datasets` do."""
     types = _arrow().types
     for field in schema:
         if _holds_bytes(field.type, types):
             raise UserError(
-                f"{what}: column {field.name!r} holds {field.type}, such as images: only text can "
-                "be trained on; remove the column"
+                f"{what}: column {field.name!r} has the type {field.type}, which is for data such "
+                "as images; only text can be trained on. Remove the column."
             )
 
 
 def _holds_bytes(kind: Any, types: Any) -> bool:
-    """Return whether an Arrow type holds bytes at any depth. `types`: module `pyarrow.types`."""
+    """Return whether an Arrow type contains bytes at any depth.
+
+    `types` is the module `pyarrow.types`.
+    """
     if isinstance(kind, _arrow().ExtensionType):
         return _holds_bytes(kind.storage_type, types)
     if types.is_dictionary(kind):
@@ -409,25 +497,30 @@ def _holds_bytes(kind: Any, types: Any) -> bool:
 
 
 def _column(name: str, value: Any) -> Any:
-    """Return a column's value as JSON has it.
+    """Return an Arrow column's value as JSON, without the nulls that Arrow adds to mappings.
 
-    In messages and tools every object has the fields of all others, those that it lacks as null:
-    they are left out.
+    In a list of mappings, Arrow gives every mapping the keys of all others, with null where a
+    mapping lacks a key. Those keys are removed from the columns with chat messages and tools.
     """
     found = _json(value)
     first = found[0] if isinstance(found, list) and found else None
-    named = name == "tools" or (isinstance(first, dict) and "role" in first)
-    return _without_null(found) if named else found
+    padded = name == "tools" or (isinstance(first, dict) and "role" in first)
+    return _without_null(found) if padded else found
 
 
 def _without_null(value: Any) -> Any:
+    """Return a JSON value without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _json(value: Any) -> Any:
-    """A value of Arrow as JSON has it."""
+    """Return a Python value that Arrow produced as JSON: dates and decimals become strings.
+
+    Raises:
+        ValueError: If the value has no JSON form.
+    """
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, dict):

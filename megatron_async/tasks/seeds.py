@@ -1,8 +1,8 @@
-"""`task.kind: seeds`: rows `{seed}` for environments that make their own problems.
+"""Provides `task.kind: seeds`: rows that contain only a seed, for environments that make problems.
 
 Invariants
-- Row `index` depends on `task.train_seed` (held-out rows: on `HELDOUT_SEED`) and `index` only.
-- Whether a seed is held out follows from the seed alone.
+- A row depends only on its index and on `task.train_seed` (a held-out row: on `HELDOUT_SEED`).
+- Whether a seed is held out for evaluation depends on the seed alone.
 """
 
 import itertools
@@ -25,12 +25,12 @@ _SEEDS: Final = 1 << 31
 
 
 def seed_problem(seed: Any) -> Problem:
-    """The row of a seed."""
+    """Return the problem of a seed, whose payload contains no question but only the seed."""
     return Problem(f"seed {seed}", row_payload("", "", {"seed": seed}))
 
 
 class SeedProblems:
-    """Implements `base.ProblemSource`."""
+    """Problem source of endless rows that contain only a seed; see `base.ProblemSource`."""
 
     name = "seeds"
 
@@ -38,7 +38,7 @@ class SeedProblems:
         self._config = config
 
     def train(self, index: int) -> Problem:
-        """Row `index`; a seed that is held out is drawn again."""
+        """Return training row `index`; if the drawn seed is held out, draw again."""
         return next(
             problem
             for attempt in itertools.count()
@@ -46,31 +46,40 @@ class SeedProblems:
         )
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` held-out rows. Raises UserError where all are asked for."""
+        """Return the first `count` rows that are held out for evaluation.
+
+        Raises:
+            UserError: If `count` is 0 (all), since the rows have no end.
+        """
         if not count:
-            raise UserError("eval.prompts 0 means all, and task.kind seeds has no end of them")
+            raise UserError(
+                "eval.prompts is 0 (all), but task.kind seeds generates rows endlessly. Set a "
+                "positive number."
+            )
         drawn = (self._drawn(HELDOUT_SEED, index, 0) for index in itertools.count())
         return list(itertools.islice(filter(self._heldout, drawn), count))
 
     def counts(self, heldout: int) -> tuple[None, int]:
-        """Rows have no end."""
+        """Return None and `heldout`, since neither training rows nor held-out rows have an end."""
         return None, heldout
 
     def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:
-        """The first: all are as long."""
+        """Yield the first training row only, since rows have no end."""
         yield (0, 0), replace(self.train(0), where="task.kind seeds, row 0")
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Impossible: there is no file. Raises UserError."""
+        """Raise a UserError, because generated rows cannot be removed."""
         raise UserError("task.long_prompts filter removes rows of files; task.kind seeds has none")
 
     def summary(self) -> str:
-        """A name for the rows."""
+        """Return a phrase that describes the rows."""
         return "seeds for an environment"
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Raise UserError: there are none."""
-        raise UserError("task.kind seeds has no worked answers; set sft.data to a file of some")
+        """Raise a UserError, because seeds have no worked answers."""
+        raise UserError(
+            "task.kind seeds has no worked answers; set sft.data to a file of worked answers"
+        )
 
     def _heldout(self, problem: Problem) -> bool:
         return is_heldout(problem.question, self._config.heldout_share)

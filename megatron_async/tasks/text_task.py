@@ -1,7 +1,7 @@
-"""A task of single-turn text problems: template, tokens and stop tokens around a problem source.
+"""Provides tasks of text problems: tokenized prompts, supervised examples and stop tokens.
 
-Chat messages become text by the tokenizer's template, with a mark on the tokens that an assistant
-wrote.
+Chat messages become text by the tokenizer's chat template. In supervised examples, only the tokens
+that an assistant wrote are trained on.
 """
 
 import itertools
@@ -32,20 +32,29 @@ from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
 from megatron_async.tasks.seeds import seed_problem
 from megatron_async.trajectory.types import IntArray, Prompt
 
-# That a tokenizer puts around a text.
+# Allowance for the special tokens that a tokenizer puts around a text.
 _SPECIAL_TOKENS = 8
+# Number of prompts that `check_lengths` tokenizes, so that it takes seconds.
 _MOST_TOKENIZED = 2000
+# Number of characters of a prompt that are shown at the start of a run.
 _MOST_SHOWN = 2000
-# Of `tokenizer.json` and nothing more, as transformers 4 and 5 name it.
+# Names, in transformers 4 and 5, of the class that needs only `tokenizer.json`.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class TextTask:
-    """Implements `base.Task`. `tokenizer` is a transformers tokenizer.
+    """Task whose prompts and supervised examples are tokenized for one model; see `base.Task`.
 
-    `evaluated`: the evaluation sets that are files of their own, by name. `plays`: an environment
-    opens each episode; a prompt has no tokens, and its messages in the payload (`chat`: the row has
-    messages in place of a text).
+    Args:
+        config: The settings under `task`.
+        source: The problems to train on, and those held out for evaluation.
+        tokenizer: A transformers tokenizer.
+        prompts: Renders problems as prompts.
+        stop_token_ids: Tokens that end a response.
+        evaluated: Evaluation sets that have their own files, by name.
+        plays: Whether an environment opens each episode. Then a prompt has no tokens, and its
+            payload also has the prompt's `messages`, and as `chat` whether the row has messages
+            instead of a text.
     """
 
     def __init__(
@@ -68,46 +77,65 @@ class TextTask:
         self._prompts = prompts
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        """Training prompts from `position` on."""
+        """Return the `count` training prompts from `position` on, in the task's fixed order."""
         return [self._prompt(self.source.train(position + i)) for i in range(count)]
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
-        """The first `count` of an evaluation set; 0: all. Raises UserError if there are fewer."""
+        """Return the first `count` prompts of the evaluation set `name`; 0 for all.
+
+        Raises:
+            UserError: If the set has fewer.
+        """
         return [self._prompt(problem) for problem in self._eval_problems(count, name)]
 
     def _eval_problems(self, count: int, name: str) -> list[Problem]:
+        """Return the first `count` problems of the evaluation set `name`; 0 for all.
+
+        Raises:
+            UserError: If the set has fewer.
+        """
         if name in self._evaluated:
             return self._evaluated[name].first(count, HELDOUT_SEED)
         return self.source.heldout(count)
 
     def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
-        """Make the first `count` prompts of an evaluation set (0: all). Raises UserError.
+        """Raise a UserError if a prompt of the evaluation set `name` cannot be made or is too long.
 
-        One of more than `longest` tokens (None: no limit) is refused unless task.long_prompts is
-        drop: then it counts as wrong.
+        A prompt that is too long is accepted with `task.long_prompts: drop`: then it counts as
+        answered wrong.
+
+        Args:
+            count: Number of prompts to check, from the first on; 0 for all.
+            name: Name of the evaluation set.
+            longest: Maximum length of a prompt in tokens; None for no limit.
         """
         for problem in self._eval_problems(count, name):
             tokens = len(self._prompt(problem).token_ids)
             if longest is not None and tokens > longest and self._config.long_prompts != "drop":
-                place = problem.where or f"the problem {short_repr(problem.question)}"
+                where = problem.where or f"the problem {short_repr(problem.question)}"
                 raise UserError(
-                    f"evaluation set {name}: {place}: the prompt has {tokens} tokens, and at most "
-                    f"{longest} leave room for the response (engines.context_length, else the "
-                    "model's; engines.max_total_tokens; the set's max_new_tokens): remove it, "
-                    "change one of these, or have it counted as wrong by task.long_prompts: drop"
+                    f"evaluation set {name}: {where}: the prompt has {tokens} tokens; at most "
+                    f"{longest} leave enough tokens for the response (engines.context_length, else "
+                    "the model's; engines.max_total_tokens; the set's max_new_tokens). Remove the "
+                    "prompt, change one of these settings, or count the prompt as wrong with "
+                    "task.long_prompts: drop."
                 )
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """Training problems (None: no end), and up to `heldout` held-out ones."""
+        """Return the number of training problems and the number of held-out problems.
+
+        The first number is None if training problems are generated endlessly. The second is at most
+        `heldout`.
+        """
         return self.source.counts(heldout)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt or a response, as rewards get it."""
+        """Return the text of the tokens of a prompt or a response, as rewards receive it."""
         skips = self._config.skip_special_tokens
         return response_text(self._tokenizer, token_ids, self.stop_token_ids, skip_special=skips)
 
     def summary(self) -> str:
-        """The training data, and the first prompt as the template made it."""
+        """Return a description of the training data that includes the first prompt as rendered."""
         problem = self.source.train(0)
         if self._has_episodes:
             return self.source.summary()
@@ -119,10 +147,19 @@ class TextTask:
         )
 
     def check_lengths(self, longest: int, max_new_tokens: int) -> int:
-        """Refuses or leaves out prompts that are too long: of a file any, else the first.
+        """Remove the prompts that are too long to leave tokens for a response; return their number.
 
-        Only what has more bytes than it may have tokens is tokenized, and where one refuses, of
-        that so much that it takes seconds; the rest is looked at when it is admitted.
+        A prompt is too long if it and `max_new_tokens` together exceed `longest`, the number of
+        tokens that an engine accepts. Prompts are removed only with `task.long_prompts: filter`;
+        with `refuse`, one such prompt raises an error; with `drop`, and for environments, nothing
+        is checked. Of problems that are generated endlessly, only the first is checked.
+
+        A token is at least one byte long, so only prompts with more bytes than they may have tokens
+        are tokenized. With `refuse`, at most 2,000 of these are tokenized, so that the check takes
+        seconds; later prompts are checked when they are admitted.
+
+        Raises:
+            UserError: If a prompt is too long and may not or cannot be removed.
         """
         if self._has_episodes or self._config.long_prompts == "drop":
             return 0
@@ -132,24 +169,32 @@ class TextTask:
         around = len(self._prompts.text(blank).encode()) + _SPECIAL_TOKENS
         suspects = self.source.problems_longer_than(most - around)
         if self._config.long_prompts == "filter":
-            gone = [place for place, one in suspects if len(self.prompt_ids(one)) > most]
-            if gone:
-                self.source.exclude(gone)
-            return len(gone)
+            removed = [place for place, one in suspects if len(self.prompt_ids(one)) > most]
+            if removed:
+                self.source.exclude(removed)
+            return len(removed)
         for _, problem in itertools.islice(suspects, _MOST_TOKENIZED):
             tokens = len(self.prompt_ids(problem))
             if tokens > most:
                 raise UserError(
                     f"{problem.where}: the prompt has {tokens} tokens, which with "
                     f"sampling.max_new_tokens {max_new_tokens} is more than the {longest} that an "
-                    "engine takes (engines.context_length, else the model's; "
-                    "engines.max_total_tokens): shorten the prompt, lower the one or raise the "
-                    "other, or set task.long_prompts: filter"
+                    "engine accepts (engines.context_length, else the model's; "
+                    "engines.max_total_tokens). Shorten the prompt, lower sampling.max_new_tokens, "
+                    "raise the engine's limit, or set task.long_prompts: filter."
                 )
         return 0
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
-        """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
+        """Return up to `count` supervised examples, from the file `data` or else from the source.
+
+        Without `data`, they are the worked answers of the task's problem source, and there are
+        exactly `count`. Rows of `data` that are held out for evaluation are left out.
+
+        Raises:
+            UserError: If the source has no worked answers, or `data` has bad rows or only held-out
+                rows.
+        """
         if data is None:
             return [self._example(*pair) for pair in self.source.worked(count)]
         rows = open_rows(data.path, data.split, "sft.data")
@@ -162,7 +207,13 @@ class TextTask:
         return examples
 
     def _examples(self, rows: Rows, data: FileConfig, bad: list[str]) -> Iterator[WorkedExample]:
-        """The examples of rows that are not held out; what is wrong with a row goes to `bad`."""
+        """Yield a supervised example for each row that is not held out for evaluation.
+
+        Args:
+            rows: The rows of a file.
+            data: Columns of the file.
+            bad: List to which the error message of each row that cannot be used is appended.
+        """
         columns = Columns.of(data.layout, data.columns, self._config.prompt_template)
         elsewhere = frozenset(key for file in self._evaluated.values() for key in file.keys)
         share = self._config.heldout_share
@@ -195,20 +246,29 @@ class TextTask:
                 bad.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
 
     def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
-        """Keys of what a conversation asks; all of an environment open alike: its seed counts."""
+        """Return the keys of all questions that a conversation asks (see `asked_keys`).
+
+        With `task.kind: seeds`, the conversations of an environment all start alike, so the only
+        key is that of the row's seed; a row without a seed has no key.
+        """
         if self._config.kind == "seeds":
             return {seed_problem(row["seed"]).key} if "seed" in row else set()
         return asked_keys(messages)
 
     def prompt_ids(self, problem: Problem) -> IntArray:
-        """The prompt's tokens: template, then the chat template when there is one."""
+        """Return the token IDs of a problem's prompt, with prompt and chat templates applied."""
         return self._prompts.ids(problem)
 
     def messages(self, problem: Problem) -> Sequence[Message]:
-        """The prompt as a conversation, without the chat template."""
+        """Return a problem's prompt as chat messages, before the chat template is applied."""
         return self._prompts.messages(problem)
 
     def _prompt(self, problem: Problem) -> Prompt:
+        """Return a problem as the `Prompt` that the scheduler receives.
+
+        If an environment opens each episode, the prompt has no tokens, and its messages are in the
+        payload.
+        """
         payload = problem.payload
         if not self._has_episodes:
             return Prompt(self.prompt_ids(problem), self.source.name, payload, problem.priority)
@@ -217,13 +277,14 @@ class TextTask:
         return Prompt(np.zeros(0, np.int32), self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
+        """Return a problem and a response as a supervised example; append the end-of-text token."""
         response_ids = self._prompts.encode(response, special_tokens=False)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
         return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
 
 
 def shown_text(text: str) -> str:
-    """`text` for a terminal: what cannot be printed escaped, and not too much of it."""
+    """Return `text` for a terminal: unprintable characters escaped, cut after 2,000 characters."""
     most = _MOST_SHOWN
     kept = text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} characters more"
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in kept)
@@ -236,9 +297,9 @@ def response_text(
     *,
     skip_special: bool = False,
 ) -> str:
-    """Return tokens as text, without the stop and padding tokens at their end.
+    """Decode the tokens of a response, without the stop and padding tokens at their end.
 
-    Other special tokens, such as `<think>` where it is one, stay unless `skip_special` is true.
+    Other special tokens, such as `<think>` in some tokenizers, stay unless `skip_special` is true.
     """
     ids, ends = list(token_ids), {*stop_token_ids, tokenizer.pad_token_id}
     while ids and ids[-1] in ends:
@@ -247,20 +308,23 @@ def response_text(
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a Hugging Face directory, never from a hub. Raises UserError.
+    """Load the tokenizer in a Hugging Face model folder; never download from a hub.
 
-    Code that the directory brings along is never run; a tokenizer that needs it is refused.
+    Code in the folder is never executed; a tokenizer that needs such code is refused.
+
+    Raises:
+        UserError: If the tokenizer cannot be loaded or has no end-of-text token.
     """
     if _named_class(model_path) in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast as Reader
     else:
-        from transformers import AutoTokenizer as Reader  # this imports torch: seconds
+        from transformers import AutoTokenizer as Reader  # slow: this imports torch
 
     try:
         tokenizer = Reader.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a damaged file raises anything
+    except Exception as error:  # a damaged file may raise any exception
         raise UserError(f"model.path {model_path!r} has no readable tokenizer: {error}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path {model_path!r}: the tokenizer has no end-of-text token")
@@ -268,7 +332,7 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def _named_class(model_path: str) -> str:
-    """The tokenizer class that the directory names; empty if it names none."""
+    """Return the tokenizer class that a model folder names; empty if it names none."""
     file = Path(model_path) / "tokenizer_config.json"
     if not file.is_file():
         return ""
@@ -276,16 +340,20 @@ def _named_class(model_path: str) -> str:
 
 
 def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response, ascending, of the tokenizer and two config files.
+    """Return the IDs of all tokens that end a response, in ascending order.
 
-    SGLang ends at all of them. Raises UserError for one that is no token of the model.
+    These are the tokenizer's end-of-text token and every `eos_token_id` in the model folder's
+    `generation_config.json` and `config.json`. SGLang stops at all of them.
+
+    Raises:
+        UserError: If one of them is not a token of the model.
     """
     vocabulary = vocabulary_of(model_path) or 1 << 31
     stops = {int(tokenizer.eos_token_id)}
     if max(stops) >= vocabulary:
         raise UserError(
             f"model.path {model_path!r}: the tokenizer's end-of-text token is {max(stops)}, and "
-            f"config.json has vocab_size {vocabulary}: they are of different models"
+            f"config.json has vocab_size {vocabulary}; they belong to different models"
         )
     for file in (Path(model_path) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():

@@ -86,7 +86,7 @@ def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
         ({"response": "a", "index": True}, ":2: `index` must be .* got True"),
         ({"response": "a"}, ":2: there is no column `prompt`"),
         ({"response": "a", "prompt": "p"}, ":2: there is no column `answer`"),
-        ([1], ":2 must be an object, got list"),
+        ([1], ":2 must be a JSON object, got list"),
     ],
 )
 def test_a_bad_line_is_refused_before_anything_is_scored(

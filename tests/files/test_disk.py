@@ -1,4 +1,4 @@
-"""Writing to a disk that is full, read-only or failing: one sentence, and nothing half-written."""
+"""Writes to disks that are full, read-only or failing: one clear message, nothing half-written."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def raised(number: int, filename: str | None = None) -> OSError:
 
 
 @pytest.mark.parametrize(
-    ("number", "sentence"),
+    ("number", "message"),
     [
         (errno.ENOSPC, "No space left on device; free space on its file system, or raise the"),
         (errno.EDQUOT, "Disk quota exceeded; free space on its file system, or raise the quota"),
         (errno.EROFS, "Read-only file system; mount its file system writable"),
         (errno.EACCES, "Permission denied; give this user the right to write there"),
-        (errno.EIO, "Input/output error; look at its file system, which is full, over its quota"),
+        (errno.EIO, "Input/output error; check its file system, which is full, over its quota"),
         (errno.ENOTDIR, "Not a directory"),
     ],
 )
-def test_what_the_system_refuses_names_the_path_the_reason_and_the_remedy(
-    number: int, sentence: str
+def test_writing_raises_error_with_path_reason_and_remedy_when_disk_fails(
+    number: int, message: str
 ) -> None:
     with pytest.raises(CannotWrite) as failure, writing(Path("/runs/a/metrics.jsonl")):
         raise raised(number)
-    assert str(failure.value).startswith(f"/runs/a/metrics.jsonl cannot be written: {sentence}")
+    assert str(failure.value).startswith(f"/runs/a/metrics.jsonl cannot be written: {message}")
 
 
-def test_what_is_no_matter_of_the_disk_stays_as_it_is() -> None:
+def test_writing_raises_other_errors_unchanged() -> None:
     with pytest.raises(KeyError), writing(Path("a")):
         raise KeyError("a")
     assert disk_failure(KeyError("a")) is None
     assert disk_failure(raised(errno.ECONNREFUSED)) is None
-    assert disk_failure(raised(errno.EACCES)) is None, "it may be a signal or a socket"
+    assert disk_failure(raised(errno.EACCES)) is None, "the error may be from a signal or socket"
 
 
-def test_an_error_that_got_out_without_a_path_is_a_sentence_all_the_same() -> None:
+def test_disk_errors_are_explained_when_no_path_is_known() -> None:
     with pytest.raises(CannotWrite) as failure, translating_disk_errors():
         raise raised(errno.ENOSPC)
     assert str(failure.value).startswith("a file cannot be used: No space left on device; free")
@@ -66,7 +66,7 @@ def test_an_error_that_got_out_without_a_path_is_a_sentence_all_the_same() -> No
     assert str(failure.value).startswith("/a/b cannot be used: Permission denied; give")
 
 
-def test_an_error_of_sqlite_has_a_remedy_too(disk: SmallDisk) -> None:
+def test_reason_has_a_remedy_when_the_error_is_from_sqlite(disk: SmallDisk) -> None:
     connection = sqlite3.connect(disk.path / "a.sqlite")
     connection.execute("CREATE TABLE t (a)")
     disk.fill()
@@ -77,14 +77,14 @@ def test_an_error_of_sqlite_has_a_remedy_too(disk: SmallDisk) -> None:
     connection.close()
 
 
-def test_safetensors_error_at_a_full_disk_is_understood(disk: SmallDisk) -> None:
+def test_writing_explains_safetensors_error_when_disk_is_full(disk: SmallDisk) -> None:
     file = disk.path / "model.safetensors"
     with pytest.raises(CannotWrite) as failure, writing(file):
         save_file({"a": torch.zeros(4 << 20)}, file)
     assert str(failure.value).startswith(f"{file} cannot be written: No space left on device; free")
 
 
-def test_room_is_looked_for_and_nothing_is_left_of_it(disk: SmallDisk) -> None:
+def test_check_room_raises_when_disk_is_full_and_leaves_no_file(disk: SmallDisk) -> None:
     check_room(disk.path, 1 << 20)
     disk.fill(leave=1 << 19)
     with pytest.raises(CannotWrite, match=f"^{disk.path} cannot be written: No space left"):
@@ -99,7 +99,7 @@ def test_room_is_looked_for_and_nothing_is_left_of_it(disk: SmallDisk) -> None:
 class TestLineFile:
     LINE = json.dumps({"a": "x" * 3000}) + "\n"
 
-    def test_a_full_disk_never_leaves_a_part_of_a_line(self, disk: SmallDisk) -> None:
+    def test_line_file_never_has_part_of_a_line_when_disk_is_full(self, disk: SmallDisk) -> None:
         path = disk.path / "a.jsonl"
         lines = JsonLinesFile(path)
         disk.fill(leave=5 * 4096)
@@ -109,11 +109,12 @@ class TestLineFile:
                 lines.write(self.LINE)
                 lines.flush()
                 written += 1
-        assert written == 6, "five pages hold six lines of 3 kB and a part of one"
+        assert written == 6, "five pages hold six lines of 3 kB and part of a seventh"
         assert path.read_text() == written * self.LINE
         disk.make_room()
+        # Without this, the file would silently lack the lines that failed.
         with pytest.raises(CannotWrite):
-            lines.write(self.LINE)  # what is missing between may be anything
+            lines.write(self.LINE)
         lines.close()
         lines.close()
         again = JsonLinesFile(path)
@@ -122,7 +123,7 @@ class TestLineFile:
         assert path.read_text() == (written + 1) * self.LINE
 
     @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-    def test_a_file_that_somebody_removes_is_made_again(
+    def test_line_file_is_created_again_when_removed_or_replaced(
         self, tmp_path: Path, replaced: bool
     ) -> None:
         path = tmp_path / "a.jsonl"
@@ -137,7 +138,7 @@ class TestLineFile:
         lines.close()
         assert path.read_text() == '{"a": 0}\n' * replaced + '{"a": 2}\n'
 
-    def test_what_gathers_is_written_together(self, tmp_path: Path) -> None:
+    def test_line_file_buffers_lines_up_to_a_limit(self, tmp_path: Path) -> None:
         lines = JsonLinesFile(tmp_path / "a.jsonl", new=True)
         lines.write(self.LINE)
         assert (tmp_path / "a.jsonl").read_text() == ""
@@ -162,7 +163,7 @@ class TestLineFile:
         ],
         ids=["empty", "whole", "torn", "no newline", "torn first", "long", "long first"],
     )
-    def test_a_last_line_that_was_left_torn_does_not_swallow_the_next(
+    def test_line_file_repairs_the_last_line_when_it_is_incomplete(
         self, tmp_path: Path, before: str, after: str
     ) -> None:
         path = tmp_path / "a.jsonl"
@@ -174,6 +175,6 @@ class TestLineFile:
         lines.close()
         assert path.read_text() == after + '{"a": 3}\n'
 
-    def test_readers_leave_out_what_is_no_line(self) -> None:
+    def test_json_lines_skips_lines_that_are_not_json_objects(self) -> None:
         data = b'{"a": 1}\n{"a": 2{"a": 3}\n\n\xff\xfe\n[1]\n{"a": "\xe2\x80\xa8"}\n{"a"'
         assert list(json_lines(data)) == [{"a": 1}, {"a": "\u2028"}]

@@ -1,4 +1,4 @@
-"""A lock names its holder and ends with it; a file system without locks is no holder."""
+"""File locks: they name their holder, and end with its process or with the last share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.stdin.read()
 
 
 def hold(path: Path) -> subprocess.Popen[str]:
-    """A process that holds the lock until its input ends."""
+    """Start a process that holds the lock until its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)],
         stdin=subprocess.PIPE,
@@ -33,7 +33,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+def test_file_lock_names_its_holder_when_another_process_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = hold(path)
     try:
@@ -50,43 +50,43 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) 
     FileLock.take(path, Holder.this_process("another")).close()
 
 
-def test_a_child_that_is_being_started_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """Between fork and exec it has a copy of every descriptor; a busy machine makes that long."""
+def test_file_lock_is_released_when_a_forked_child_has_its_descriptor(tmp_path: Path) -> None:
+    """Between fork and exec, a child has a copy of every descriptor, for long on a busy machine."""
     path = tmp_path / "lock"
     lock = FileLock.take(path, Holder.this_process("a test"))
-    part = lock.share()
+    other = lock.share()
     go_on, end = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(end)
-        os.read(go_on, 1)  # until the parent closes its end
+        os.read(go_on, 1)  # returns when the parent closes its end
         os._exit(0)
     try:
         lock.close()
         with pytest.raises(LockHeld):
             FileLock.take(path, Holder.this_process("too early"))
-        part.close()
+        other.close()
         FileLock.take(path, Holder.this_process("the next")).close()
     finally:
         os.close(end)
         os.waitpid(child, 0)
 
 
-def test_the_same_process_is_refused_too_until_it_has_given_the_lock_up(tmp_path: Path) -> None:
+def test_file_lock_is_held_in_its_own_process_until_all_shares_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     first = FileLock.take(path, Holder.this_process("first"))
     with pytest.raises(LockHeld, match="first"):
         FileLock.take(path, Holder.this_process("second"))
-    part = first.share()
+    other = first.share()
     first.close()
     first.close()
     with pytest.raises(LockHeld, match="first"):
         FileLock.take(path, Holder.this_process("second"))
-    part.close()
+    other.close()
     FileLock.take(path, Holder.this_process("second")).close()
 
 
-def test_a_process_of_the_same_number_is_another_one() -> None:
+def test_holder_does_not_live_here_when_start_time_or_host_differs() -> None:
     me = Holder.this_process("me")
     assert me.lives_here()
     assert not Holder(me.pid, me.host, me.started - 1.0, "me").lives_here()

@@ -1,4 +1,4 @@
-"""The kind of file system of a path, in a chroot too, whose table of mounts lacks the root."""
+"""Kind of file system of a path, also in a chroot, whose mount table lacks the root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
     monkeypatch.setattr(mounts.psutil, "disk_partitions", lambda all: rows)
 
 
-def test_the_innermost_mount_of_a_path_counts(
+def test_file_system_of_returns_the_innermost_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(monkeypatch, {"/": "ext4", str(tmp_path): "lustre"})
@@ -24,7 +24,7 @@ def test_the_innermost_mount_of_a_path_counts(
     assert not file_system_of(tmp_path).local and file_system_of(Path("/")).local
 
 
-def test_the_root_of_a_chroot_is_local_though_the_table_lacks_it(
+def test_file_system_of_asks_stat_when_mount_table_lacks_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = file_system_of(tmp_path)
@@ -36,7 +36,7 @@ def test_the_root_of_a_chroot_is_local_though_the_table_lacks_it(
     ("answer", "kind", "local"),
     [("ext2/ext3", "ext2/ext3", True), ("nfs", "nfs", False), ("fuseblk", "unknown", False)],
 )
-def test_what_stat_reports_decides_where_the_table_lacks_the_root(
+def test_file_system_kind_is_what_stat_reports_when_mount_table_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, kind: str, local: bool
 ) -> None:
     table(monkeypatch, {})
@@ -47,7 +47,7 @@ def test_what_stat_reports_decides_where_the_table_lacks_the_root(
     assert (found.kind, found.local) == (kind, local)
 
 
-def test_an_unknown_kind_is_not_local_when_stat_is_missing(
+def test_file_system_kind_is_unknown_when_stat_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(monkeypatch, {})
@@ -73,6 +73,6 @@ def test_an_unknown_kind_is_not_local_when_stat_is_missing(
         ("unknown", False, False),
     ],
 )
-def test_a_kind_is_local_shared_or_neither(kind: str, local: bool, shared: bool) -> None:
+def test_file_system_kind_is_local_shared_or_neither(kind: str, local: bool, shared: bool) -> None:
     found = FileSystem(kind, "/")
     assert (found.local, found.shared) == (local, shared)

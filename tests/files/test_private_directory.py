@@ -1,4 +1,4 @@
-"""Where the temporary files of a child process go."""
+"""Private directories below /tmp, and the directories for a child process's temporary files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_async.files.private_directory import (
 )
 
 
-def test_temporary_files_of_a_child_are_removed_with_it_but_large_ones_keep_their_place(
+def test_temporary_files_go_to_own_directory_but_large_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -45,7 +45,7 @@ def test_temporary_files_of_a_child_are_removed_with_it_but_large_ones_keep_thei
         ("SGLANG_CACHE_DIR", "sglang"),
     ],
 )
-def test_compiled_kernels_stay_on_this_node_unless_the_user_names_a_directory(
+def test_compiled_kernels_stay_on_this_node_unless_user_sets_a_directory(
     tmp_path: Path, variable: str, name: str
 ) -> None:
     home = {"HOME": "/network/home", "XDG_CACHE_HOME": "/network/cache"}
@@ -67,8 +67,8 @@ def test_own_directory_removes_unlocked_directories_when_old_and_empty() -> None
         (used / "socket").touch()
         os.utime(used, (time.time() - 90,) * 2)
         with private_directory():
-            assert not old.exists() and new.exists(), "that may be in the making"
-            assert used.exists(), "it lives, and something removed the file of its lock"
+            assert not old.exists() and new.exists(), "its creator may not have locked it yet"
+            assert used.exists(), "its process may be running although its lock file is gone"
         new.rmdir()
         shutil.rmtree(used)
 

@@ -182,6 +182,6 @@ def test_command_is_refused_when_the_file_system_encoding_is_ascii() -> None:
         env={**os.environ, **ascii_only},
     )
     assert done.returncode == 2 and done.stderr.startswith(
-        "error: this Python names files in ascii"
+        "error: Python's file-system encoding is ascii"
     )
-    assert done.stderr.endswith("set LC_ALL=C.UTF-8, or PYTHONUTF8=1\n")
+    assert done.stderr.endswith("Set LC_ALL=C.UTF-8, or PYTHONUTF8=1.\n")

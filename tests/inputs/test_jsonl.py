@@ -134,11 +134,11 @@ def test_a_directory_that_datasets_has_not_saved_is_refused(
     tmp_path: Path, file: str, content: dict[str, Any]
 ) -> None:
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"{file} has .* lists names there"):
+    with pytest.raises(UserError, match=rf"in {file} is .* it is a list of names"):
         open_rows(str(tmp_path), "", "task.path")
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="is no regular file"):
+    with pytest.raises(UserError, match="is not a regular file"):
         open_rows(str(tmp_path / "rows.jsonl"), "", "task.path")

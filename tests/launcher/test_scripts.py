@@ -328,7 +328,7 @@ def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
     assert python.environment[CODE_VARIABLE] == code_digest()
     for digest, sentence in (
         (code_digest(), "there is no run"),
-        ("0" * 64, "is not that of the launch script: build the image anew"),
+        ("0" * 64, "differs from the code of the launch script. Rebuild the image"),
     ):
         monkeypatch.setenv(CODE_VARIABLE, digest)
         assert node.main(["trainer", *arguments]) == 2

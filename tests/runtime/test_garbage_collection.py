@@ -1,4 +1,4 @@
-"""Imports are not searched for garbage, and a process that is not searched at all stays so."""
+"""Garbage collection: disabled during imports, and restored after them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import pytest
 from megatron_async.runtime.garbage_collection import gc_disabled
 
 
-@pytest.mark.parametrize("searched", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_searches_go_on_as_before_imports(searched: bool, frozen: bool) -> None:
+def test_garbage_collection_is_restored_after_an_import_that_fails(
+    enabled: bool, frozen: bool
+) -> None:
     before = gc.get_freeze_count()
     try:
-        (gc.enable if searched else gc.disable)()
+        (gc.enable if enabled else gc.disable)()
         with pytest.raises(ImportError), gc_disabled(frozen=frozen):
             assert not gc.isenabled()
             raise ImportError
-        assert gc.isenabled() == searched
+        assert gc.isenabled() == enabled
         assert (gc.get_freeze_count() > before) == frozen
     finally:
         gc.unfreeze()

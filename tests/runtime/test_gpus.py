@@ -1,4 +1,4 @@
-"""Whether there is a GPU, with torch and without."""
+"""Detection of a GPU, with and without torch imported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def alone(*driver: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_torch_is_asked_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sees_gpu_asks_torch_when_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
         assert sees_gpu() is found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
-def test_torch_is_imported_only_where_a_driver_is() -> None:
+def test_sees_gpu_imports_torch_only_when_a_driver_is_installed() -> None:
     assert alone() == "False False\n"
     assert alone("a driver's file") == "False True\n"

@@ -1,4 +1,4 @@
-"""Host memory that is kept for copies, and pinned without rounding its size up."""
+"""Pinned host memory: exact size, and release with the last view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.runtime.host_buffers import pinned_bytes
 
 
 class CudaRuntime:
-    """Stand-in for torch's binding of the CUDA runtime: records registered memory."""
+    """Replaces torch's binding of the CUDA runtime; records which memory is registered."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -36,7 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     return runtime
 
 
-def test_pinned_memory_has_the_size_asked_for_and_starts_at_a_page(cuda: CudaRuntime) -> None:
+def test_pinned_bytes_has_the_exact_size_and_starts_at_a_page(cuda: CudaRuntime) -> None:
     size = 5 * 2**20 + 12
     bytes_N = pinned_bytes(size)
     assert bytes_N.shape == (size,) and bytes_N.dtype is torch.uint8
@@ -44,7 +44,7 @@ def test_pinned_memory_has_the_size_asked_for_and_starts_at_a_page(cuda: CudaRun
     assert bytes_N.data_ptr() % mmap.PAGESIZE == 0, "no other memory is in its pages"
 
 
-def test_pinned_memory_is_released_with_its_last_view(cuda: CudaRuntime) -> None:
+def test_pinned_bytes_are_released_with_their_last_view(cuda: CudaRuntime) -> None:
     view = pinned_bytes(64).view(torch.float32).view(4, 4)[1:]
     gc.collect()
     assert cuda.registered
@@ -54,7 +54,9 @@ def test_pinned_memory_is_released_with_its_last_view(cuda: CudaRuntime) -> None
     assert not cuda.registered
 
 
-def test_pinning_that_fails_is_an_error(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_bytes_raises_when_pinning_fails(
+    cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(result: str) -> None:
         raise RuntimeError(result)
 

@@ -1,4 +1,4 @@
-"""Limits count the time that a process has lived through, and no other."""
+"""Time limits that count only the time in which the process could run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeClock, AwakeTimeout
 
 
-def test_the_clock_leaves_out_what_passed_between_two_late_ticks() -> None:
+def test_awake_clock_counts_at_most_two_steps_between_late_ticks() -> None:
     times = [100.0]
     clock = AwakeClock(lambda: times[-1])
     began = clock()
@@ -18,14 +18,14 @@ def test_the_clock_leaves_out_what_passed_between_two_late_ticks() -> None:
         times.append(now)
         clock.tick()
     assert clock() - began == 1.5
-    times.append(700.0)  # nobody ticked: the process was stopped
+    times.append(700.0)  # no tick for this long, because the process was stopped
     assert clock() - began == 1.5 + 2 * STEP_SECONDS
     clock.tick()
     times.append(700.25)
     assert clock() - began == 1.75 + 2 * STEP_SECONDS
 
 
-def test_a_limit_ends_in_its_time_on_a_loop_that_runs() -> None:
+def test_awake_timeout_ends_in_time_when_the_loop_runs() -> None:
     async def body() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -36,8 +36,8 @@ def test_a_limit_ends_in_its_time_on_a_loop_that_runs() -> None:
     asyncio.run(body())
 
 
-def test_an_answer_that_came_while_the_process_stood_still_is_in_time() -> None:
-    """Ten times the limit have passed when the loop goes on, and the answer is there."""
+def test_awake_timeout_does_not_end_when_reply_arrived_during_a_stop() -> None:
+    """Ten times the limit has passed when the loop continues, and the reply is already there."""
 
     async def body() -> None:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())

@@ -1,4 +1,4 @@
-"""Rows that cannot be used or make no prompt: counted, the first ten named, left out if asked."""
+"""Rows of data files that cannot be used or rendered: they are refused and listed, or skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ BAD = (
 
 
 def write(file: Path, good: int, bad: int) -> Path:
-    """Every third row is bad, as long as there are any."""
+    """Write `good` usable rows and `bad` unusable ones, each bad row after two good ones.
+
+    Rows alternate in this way as long as there are good rows.
+    """
     rows = [json.dumps({"prompt": f"{i}+{i}=", "answer": 2 * i}) for i in range(good)]
     for number in range(bad):
         rows.insert(min(3 * number + 1, len(rows)), BAD[number % len(BAD)])
@@ -57,29 +60,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_first_ten_are_listed_by_file_and_line_with_their_number(
+def test_bad_rows_are_counted_and_first_ten_listed_when_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write(folder / "data.jsonl", 60, 12)
     with pytest.raises(UserError) as refused:
         check_run(settings(folder, file))
-    sentence = str(refused.value)
-    assert sentence.startswith(f"task.path {file}: 12 of 72 rows cannot be used; ")
-    assert f"{file}:2 is not valid JSON" in sentence
-    assert sentence.endswith("correct or remove such rows, or set task.bad_rows: skip")
-    assert "layout" not in sentence, "that mends a file and not a row"
+    message = str(refused.value)
+    assert message.startswith(f"task.path {file}: 12 of 72 rows cannot be used; ")
+    assert f"{file}:2 is not valid JSON" in message
+    assert message.endswith("correct or remove such rows, or set task.bad_rows: skip")
+    assert "layout" not in message, "this remedy is for a whole file, not for single rows"
     title, *lines = next(m for m in caplog.messages if "cannot be used" in m).splitlines()
     assert title == f"task.path {file}: 12 of 72 rows cannot be used:"
     listed = "\n".join(lines[:-1])
-    for place in range(10):
-        assert re.search(rf"({file}:| (and in )?){3 * place + 2}\b", listed)
+    for number in range(10):
+        assert re.search(rf"({file}:| (and in )?){3 * number + 2}\b", listed)
     assert len(lines) < 10 and any("(and in " in line for line in lines)
     assert lines[-1] == "  and 2 more"
-    for reason in ("no column `answer`", "`prompt` is empty", "must be an object", "got None"):
+    for reason in ("no column `answer`", "`prompt` is empty", "must be a JSON object", "got None"):
         assert reason in caplog.text
 
 
-def test_they_are_left_out_and_counted_where_that_is_asked_for(
+def test_bad_rows_are_left_out_and_counted_when_bad_rows_is_skip(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, file = write(folder / "good.jsonl", 60, 0), write(folder / "data.jsonl", 60, 12)
@@ -94,7 +97,7 @@ def test_they_are_left_out_and_counted_where_that_is_asked_for(
     assert without.heldout(5) == with_all.heldout(5)
 
 
-def test_evaluation_sets_and_demonstrations_have_bad_rows_too(
+def test_bad_rows_of_eval_sets_and_sft_data_follow_bad_rows_setting(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write(folder / "data.jsonl", 60, 0)
@@ -121,15 +124,15 @@ def test_evaluation_sets_and_demonstrations_have_bad_rows_too(
 
 
 @pytest.mark.parametrize("mode", ["refuse", "skip"])
-def test_a_file_without_any_good_row_has_another_remedy(folder: Path, mode: str) -> None:
+def test_error_suggests_layout_or_columns_when_all_rows_are_bad(folder: Path, mode: str) -> None:
     file = folder / "data.jsonl"
     file.write_text("\n".join(json.dumps({"question": "1+1=", "label": 2}) for _ in range(5)))
     with pytest.raises(UserError) as refused:
         check_run(settings(folder, file, bad_rows=mode))
-    sentence = str(refused.value)
-    assert "5 of 5 rows cannot be used; " in sentence
-    assert "there is no column `prompt` among ['label', 'question']" in sentence
-    assert sentence.endswith("set `layout` or `columns` beside its path")
+    message = str(refused.value)
+    assert "5 of 5 rows cannot be used; " in message
+    assert "there is no column `prompt` among ['label', 'question']" in message
+    assert message.endswith("set `layout` or `columns` next to its path")
 
 
 @pytest.mark.parametrize(
@@ -141,15 +144,15 @@ def test_a_file_without_any_good_row_has_another_remedy(folder: Path, mode: str)
     ],
     ids=["CSV", "UTF-16", "one JSON array"],
 )
-def test_a_file_of_another_format_is_answered_with_those_that_are_read(
+def test_error_lists_readable_formats_when_file_has_another_format(
     folder: Path, content: bytes
 ) -> None:
     (folder / "data.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"rows are those of a Parquet file, or JSON objects in "):
+    with pytest.raises(UserError, match=r"the file must be Parquet, Arrow, or UTF-8 text with one"):
         check_run(settings(folder, folder / "data.jsonl"))
 
 
-def test_a_row_of_arrow_that_is_no_row_leaves_the_others(tmp_path: Path) -> None:
+def test_other_parquet_rows_are_used_when_one_row_is_bad(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "at": None} for i in range(30)]
     rows[7]["answer"] = None
@@ -161,7 +164,7 @@ def test_a_row_of_arrow_that_is_no_row_leaves_the_others(tmp_path: Path) -> None
     assert "7+1=" not in {source.train(i).question for i in range(60)}
 
 
-def test_a_kept_index_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_index_includes_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = write(tmp_path / "data.jsonl", 60, 12)
@@ -171,10 +174,10 @@ def test_a_kept_index_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         source = build_source(settings(tmp_path, file, bad_rows="skip").task)
         assert "of 60 rows of" in source.summary()
     (kept,) = (tmp_path / "cache" / "megatron_async").iterdir()
-    assert kept.stat().st_size == 16 + 3 * 8 * 72, "with the bad rows' places"
+    assert kept.stat().st_size == 16 + 3 * 8 * 72, "the index also has the bad rows"
 
 
-def test_a_wrong_column_is_named_once_with_the_setting_when_evaluation_sets_share_it(
+def test_wrong_column_is_reported_once_for_task_path_when_eval_sets_share_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data, held = write(folder / "data.jsonl", 60, 0), write(folder / "held.jsonl", 9, 0)
@@ -182,7 +185,8 @@ def test_a_wrong_column_is_named_once_with_the_setting_when_evaluation_sets_shar
     config = config.with_section("eval", sets={"held": EvalSetConfig(path=str(held))})
     with pytest.raises(UserError, match=r"^task\.path .*: 60 of 60 rows cannot be used; ") as found:
         check_run(config)
-    assert "no column `quetsion` among ['answer', 'prompt'] (columns.prompt)" in str(found.value)
+    expected = "no column `quetsion` among ['answer', 'prompt']; columns.prompt can name"
+    assert expected in str(found.value)
     assert "cannot be used" not in caplog.text
 
 
@@ -200,7 +204,7 @@ def write_answered(file: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def model_of(folder: Path, *, extra: tuple[str, ...] = (), special: bool = False) -> str:
-    """A model of as many tokens as its tokenizer had before `extra` ones were added."""
+    """Write a model whose vocabulary has the tokenizer's tokens, but not its `extra` ones."""
     tokenizer = character_tokenizer()
     (folder / "model").mkdir(exist_ok=True)
     config = folder / "model" / "config.json"
@@ -243,7 +247,9 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_row_without_a_prompt_is_refused_by_line_or_left_out(tmp_path: Path, case: str) -> None:
+def test_training_row_is_refused_or_skipped_when_it_cannot_be_rendered(
+    tmp_path: Path, case: str
+) -> None:
     row, changes, why = BAD_ROWS[case]
     good = [{"prompt": f"{i}+1", "hint": "add"} for i in range(20)]
     path = write_answered(tmp_path / "rows.jsonl", [*good, row])
@@ -255,7 +261,9 @@ def test_a_row_without_a_prompt_is_refused_by_line_or_left_out(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("case", ["role", "added token"])
-def test_a_row_of_an_evaluation_set_without_a_prompt_is_refused(tmp_path: Path, case: str) -> None:
+def test_eval_set_row_is_refused_or_skipped_when_it_cannot_be_rendered(
+    tmp_path: Path, case: str
+) -> None:
     row, changes, why = BAD_ROWS[case]
     path = write_answered(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1"} for i in range(20)])
     held = write_answered(tmp_path / "held.jsonl", [{"prompt": "9"}, row])
@@ -266,7 +274,7 @@ def test_a_row_of_an_evaluation_set_without_a_prompt_is_refused(tmp_path: Path, 
     assert len(task.eval_prompts(0, "held")) == 1
 
 
-def test_an_example_with_a_token_that_the_model_lacks_is_refused_by_line(tmp_path: Path) -> None:
+def test_sft_row_is_refused_when_the_model_lacks_one_of_its_tokens(tmp_path: Path) -> None:
     path = write_answered(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1"} for i in range(20)])
     task = task_of(tmp_path, path, extra=("<new>",))
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a<new>"}]
@@ -281,15 +289,17 @@ def test_an_example_with_a_token_that_the_model_lacks_is_refused_by_line(tmp_pat
         task.worked_examples(9, data)
 
 
-def test_an_episode_may_start_from_a_row_of_which_no_prompt_can_be_made(tmp_path: Path) -> None:
-    """An environment or an agent makes its own prompt; only its episode fails."""
+def test_unrenderable_rows_are_accepted_when_an_environment_opens_episodes(tmp_path: Path) -> None:
+    """An environment or an agent makes its own prompt, so only the episode of such a row would
+    fail.
+    """
     path = write_answered(tmp_path / "rows.jsonl", [{"prompt": SYSTEM}, {"prompt": "a<new>b"}])
     config = TaskConfig.model_validate({"path": path, "name": "exact", "heldout_share": 0})
     task = build_task(config, model_of(tmp_path, extra=("<new>",)), has_episodes=True)
     assert [len(prompt.token_ids) for prompt in task.train_prompts(0, 4)] == [0, 0, 0, 0]
 
 
-def test_a_kept_index_is_made_again_for_another_tokenizer_or_template(
+def test_cached_index_is_rebuilt_when_tokenizer_or_template_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

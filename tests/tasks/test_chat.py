@@ -1,4 +1,4 @@
-"""Chat prompts and conversations: what the template makes of them, and what is learned."""
+"""Chat prompts and conversations: how templates render them, and which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% if thinking is defined and not thinking %}"
     "[]{% endif %}{% endif %}"
 )
-FORGETFUL = (  # as the templates of thinking models: earlier turns lose their thoughts
+# Like the templates of thinking models, it removes the thoughts of earlier messages.
+FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>"
     "{{ m.content if loop.last else m.content.split(')')[-1] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -58,12 +59,12 @@ def prompt_of(task: TextTask) -> str:
     return str(TOKENIZER.decode(task.train_prompts(0, 1)[0].token_ids.tolist()))
 
 
-def test_settings_of_the_template_reach_it(tmp_path: Path) -> None:
+def test_chat_template_receives_system_prompt_and_arguments(tmp_path: Path) -> None:
     task = task_of(tmp_path, system_prompt="Be brief.", chat_template_kwargs={"thinking": False})
     assert prompt_of(task) == "<system>Be brief.<eos>\n<user>1+1<eos>\n<assistant>[]"
 
 
-def test_messages_are_put_as_they_are_and_a_system_message_of_theirs_stays(tmp_path: Path) -> None:
+def test_system_message_of_a_row_replaces_the_system_prompt_setting(tmp_path: Path) -> None:
     messages = [
         {"role": "system", "content": "Own."},
         {
@@ -77,40 +78,44 @@ def test_messages_are_put_as_they_are_and_a_system_message_of_theirs_stays(tmp_p
     assert prompt_of(task) == "<system>Own.<eos>\n<user>1+1<eos>\n<assistant>"
     payload = task.train_prompts(0, 1)[0].payload
     assert payload["question"] == "1+1"
-    assert payload["metadata"] == {"prompt": messages}, "a reward may need what came before"
+    assert payload["metadata"] == {"prompt": messages}, "a reward may need earlier messages"
 
 
-def test_what_the_template_made_of_the_first_prompt_is_shown(tmp_path: Path) -> None:
+def test_summary_shows_first_prompt_as_rendered(tmp_path: Path) -> None:
     summary = task_of(tmp_path).summary()
     assert "1 of 1 rows of task.path" in summary and "0 different ones held out" in summary
     assert "first prompt, 22 tokens (chat template):\n<user>1+1<eos>\n<assistant>" in summary
 
 
 @pytest.mark.parametrize(
-    ("changes", "template", "sentence"),
+    ("changes", "template", "message"),
     [
-        ({"system_prompt": "Be brief."}, None, "task.system_prompt is 'Be brief.', and model.path"),
+        (
+            {"system_prompt": "Be brief."},
+            None,
+            "task.system_prompt is 'Be brief.'; it needs a chat",
+        ),
         ({"chat_template_kwargs": {"a": 1}}, None, "task.chat_template_kwargs"),
         ({}, "{{ raise_exception('no') }}", "the chat template of model.path fails"),
-        ({"prompt_template": "{level}: {question}"}, None, "does not fit the task: it may name"),
+        ({"prompt_template": "{level}: {question}"}, None, "does not fit the task; it may name"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_the_start(
-    tmp_path: Path, changes: dict[str, Any], template: str | None, sentence: str
+def test_build_task_is_refused_when_a_template_setting_does_not_fit(
+    tmp_path: Path, changes: dict[str, Any], template: str | None, message: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         task_of(tmp_path, template, **changes)
 
 
-def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+def test_chat_messages_are_refused_when_model_has_no_chat_template(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": 2}))
-    with pytest.raises(UserError, match=r"no chat template .* the prompts are chat messages"):
+    with pytest.raises(UserError, match=r"the prompts are chat messages, .* no chat template"):
         task_of(tmp_path, None, path=str(path))
 
 
 def sft(folder: Path, *rows: dict[str, Any]) -> FileConfig:
-    """A file of these demonstrations."""
+    """Write a file with these rows for supervised fine-tuning; return its settings."""
     path = folder / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return FileConfig(path=str(path))
@@ -125,7 +130,7 @@ TALK = [
 
 
 def learned(task: TextTask, file: FileConfig) -> list[tuple[str, str]]:
-    """(all text, learned text) of each example."""
+    """Return the whole text and the text that is trained on, for each example of the file."""
     found = []
     for example in task.worked_examples(10, file):
         ids = np.concatenate([example.prompt_ids, example.response_ids])
@@ -137,7 +142,7 @@ def learned(task: TextTask, file: FileConfig) -> list[tuple[str, str]]:
     return found
 
 
-def test_of_a_conversation_the_assistants_turns_are_learned(tmp_path: Path) -> None:
+def test_sft_trains_on_assistant_messages_of_a_conversation(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     file = sft(tmp_path, {"messages": TALK})
     ((text, kept),) = learned(task, file)
@@ -160,7 +165,7 @@ BARE = {"name": "mul", "arguments": {"a": 2}}
 
 
 def calling(call: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    """A conversation in which the assistant calls a tool."""
+    """Return a conversation in which the assistant calls a tool."""
     return [
         {"role": "user", "content": "2*2"},
         {"role": "assistant", "tool_calls": [call], **more},
@@ -171,7 +176,7 @@ def calling(call: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("call", [CALL, AS_TEXT], ids=["object", "text"])
 @pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}, {"content": "I do."}])
-def test_calls_and_thoughts_are_learned(
+def test_sft_trains_on_tool_calls_and_reasoning(
     tmp_path: Path, call: dict[str, Any], content: dict[str, Any]
 ) -> None:
     task = task_of(tmp_path, SHOWS_ALL)
@@ -180,7 +185,7 @@ def test_calls_and_thoughts_are_learned(
     assert kept == f'{content.get("content") or ""}[mul {{"a": 2}}]<eos>(so)4<eos>'
 
 
-def test_a_prompt_keeps_the_calls_and_thoughts_of_its_messages(tmp_path: Path) -> None:
+def test_prompt_contains_tool_calls_and_reasoning_of_its_messages(tmp_path: Path) -> None:
     messages = [*calling(AS_TEXT), {"role": "user", "content": "more"}]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"prompt": messages, "answer": 2}) + "\n")
@@ -198,7 +203,7 @@ def test_a_prompt_keeps_the_calls_and_thoughts_of_its_messages(tmp_path: Path) -
         ("thinking", "so"),
     ],
 )
-def test_a_field_that_the_template_leaves_out_is_refused_by_name(
+def test_content_field_is_refused_when_template_does_not_use_it(
     tmp_path: Path, name: str, value: Any
 ) -> None:
     talk = [TALK[0], {"role": "assistant", "content": "4", name: value}]
@@ -213,22 +218,22 @@ def test_a_field_that_the_template_leaves_out_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("calls", "sentence"),
+    ("calls", "message"),
     [
         ("mul", "`tool_calls` is 'mul'; it must be a list of calls"),
         ([{"function": {}}], "`tool_calls` is .*; it must be a list of calls"),
-        ([{"name": "mul", "arguments": "{"}], "the arguments of mul is not valid JSON"),
-        ([{"name": "mul", "arguments": "[1]"}], r"the arguments of mul are \[1\]; they must be an"),
+        ([{"name": "mul", "arguments": "{"}], "`arguments` of mul is not valid JSON"),
+        ([{"name": "mul", "arguments": "[1]"}], r"`arguments` of mul is \[1\]; it must be a JSON"),
     ],
 )
-def test_calls_that_cannot_be_read_are_refused(tmp_path: Path, calls: Any, sentence: str) -> None:
+def test_tool_calls_are_refused_when_malformed(tmp_path: Path, calls: Any, message: str) -> None:
     talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
     file = sft(tmp_path, {"messages": talk})
-    with pytest.raises(UserError, match=f"sft.jsonl:1, .*message 2: {sentence}"):
+    with pytest.raises(UserError, match=f"sft.jsonl:1, .*message 2: {message}"):
         task_of(tmp_path, SHOWS_ALL).worked_examples(1, file)
 
 
-def test_objects_in_parquet_have_no_fields_of_other_objects(tmp_path: Path) -> None:
+def test_parquet_mappings_lack_the_null_keys_that_arrow_adds(tmp_path: Path) -> None:
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]
     schema = [{"function": {"name": "f", "parameters": {"a": {"type": "x"}}}}]
     other = [{"function": {"name": "g", "parameters": {"b": {"type": "y"}}}}]
@@ -244,25 +249,25 @@ def test_objects_in_parquet_have_no_fields_of_other_objects(tmp_path: Path) -> N
     assert "null" not in "".join(texts)
 
 
-def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
+def test_sft_does_not_train_on_a_message_when_its_weight_is_0(tmp_path: Path) -> None:
     talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
     file = sft(tmp_path, {"messages": talk})
     ((_, kept),) = learned(task_of(tmp_path), file)
     assert kept == "5<eos>"
 
 
-def test_tools_that_the_template_does_not_use_are_reported_once(
+def test_unused_tools_are_reported_once_when_template_ignores_tools(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"messages": TALK[:2], "tools": [{"type": "function"}]}
     file = sft(tmp_path, row, row)
     task_of(tmp_path).worked_examples(2, file)
-    assert caplog.text.count("the chat template of model.path leaves out `tools`") == 1
+    assert caplog.text.count("the chat template of model.path does not use `tools`") == 1
     assert "sft.jsonl:1" in caplog.text
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_reach_the_template_as_schemas(tmp_path: Path, as_text: bool) -> None:
+def test_chat_template_receives_tools_as_schemas(tmp_path: Path, as_text: bool) -> None:
     tools = [{"type": "function", "function": {"name": "mul"}}]
     template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + TEMPLATE
     row = {"messages": TALK[:2], "tools": json.dumps(tools) if as_text else tools}
@@ -274,15 +279,15 @@ def test_tools_reach_the_template_as_schemas(tmp_path: Path, as_text: bool) -> N
         task_of(tmp_path, template).worked_examples(1, file)
 
 
-def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_path: Path) -> None:
+def test_conversation_is_refused_when_template_rewrites_earlier_messages(tmp_path: Path) -> None:
     task = task_of(tmp_path, FORGETFUL)
     file = sft(tmp_path, {"messages": TALK})
-    with pytest.raises(UserError, match=r"sft.jsonl:1: .* does not show message 2 as it"):
+    with pytest.raises(UserError, match=r"sft.jsonl:1: .* renders message 2 differently"):
         task.worked_examples(10, file)
     assert learned(task, sft(tmp_path, {"messages": TALK[:2]}))[0][1] == "(hm)4<eos>"
 
 
-def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
+def test_sft_response_is_read_from_the_column_of_its_layout(tmp_path: Path) -> None:
     file = sft(tmp_path, {"question": "2+2", "answer": "2+2=4\n#### 4"})
     task = task_of(tmp_path, None)
     assert learned(task, file.model_copy(update={"layout": "gsm8k"})) == [
@@ -292,7 +297,7 @@ def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
         task.worked_examples(10, file)
 
 
-def test_held_out_questions_are_not_learned(tmp_path: Path) -> None:
+def test_sft_does_not_train_on_held_out_questions(tmp_path: Path) -> None:
     lines = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(200)]
     lines += [{"messages": [{"role": "user", "content": one["prompt"]}, TALK[1]]} for one in lines]
     file = sft(tmp_path, *lines)
@@ -300,11 +305,15 @@ def test_held_out_questions_are_not_learned(tmp_path: Path) -> None:
     examples = task.worked_examples(400, file)
     assert 240 < len(examples) < 360
     prompts = {TOKENIZER.decode(e.prompt_ids.tolist()) for e in examples}
-    assert len(prompts) == len(examples) / 2  # both forms of a question are on the same side
+    # The prompt form and the messages form of a question are either both held out or neither.
+    assert len(prompts) == len(examples) / 2
 
 
-def test_a_held_out_conversation_is_not_learned_in_another_form(tmp_path: Path) -> None:
-    """As messages it asks two questions: what is left is on the training side in both."""
+def test_sft_excludes_held_out_conversation_in_prompt_and_messages_form(tmp_path: Path) -> None:
+    """A conversation in messages form has two questions, and is excluded if either is held out.
+
+    So the conversations that remain in messages form also remain in prompt form.
+    """
     task = task_of(tmp_path, heldout=0.25)
     talks = [[{"role": "user", "content": f"{i}+{i}"}, *TALK[1:]] for i in range(200)]
     forms = [
@@ -321,6 +330,6 @@ def test_a_held_out_conversation_is_not_learned_in_another_form(tmp_path: Path) 
     assert texts[1] <= texts[0]
 
 
-def test_a_template_that_cannot_be_read_is_refused_before_any_row() -> None:
-    with pytest.raises(UserError, match=r"task\.prompt_template '\{question': "):
+def test_prompt_template_is_refused_when_it_is_not_a_valid_format() -> None:
+    with pytest.raises(UserError, match=r"task\.prompt_template is '\{question', which is not"):
         Columns.of("rows", ColumnsConfig(), "{question")

@@ -1,4 +1,4 @@
-"""Whether data files are what they were: by content, not by place or time."""
+"""Detection of changed data files: by content, not by location or time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(folder: Path, **sections: Any) -> RunConfig:
     return build_config({"task": task, **sections})
 
 
-def test_equal_content_is_no_change_whatever_its_time(tmp_path: Path) -> None:
+def test_data_changes_is_empty_when_only_inode_and_time_change(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     before = data_identity(config)
     file = tmp_path / "train.jsonl"
@@ -38,7 +38,7 @@ def test_equal_content_is_no_change_whatever_its_time(tmp_path: Path) -> None:
     assert data_changes(before, data_identity(config, before)) == []
 
 
-def test_a_change_that_keeps_size_and_time_is_found(tmp_path: Path) -> None:
+def test_data_changes_reports_content_change_that_keeps_size_and_mtime(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     before = data_identity(config)
     file = tmp_path / "train.jsonl"
@@ -50,7 +50,7 @@ def test_a_change_that_keeps_size_and_time_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_nobody_has_touched_is_not_read_again(
+def test_data_identity_does_not_read_a_file_when_it_is_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)
@@ -60,7 +60,7 @@ def test_a_file_that_nobody_has_touched_is_not_read_again(
 
 
 @pytest.mark.parametrize("change", ["changed", "missing", "added"])
-def test_each_file_of_a_directory_counts(tmp_path: Path, change: str) -> None:
+def test_data_changes_reports_each_file_of_a_directory(tmp_path: Path, change: str) -> None:
     for name in ("a", "b"):
         rows(tmp_path / "data" / f"{name}" / "train.jsonl", 5)
     config = build_config({"task": {"path": str(tmp_path / "data"), "name": "exact"}})
@@ -72,7 +72,7 @@ def test_each_file_of_a_directory_counts(tmp_path: Path, change: str) -> None:
     assert found == f"task.path {tmp_path / 'data'}: {change} {names[change]}"
 
 
-def test_sources_and_evaluation_sets_count_and_other_files_do_not(tmp_path: Path) -> None:
+def test_data_identity_covers_sources_and_eval_sets_but_not_sft_data(tmp_path: Path) -> None:
     sources = [{"path": rows(tmp_path / f"{name}.jsonl", 5)} for name in "ab"]
     sets = {"hard": {"path": rows(tmp_path / "hard.jsonl", 5)}}
     sections = {
@@ -91,7 +91,7 @@ def test_sources_and_evaluation_sets_count_and_other_files_do_not(tmp_path: Path
     ]
 
 
-def test_a_relative_path_names_another_file_in_another_directory(
+def test_data_identity_resolves_relative_path_in_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = build_config({"task": {"path": "train.jsonl", "name": "exact"}})
@@ -105,7 +105,7 @@ def test_a_relative_path_names_another_file_in_another_directory(
     assert not data_changes(before, data_identity(config, before))
 
 
-def test_another_split_is_a_changed_setting_and_no_changed_file(tmp_path: Path) -> None:
+def test_data_changes_is_empty_when_only_the_split_setting_changes(tmp_path: Path) -> None:
     for name in ("train", "test"):
         rows(tmp_path / "data" / f"{name}.jsonl", 5)
     task = {"path": str(tmp_path / "data"), "name": "exact"}
@@ -114,5 +114,5 @@ def test_another_split_is_a_changed_setting_and_no_changed_file(tmp_path: Path) 
     assert data_changes(before, now) == []
 
 
-def test_a_task_without_files_has_none(tmp_path: Path) -> None:
+def test_data_identity_is_empty_when_task_has_no_files(tmp_path: Path) -> None:
     assert data_identity(build_config({})) == {}

@@ -1,4 +1,4 @@
-"""Files as sources of problems: formats, columns, weights, order, what is left out."""
+"""Files as problem sources: formats, columns, weights, order, and which problems are left out."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ SUMS: Rows = [
 ]
 
 
-def write_jsonl(place: Path, rows: Rows) -> Path:
-    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+def write_jsonl(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def write_parquet(place: Path, rows: Rows) -> Path:
+def write_parquet(path: Path, rows: Rows) -> Path:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(rows), place, row_group_size=40)
-    return place
+    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=40)
+    return path
 
 
-def write_saved_dataset(place: Path, rows: Rows) -> Path:
-    """What `datasets.DatasetDict.save_to_disk` leaves (5.2.0): two shards of the split `train`."""
+def write_saved_dataset(path: Path, rows: Rows) -> Path:
+    """Write `train` in two shards as `datasets.DatasetDict.save_to_disk` does (version 5.2.0)."""
     arrow = pytest.importorskip("pyarrow")
-    train = place / "train"
+    train = path / "train"
     train.mkdir(parents=True)
-    (place / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     table = arrow.Table.from_pylist(rows)
     names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
     for name, part in zip(names, (table.slice(0, 50), table.slice(50)), strict=True):
@@ -53,14 +53,14 @@ def write_saved_dataset(place: Path, rows: Rows) -> Path:
             writer.write_table(part, max_chunksize=20)
     state = {"_data_files": [{"filename": name} for name in names], "_indices_data_files": None}
     (train / "state.json").write_text(json.dumps(state))
-    return place
+    return path
 
 
-def write_folder(place: Path, rows: Rows) -> Path:
-    place.mkdir()
-    write_jsonl(place / "train-00000-of-00002.jsonl", rows[:50])
-    write_jsonl(place / "train-00001-of-00002.jsonl", rows[50:])
-    return place
+def write_folder(path: Path, rows: Rows) -> Path:
+    path.mkdir()
+    write_jsonl(path / "train-00000-of-00002.jsonl", rows[:50])
+    write_jsonl(path / "train-00001-of-00002.jsonl", rows[50:])
+    return path
 
 
 def config(path: Path | str = "", **changes: Any) -> TaskConfig:
@@ -76,7 +76,7 @@ def questions(problems: FileProblems, begin: int, count: int) -> list[str]:
     [write_jsonl, write_parquet, write_saved_dataset, write_folder],
     ids=lambda f: f.__name__,
 )
-def test_every_format_holds_the_same_rows(
+def test_file_problems_are_the_same_in_every_format(
     tmp_path: Path, write: Callable[[Path, Rows], Path]
 ) -> None:
     plain = FileProblems(config(write_jsonl(tmp_path / "plain.jsonl", SUMS)))
@@ -88,8 +88,10 @@ def test_every_format_holds_the_same_rows(
     }
 
 
-def test_what_the_datasets_library_saved_is_read_without_it() -> None:
-    """`tests/data/saved_dataset`: by datasets 5.2.0, train shuffled into two shards."""
+def test_saved_dataset_is_read_without_the_datasets_library() -> None:
+    """Read `tests/data/saved_dataset`, which datasets 5.2.0 wrote with `train` shuffled in two
+    shards.
+    """
     pytest.importorskip("pyarrow")
     folder = Path(__file__).parents[1] / "data" / "saved_dataset"
     train = ProblemFile(FileConfig(path=str(folder), split="train"), "task.path")
@@ -99,7 +101,7 @@ def test_what_the_datasets_library_saved_is_read_without_it() -> None:
     assert train.where(45).endswith("train/data-00001-of-00002.arrow, row 6")
 
 
-def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_changes(
+def test_index_of_a_large_file_is_cached_until_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 90)
@@ -122,7 +124,7 @@ def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_change
     assert [rows_read(), rows_read()] == [90, 0]
     again = FileProblems(config(path))
     assert questions(again, 0, 90) == questions(FileProblems(config(path)), 0, 90)
-    assert rows_read(filter={"level": 1}) == 30, "other settings have an index of their own"
+    assert rows_read(filter={"level": 1}) == 30, "other settings have a separate index"
     write_jsonl(path, [*SUMS, {"prompt": "one more", "answer": "1"}])
     assert [rows_read(), rows_read()] == [91, 0]
     (kept, _) = sorted((tmp_path / "cache" / "megatron_async").iterdir())
@@ -130,12 +132,13 @@ def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_change
         for file in (tmp_path / "cache" / "megatron_async").iterdir():
             file.write_bytes(damaged)
         assert [rows_read(), rows_read()] == [91, 0]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file: there is no place for it
+    # The cache folder cannot be created, because a file has its path.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     assert [rows_read(), rows_read()] == [91, 91]
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=lambda f: f.__name__)
-def test_rows_do_not_sit_in_memory(
+def test_file_problems_do_not_keep_rows_in_memory(
     tmp_path: Path, write: Callable[[Path, Rows], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
@@ -150,24 +153,24 @@ def test_rows_do_not_sit_in_memory(
     try:
         problems = FileProblems(config(path))
         questions(problems, 0, 100)
-        held = tracemalloc.get_traced_memory()[0] + arrow.total_allocated_bytes() - before
+        used = tracemalloc.get_traced_memory()[0] + arrow.total_allocated_bytes() - before
     finally:
         tracemalloc.stop()
-    assert held < 1_000_000, "4,000 rows of 2 KB are 8 MB"
+    assert used < 1_000_000, "4,000 rows of 2 KB are 8 MB"
     found = set(questions(problems, 0, 4000))
     assert found <= set(written) and len(found) > 3000, "some rows are held out"
 
 
-def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
+def test_problem_file_reads_the_split_that_is_set(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", SUMS[:40])
     write_jsonl(tmp_path / "test.jsonl", SUMS[40:])
     assert len(ProblemFile(FileConfig(path=str(tmp_path), split="test"), "eval.sets.x.path")) == 50
-    for split, sentence in [("", "has several splits"), ("dev", "has no split 'dev'")]:
-        with pytest.raises(UserError, match=f"{sentence}: set split to one of test, train"):
+    for split, message in [("", "has several splits"), ("dev", "has no split 'dev'")]:
+        with pytest.raises(UserError, match=f"{message}: set split to one of test, train"):
             ProblemFile(FileConfig(path=str(tmp_path), split=split), "eval.sets.held.path")
 
 
-def test_both_sides_together_are_the_file(tmp_path: Path) -> None:
+def test_training_and_held_out_problems_partition_the_file(tmp_path: Path) -> None:
     problems = FileProblems(config(write_jsonl(tmp_path / "s.jsonl", SUMS), heldout_share=0.3))
     train = set(questions(problems, 0, 300))
     with pytest.raises(UserError, match="has only") as caught:
@@ -177,7 +180,7 @@ def test_both_sides_together_are_the_file(tmp_path: Path) -> None:
     assert not train & {p.question for p in problems.heldout(heldout_size)}
 
 
-def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+def test_file_problems_are_refused_when_file_is_missing_or_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task\.path .*nowhere.* cannot be read"):
         FileProblems(config(tmp_path / "nowhere"))
     (tmp_path / "empty").write_text("\n\n")
@@ -185,15 +188,15 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
         FileProblems(config(tmp_path / "empty"))
 
 
-def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
+def test_problem_file_keeps_only_rows_that_match_the_filter(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
     nested = write_jsonl(
         tmp_path / "nested.jsonl", [{**row, "of": {"level": row["level"]}} for row in SUMS]
     )
-    for place, name in ((path, "level"), (nested, "of.level")):
-        file = ProblemFile(FileConfig(path=str(place), filter={name: 2}), "task.path")
+    for rows, name in ((path, "level"), (nested, "of.level")):
+        file = ProblemFile(FileConfig(path=str(rows), filter={name: 2}), "task.path")
         assert {file[i].payload["metadata"]["level"] for i in range(len(file))} == {2}
-    with pytest.raises(UserError, match=r"no row with \{'level': 7\}"):
+    with pytest.raises(UserError, match=r"no row that matches the filter \{'level': 7\}"):
         ProblemFile(FileConfig(path=str(path), filter={"level": 7}), "task.path")
 
 
@@ -250,7 +253,7 @@ MINIF2F = {
     ],
 )
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=lambda f: f.__name__)
-def test_published_layouts_are_known_by_name(
+def test_layout_reads_question_and_answer_of_a_published_data_set(
     tmp_path: Path,
     layout: str,
     row: dict[str, Any],
@@ -259,7 +262,8 @@ def test_published_layouts_are_known_by_name(
     write: Callable[[Path, Rows], Path],
 ) -> None:
     if write is write_parquet and row is MBPP:
-        row = {**row, "test_imports": ["import math"]}  # an empty list has no type in Arrow
+        # In Arrow, a column of empty lists has no element type.
+        row = {**row, "test_imports": ["import math"]}
     path = write(tmp_path / "file", [row])
     problem = FileProblems(config(path, layout=layout, heldout_share=0)).train(0)
     assert (problem.question, problem.payload["answer"]) == (question, answer)
@@ -281,7 +285,7 @@ PIECES = r"\left\{\begin{array}{ll}2x & x>0\\ -x & x\le 0\end{array}\right."
         (r"So \boxed{a \\{b} c}.", r"a \\{b} c"),
     ],
 )
-def test_the_answer_of_a_solution_is_its_last_closed_box(
+def test_math_layout_reads_answer_from_last_closed_box(
     tmp_path: Path, solution: str, answer: str
 ) -> None:
     path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Give f.", "solution": solution}])
@@ -290,19 +294,25 @@ def test_the_answer_of_a_solution_is_its_last_closed_box(
 
 
 @pytest.mark.parametrize("solution", [r"So \boxed{1.", r"\boxed{1\}", r"\boxed{ }", "So 1."])
-def test_a_solution_without_a_closed_box_is_refused_by_line(tmp_path: Path, solution: str) -> None:
+def test_math_layout_refuses_row_when_solution_has_no_closed_box(
+    tmp_path: Path, solution: str
+) -> None:
     path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Give f.", "solution": solution}])
-    with pytest.raises(UserError, match=r"math\.jsonl:1: no answer in column 'solution'"):
+    with pytest.raises(
+        UserError, match=r"math\.jsonl:1: column 'solution' contains no final answer"
+    ):
         FileProblems(config(path, layout="math", heldout_share=0))
 
 
-def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
+def test_columns_settings_name_other_columns(tmp_path: Path) -> None:
     row = {"q": "1+1", "gold": {"value": 2, "level": 3}, "p": 5}
     path = write_jsonl(tmp_path / "own.jsonl", [row])
     columns = {"prompt": "q", "answer": "gold.value", "priority": "p"}
     problem = FileProblems(config(path, columns=columns, heldout_share=0)).train(0)
     assert (problem.question, problem.payload["answer"], problem.priority) == ("1+1", "2", 5)
-    assert problem.payload["metadata"] == {"gold": row["gold"]}, "a reward may need the rest of it"
+    assert problem.payload["metadata"] == {"gold": row["gold"]}, (
+        "a reward may need the other values"
+    )
     free = FileProblems(config(path, columns={**columns, "answer": ""}, heldout_share=0)).train(0)
     assert free.payload == {"question": "1+1", "answer": "", "metadata": {"gold": row["gold"]}}
 
@@ -312,7 +322,7 @@ def asked(role: str, content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "message"),
     [
         ({"question": "x", "answer": "1"}, r"there is no column `prompt` among \['answer', 'quest"),
         ({"prompt": ["x"], "answer": "1"}, "`prompt` must be a text or a number"),
@@ -330,31 +340,31 @@ def asked(role: str, content: Any) -> dict[str, Any]:
                 "prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}],
                 "answer": 1,
             },
-            "column 'prompt', message 1 holds a part of type 'image': only text can be trained on",
+            "column 'prompt', message 1 holds a part of type 'image'; only text can be trained on",
         ),
         (
             {"prompt": [{"role": "ai", "content": "a"}], "answer": 1},
             "message 1: `role` must be one",
         ),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}, "ends with the user's"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}, "the role 'user'"),
     ],
 )
 @pytest.mark.parametrize(
-    ("write", "place"),
+    ("write", "location"),
     [(write_jsonl, ":1"), (write_parquet, ", row 1")],
     ids=["jsonl", "parquet"],
 )
-def test_a_row_that_does_not_fit_is_named_with_its_column(
+def test_invalid_row_is_refused_with_its_location_and_column(
     tmp_path: Path,
     write: Callable[[Path, Rows], Path],
-    place: str,
+    location: str,
     row: dict[str, Any],
-    sentence: str,
+    message: str,
 ) -> None:
     path = write(tmp_path / "bad", [row])
-    with pytest.raises(UserError, match=sentence) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         FileProblems(config(path))
-    assert f"task.path {path}{place}" in str(caught.value)
+    assert f"task.path {path}{location}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +375,7 @@ def test_a_row_that_does_not_fit_is_named_with_its_column(
         {"scores": [{"binary": 0.5}]},
     ],
 )
-def test_columns_whose_names_contain_binary_are_read(tmp_path: Path, extra: Any) -> None:
+def test_columns_are_read_when_their_names_contain_binary(tmp_path: Path, extra: Any) -> None:
     row = {"prompt": "x", "answer": "y", "extra": extra}
     path = write_parquet(tmp_path / "rows.parquet", [row])
     problem = FileProblems(config(path, heldout_share=0)).train(0)
@@ -377,13 +387,15 @@ def test_columns_whose_names_contain_binary_are_read(tmp_path: Path, extra: Any)
     [b"x", [b"x"], {"bytes": b"x"}, {"a": [{"b": b"x"}]}],
     ids=["flat", "list", "struct", "deep"],
 )
-def test_columns_of_bytes_are_refused_at_any_depth(tmp_path: Path, column: Any) -> None:
+def test_parquet_file_is_refused_when_a_column_holds_bytes_at_any_depth(
+    tmp_path: Path, column: Any
+) -> None:
     path = write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "answer": "y", "z": column}])
-    with pytest.raises(UserError, match=r"column 'z' holds .*binary"):
+    with pytest.raises(UserError, match=r"column 'z' has the type .*binary"):
         FileProblems(config(path))
 
 
-def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_refused_with_its_setting_and_path(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "whole.parquet", SUMS)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"task.path .*whole.parquet cannot be read"):
@@ -394,18 +406,18 @@ def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 400))
-def test_files_take_turns_by_their_weights(weights: list[int], position: int) -> None:
+def test_turn_alternates_between_files_by_weight(weights: list[int], position: int) -> None:
     shares = [Fraction(weight) for weight in weights]
     counts = Counter[int]()
     for at in range(position):
         number, before = file_for_turn(at, shares)
-        assert before == counts[number]  # no row is passed over and none comes twice
+        assert before == counts[number], "no row is skipped and none is repeated"
         counts[number] += 1
     for number, weight in enumerate(weights):
         assert abs(counts[number] - position * weight / sum(weights)) < len(weights)
 
 
-def test_each_row_of_an_epoch_is_asked_once_wherever_a_run_is_restored(tmp_path: Path) -> None:
+def test_file_problems_ask_each_row_once_per_epoch_when_a_run_is_restored(tmp_path: Path) -> None:
     small = write_jsonl(tmp_path / "small.jsonl", SUMS[:20])
     large = write_jsonl(tmp_path / "large.jsonl", SUMS[20:])
     sources = [{"path": str(small), "weight": 0.3}, {"path": str(large), "weight": 0.7}]
@@ -420,7 +432,7 @@ def test_each_row_of_an_epoch_is_asked_once_wherever_a_run_is_restored(tmp_path:
     assert of_small[:20] != of_small[20:40]
 
 
-def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path) -> None:
+def test_file_problems_do_not_train_on_problems_of_eval_sets(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", SUMS)
     copies = [{"prompt": f" {row['prompt'].upper()}", "answer": 0} for row in SUMS[:30]]
     file = ProblemFile(
@@ -430,18 +442,18 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path) -> None:
     assert set(questions(problems, 0, 60)) == {row["prompt"] for row in SUMS[30:]}
 
 
-def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
+def test_file_problems_raise_when_file_changes_after_indexing(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
     problems = FileProblems(config(path, heldout_share=0))
     path.write_text(path.read_text().replace("What", "Whut"))
-    with pytest.raises(UserError, match=r"sums.jsonl:\d+ has changed since the start"):
+    with pytest.raises(UserError, match=r"sums.jsonl:\d+ has changed since the file was indexed"):
         problems.train(0)
 
 
 # ------------------------------------------------------------ lengths
 
 
-def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
+def test_check_lengths_removes_and_counts_long_prompts_when_filter_is_set(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     rows = [{"prompt": "1" * length, "answer": 1} for length in (5, 60, 30, 70)]
     path = write_jsonl(tmp_path / "lengths.jsonl", rows)
@@ -458,11 +470,11 @@ def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
         build_task(settings, str(tmp_path)).check_lengths(102, 100)
 
 
-def test_settings_that_exclude_each_other_are_refused() -> None:
-    for given_, sentence in [
+def test_data_config_is_refused_when_settings_exclude_each_other() -> None:
+    for given_, message in [
         ({"path": "a", "sources": [{"path": "b"}]}, "task.path and task.sources are both set"),
         ({"kind": "reasoning_gym", "path": "a"}, "task.kind reasoning_gym reads no files"),
         ({"heldout_share": 0}, "task.heldout_share 0 needs task.kind files"),
     ]:
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             DataConfig.model_validate(given_)

@@ -1,4 +1,4 @@
-"""Procedural tasks and seeds: fixed orders, unreachable held-out sides, honest scores."""
+"""Procedural tasks and seeds: fixed orders, disjoint held-out problems, scores and settings."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ SCORER = ProceduralScorer(_config())
 
 @given(st.integers(0, 10**7))
 @settings(max_examples=60)
-def test_a_problem_depends_on_settings_and_index_only(index: int) -> None:
+def test_procedural_problem_depends_only_on_settings_and_index(index: int) -> None:
     assert PROBLEMS.train(index) == ProceduralProblems(_config()).train(index)
 
 
-def test_another_seed_gives_other_problems() -> None:
+def test_procedural_problems_differ_when_train_seed_differs() -> None:
     other = ProceduralProblems(_config(train_seed=2))
     same = sum(PROBLEMS.train(i).question == other.train(i).question for i in range(200))
-    assert same < 40  # the shortest problems coincide by chance
+    assert same < 40, "only the shortest problems coincide by chance"
 
 
 @pytest.mark.parametrize("train_seed", [1, 2, 1_000_003])
-def test_no_training_problem_is_a_held_out_one(train_seed: int) -> None:
+def test_procedural_training_problems_are_never_held_out_ones(train_seed: int) -> None:
     problems = ProceduralProblems(_config(train_seed=train_seed))
     heldout = {p.question for p in problems.heldout(300)}
     assert len(heldout) == 300
@@ -76,16 +76,16 @@ def test_no_training_problem_is_a_held_out_one(train_seed: int) -> None:
     assert not any(is_heldout(question, 0.1) for question in trained)
 
 
-def test_the_held_out_problems_do_not_depend_on_how_many_are_asked_for() -> None:
+def test_procedural_held_out_problems_do_not_depend_on_their_count() -> None:
     assert PROBLEMS.heldout(40) == PROBLEMS.heldout(90)[:40]
 
 
-def test_a_mixture_draws_its_parts_by_weight() -> None:
+def test_mixture_draws_its_components_by_weight() -> None:
     short = sum(int(PROBLEMS.train(i).fields["num_terms"]) <= 3 for i in range(2000))
     assert 0.63 < short / 2000 < 0.75
 
 
-def test_chain_sum_scores_the_right_total_after_its_payload_went_through_json() -> None:
+def test_chain_sum_scorer_accepts_payload_when_it_went_through_json() -> None:
     for index in range(50):
         problem = PROBLEMS.train(index)
         payload = json.loads(json.dumps(problem.payload))
@@ -103,7 +103,7 @@ def test_chain_sum_scores_the_right_total_after_its_payload_went_through_json() 
         {"min_terms": 2, "max_terms": 6, "min_digits": 1, "max_digits": 4},
     ],
 )
-def test_chain_sum_makes_the_problems_and_scores_of_reasoning_gym(
+def test_chain_sum_equals_reasoning_gym_in_problems_and_scores(
     arguments: dict[str, int],
 ) -> None:
     import reasoning_gym
@@ -121,7 +121,7 @@ def test_chain_sum_makes_the_problems_and_scores_of_reasoning_gym(
 
 
 @needs_reasoning_gym
-def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
+def test_reasoning_gym_partial_credit_counts_when_full_score_only_is_false() -> None:
     gym = {"kind": "reasoning_gym", "name": "chain_sum"}
     problems = ProceduralProblems(_config(**gym))
     problem = next(p for p in map(problems.train, range(1000)) if len(p.payload["answer"]) == 1)
@@ -132,7 +132,7 @@ def test_partial_credit_of_reasoning_gym_is_kept_only_on_request() -> None:
     assert lenient[0] == 0.5
 
 
-def test_reasoning_gym_that_is_not_installed_is_named_with_its_extra(
+def test_error_names_package_extra_when_reasoning_gym_is_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
@@ -143,14 +143,14 @@ def test_reasoning_gym_that_is_not_installed_is_named_with_its_extra(
         ProceduralProblems(_config(kind="reasoning_gym", name="letter_counting"))
 
 
-def test_a_payload_of_other_settings_is_not_scored() -> None:
+def test_procedural_scorer_raises_when_payload_is_of_other_settings() -> None:
     problem = PROBLEMS.train(3)
     with pytest.raises(ValueError, match="made another problem"):
         SCORER.score({**problem.payload, "answer": "123456"}, "#1")
 
 
 @needs_reasoning_gym
-def test_other_tasks_work_without_worked_answers() -> None:
+def test_reasoning_gym_task_scores_responses_but_has_no_worked_answers() -> None:
     config = TaskConfig(kind="reasoning_gym", name="letter_counting")
     problems = ProceduralProblems(config)
     problem = problems.train(0)
@@ -162,7 +162,7 @@ def test_other_tasks_work_without_worked_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         pytest.param(
             {"kind": "reasoning_gym", "name": "chain_sums"},
@@ -174,7 +174,10 @@ def test_other_tasks_work_without_worked_answers() -> None:
             {"params": {"min_term": 2}},
             r"task\.params\.min_term is not .* max_digits, max_terms, min_",
         ),
-        ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        (
+            {"params": {"min_terms": 5, "max_terms": 2}},
+            "max_terms must be at least min_terms, got 2",
+        ),
         ({"params": {"min_terms": 0}}, "min_terms must be at least 1, got 0"),
         ({"kind": "reasoning_gym"}, r"task\.name is empty"),
         ({"params": {"max_digits": "3"}}, "max_digits must be an integer, got '3'"),
@@ -193,14 +196,16 @@ def test_other_tasks_work_without_worked_answers() -> None:
         ({"params": {"mixture": [{"min_terms": 2}]}}, "needs a positive `weight`"),
     ],
 )
-def test_bad_settings_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_procedural_problems_are_refused_when_task_settings_are_invalid(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         ProceduralProblems(_config(**changes))
 
 
-def test_too_few_held_out_problems_are_reported() -> None:
+def test_procedural_heldout_raises_when_there_are_too_few_problems() -> None:
     tiny = _config(params={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
-    with pytest.raises(UserError, match=r"different held-out problems.*eval\.prompts asks for 50"):
+    with pytest.raises(UserError, match=r"different held-out problems.*eval\.prompts is 50"):
         ProceduralProblems(tiny).heldout(50)
 
 
@@ -214,7 +219,7 @@ def _text(chain: tuple[int, list[tuple[str, int]]]) -> str:
 
 
 @given(CHAINS)
-def test_every_step_is_true_and_the_last_is_the_answer(
+def test_chain_sum_full_has_true_steps_and_ends_with_the_answer(
     chain: tuple[int, list[tuple[str, int]]],
 ) -> None:
     expression = _text(chain)
@@ -227,19 +232,19 @@ def test_every_step_is_true_and_the_last_is_the_answer(
     assert int(answer) == eval(re.sub(r"\b0+(\d)", r"\1", expression))
 
 
-def test_the_forms_are_the_documented_ones() -> None:
+def test_chain_sum_worked_answers_have_the_documented_forms() -> None:
     assert chain_sum_full("4 - 1 + 2") == "4-1=3;3+2=5#5"
     assert chain_sum_direct("4 - 1 + 2") == "#5"
     assert chain_sum_full("7") == "#7"
 
 
 @pytest.mark.parametrize("text", ["", "-1 + 2", "3 * 4", "1 + ", "1 + x"])
-def test_what_is_no_chain_is_refused(text: str) -> None:
+def test_chain_sum_full_raises_when_text_is_not_a_chain_of_sums(text: str) -> None:
     with pytest.raises(ValueError, match="is not a chain of sums"):
         chain_sum_full(text)
 
 
-def test_the_share_of_direct_answers_is_the_one_asked_for() -> None:
+def test_chain_sum_share_of_direct_answers_equals_direct_share() -> None:
     sums = ChainSums(seed=1, direct_share=0.3)
     texts = [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
     assert set(texts) == {"#5", "4-1=3;3+2=5#5"}
@@ -247,14 +252,14 @@ def test_the_share_of_direct_answers_is_the_one_asked_for() -> None:
     assert texts == [sums.worked_answer("4 - 1 + 2", seed) for seed in range(4000)]
 
 
-def test_the_scorer_gives_every_worked_answer_full_score() -> None:
+def test_procedural_scorer_gives_full_score_to_every_worked_answer() -> None:
     config = TaskConfig(answer_marker="#", params={"direct_share": 0.3})
     scorer = ProceduralScorer(config)
     for problem, text in ProceduralProblems(config).worked(300):
         assert scorer.score(problem.payload, text)[0] == 1.0
 
 
-def test_rows_are_seeds_and_none_is_on_both_sides() -> None:
+def test_seed_problems_are_reproducible_and_disjoint_from_held_out_ones() -> None:
     source = build_source(TaskConfig(kind="seeds", heldout_share=0.3))
     again = build_source(TaskConfig(kind="seeds", heldout_share=0.3))
     train = [source.train(index) for index in range(300)]
@@ -268,19 +273,21 @@ def test_rows_are_seeds_and_none_is_on_both_sides() -> None:
     assert source.counts(7) == (None, 7)
 
 
-def test_seeds_have_no_end() -> None:
-    with pytest.raises(UserError, match="has no end of them"):
+def test_seed_problems_refuse_all_held_out_rows_since_they_are_endless() -> None:
+    with pytest.raises(UserError, match="generates rows endlessly"):
         build_source(TaskConfig(kind="seeds")).heldout(0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"task": {"kind": "seeds"}}, "set environment.name"),
         ({"environment": {"name": "Guess"}}, "environment.name is 'Guess'; it must be"),
         ({"episode": {"max_turns": 3}}, "episode.max_turns is set and"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_build_config_is_refused_when_environment_settings_do_not_fit(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         build_config(settings)

@@ -1,4 +1,4 @@
-"""Directories of shards: what belongs to a split, and what shows that a part is missing."""
+"""Folders of data files: which files belong to a split, and which errors show missing shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.tasks.rows import open_rows
 
 
 def folder_of(folder: Path, *names: str) -> Path:
-    """A folder with these files, each with one row that holds its name."""
+    """Write these files into `folder`, each with one row that contains the file's name."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,26 +41,26 @@ def names_in(folder: Path, split: str = "") -> list[str]:
         ["train-00000-of-00002.json", "train-00001-of-00002.jsonl"],
     ],
 )
-def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str]) -> None:
+def test_open_rows_reads_all_shards_of_a_split_in_order(tmp_path: Path, names: list[str]) -> None:
     assert names_in(folder_of(tmp_path, *names)) == names
 
 
 @pytest.mark.parametrize(
-    ("names", "sentence"),
+    ("names", "message"),
     [
-        (["train-00000-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; found are .* numbers 0"),
-        (["train-00001-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; found are .* numbers 1"),
-        (["a_2_of_3.jsonl", "a_3_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbers 2, 3"),
-        (["a_1_of_3.jsonl", "a_2_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbers 1, 2"),
+        (["train-00000-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; .* numbered 0"),
+        (["train-00001-of-00002.jsonl"], "lacks 1 of 2 shards of .*train; .* numbered 1"),
+        (["a_2_of_3.jsonl", "a_3_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbered 2, 3"),
+        (["a_1_of_3.jsonl", "a_2_of_3.jsonl"], "lacks 1 of 3 shards of .*a; .* numbered 1, 2"),
         (["train-00000-of-00002-ab12cd34.jsonl"], "lacks 1 of 2 shards of .*train;"),
         (["train/00000-of-00002.jsonl"], "lacks 1 of 2 shards"),
         (
             ["t-0-of-2.jsonl", "t-1-of-2.jsonl", "t-0-of-1.jsonl"],
-            "holds shards of 1 and of 2 of .*t;",
+            "holds shards of 1 and of 2 of .*t: files of two",
         ),
         (
             ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl.gz"],
-            "train-00001-of-00002.jsonl.gz is compressed; decompress it",
+            "train-00001-of-00002.jsonl.gz is compressed; rows are read at any offset",
         ),
         (["train.jsonl.gz"], "train.jsonl.gz is compressed"),
         (["0.jsonl", "1.jsonl.zst"], "1.jsonl.zst is compressed"),
@@ -68,28 +68,28 @@ def test_all_shards_of_a_split_are_read_in_order(tmp_path: Path, names: list[str
         (["a.jsonl", "b.jsonl.gz"], "several splits: set split to one of a, b"),
     ],
 )
-def test_a_split_with_a_missing_or_compressed_shard_is_refused(
-    tmp_path: Path, names: list[str], sentence: str
+def test_open_rows_is_refused_when_a_shard_is_missing_or_compressed(
+    tmp_path: Path, names: list[str], message: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         names_in(folder_of(tmp_path, *names))
 
 
-def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+def test_open_rows_ignores_hidden_files_and_folders(tmp_path: Path) -> None:
     hidden = [".cache/huggingface/train.jsonl", ".train.jsonl", "a/.ipynb_checkpoints/x.json"]
     assert names_in(folder_of(tmp_path, "train.jsonl", *hidden)) == ["train.jsonl"]
 
 
-def test_a_hidden_folder_may_be_named_as_data(tmp_path: Path) -> None:
+def test_open_rows_reads_a_hidden_folder_when_it_is_the_path(tmp_path: Path) -> None:
     folder_of(tmp_path, ".data/train.jsonl")
     assert names_in(tmp_path / ".data") == [".data/train.jsonl"]
 
 
-def test_a_compressed_copy_of_a_file_is_left_out(tmp_path: Path) -> None:
+def test_open_rows_ignores_a_compressed_copy_of_a_file(tmp_path: Path) -> None:
     assert names_in(folder_of(tmp_path, "train.jsonl", "train.jsonl.gz")) == ["train.jsonl"]
 
 
-def test_a_split_that_is_named_is_read_beside_a_compressed_one(tmp_path: Path) -> None:
+def test_open_rows_reads_chosen_split_when_another_is_compressed(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "train.jsonl", "raw.jsonl.gz")
     assert names_in(folder, "train") == ["train.jsonl"]
     with pytest.raises(UserError, match=r"raw\.jsonl\.gz is compressed"):

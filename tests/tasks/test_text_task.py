@@ -1,4 +1,4 @@
-"""A task as the run sees it: tokens, templates, stop tokens, resumable positions."""
+"""Tasks for a model: prompt tokens, templates, stop tokens, tokenizers and too long prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _config(**changes: Any) -> TaskConfig:
     return TaskConfig.model_validate(settings)
 
 
-def test_prompts_are_the_template_in_tokens(model: str) -> None:
+def test_prompt_tokens_decode_to_the_filled_template(model: str) -> None:
     task = build_task(_config(), model)
     for prompt in task.train_prompts(0, 20):
         expression = prompt.payload["question"].removesuffix(" =").rpartition(": ")[2]
@@ -48,7 +48,7 @@ def test_prompts_are_the_template_in_tokens(model: str) -> None:
     assert task.stop_token_ids == (EOS_ID,)
 
 
-def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> None:
+def test_worked_examples_have_a_right_answer_and_end_of_text(model: str) -> None:
     task = build_task(_config(), model)
     for example in task.worked_examples(20):
         prompt = TOKENIZER.decode(example.prompt_ids.tolist())
@@ -57,7 +57,7 @@ def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> Non
         assert int(response.rpartition("#")[2]) == eval(prompt.rstrip("="))
 
 
-def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path) -> None:
+def test_chat_template_is_applied_when_the_tokenizer_has_one(model: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -74,7 +74,7 @@ def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path
     assert "<user>" not in TOKENIZER.decode(plain.train_prompts(0, 1)[0].token_ids.tolist())
 
 
-def test_code_that_a_model_directory_brings_along_is_never_run(tmp_path: Path) -> None:
+def test_load_tokenizer_never_executes_code_of_the_model_folder(tmp_path: Path) -> None:
     marker = tmp_path / "it-ran"
     (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
     (tmp_path / "tokenizer_config.json").write_text(
@@ -85,8 +85,8 @@ def test_code_that_a_model_directory_brings_along_is_never_run(tmp_path: Path) -
     assert not marker.exists()
 
 
-def test_a_tokenizer_of_the_generic_class_is_read_without_torch(tmp_path: Path) -> None:
-    """The rollout manager has no other use for torch, whose import takes seconds."""
+def test_load_tokenizer_does_not_import_torch_when_class_is_generic(tmp_path: Path) -> None:
+    """The rollout manager does not otherwise need torch, whose import takes seconds."""
     write_character_tokenizer(tmp_path)
     assert type(load_tokenizer(str(tmp_path))) is type(AutoTokenizer.from_pretrained(tmp_path))
     script = (
@@ -100,7 +100,7 @@ def test_a_tokenizer_of_the_generic_class_is_read_without_torch(tmp_path: Path) 
     assert done.stdout.strip() == f"{TOKENIZER.encode('1+2=')} False", done.stderr
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+def test_load_tokenizer_is_refused_when_there_is_no_end_of_text_token(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (tmp_path / name).exists():
@@ -119,7 +119,7 @@ def _file_of(folder: Path, questions: list[str], **changes: Any) -> TaskConfig:
     return TaskConfig.model_validate(settings)
 
 
-def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
+def test_training_prompt_is_refused_by_line_when_too_long_for_engines(
     tmp_path: Path, model: str
 ) -> None:
     task = build_task(_file_of(tmp_path, ["1+1=", "2" * 70, "3" * 50, "4" * 80]), model)
@@ -130,12 +130,14 @@ def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
     assert "sampling.max_new_tokens 100 is more than the 160" in str(refused.value)
 
 
-def test_it_may_be_dropped_instead_when_its_turn_comes(tmp_path: Path, model: str) -> None:
+def test_check_lengths_accepts_long_prompts_when_they_are_dropped_later(
+    tmp_path: Path, model: str
+) -> None:
     config = _file_of(tmp_path, ["1+1=", "2" * 70], long_prompts="drop")
     build_task(config, model).check_lengths(160, 100)
 
 
-def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_line(
+def test_eval_prompt_is_refused_by_line_when_too_long_for_engines(
     tmp_path: Path, model: str
 ) -> None:
     held = tmp_path / "held.jsonl"
@@ -150,7 +152,7 @@ def test_a_prompt_of_an_evaluation_set_that_no_engine_takes_is_refused_by_its_li
     build_task(config, model, evaluation).check_evaluation(0, "held", 69)
 
 
-def test_of_problems_without_end_the_first_is_looked_at(model: str) -> None:
+def test_check_lengths_checks_only_first_problem_when_source_is_endless(model: str) -> None:
     task = build_task(_config(), model)
     task.check_lengths(160, 100)
     with pytest.raises(UserError, match="problem 0: the prompt has"):
@@ -161,7 +163,7 @@ MARKS = ["<think>", "</think>", "<tool_call>"]
 
 
 @pytest.mark.parametrize("marks", [MARKS, []], ids=["special tokens", "plain text"])
-def test_a_response_keeps_all_but_its_end_and_padding_tokens(
+def test_response_text_removes_only_trailing_stop_and_padding_tokens(
     tmp_path: Path, marks: list[str]
 ) -> None:
     tokenizer = character_tokenizer()
@@ -175,7 +177,7 @@ def test_a_response_keeps_all_but_its_end_and_padding_tokens(
     assert skipped == ("345" if marks else written)
 
 
-def test_a_setting_leaves_special_tokens_out_of_responses(tmp_path: Path) -> None:
+def test_task_text_omits_special_tokens_when_skip_special_tokens_is_set(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.save_pretrained(tmp_path)
