@@ -1,14 +1,19 @@
-"""The durable trajectory store: every token, from prompt to gradient.
+"""Provides the durable trajectory store: an SQLite database of every token that a run generates.
 
-- store: what the driver calls. A batch is durable before the trainer gets it.
-- state, records: the store in memory, and how a resume rebuilds it. buffers: tokens on their way
-  to the writer.
-- episodes: the turns of episodes, written.
-- writer: the one thread that writes. schema: tables and rows. documents: kept as JSON beside them.
-- lineage: what is consumed along each lineage: a pure model of commit and rollback.
-- reader: reading a store, also by other processes. drop: groups taken out by hand.
-- compaction: what is consumed for good leaves the database, never past a checkpoint.
-- export: the lines of the file that it goes to, written and read again.
-- location: where the database lies, and the lock that one process holds to write it.
-- recovery: the replica of every checkpoint; a damaged database is found and replaced by it.
+- store: `TrajectoryStore`, which the rollout manager calls. A batch is on disk before the trainer
+  gets it.
+- state, records: the content of the store in memory, and how a resume rebuilds it from the file.
+- buffers: tokens that are not a full chunk yet and wait in memory for the writer.
+- episodes: writes the turns of episodes.
+- writer: the only thread that writes to the database.
+- schema: tables and the classes of their rows. documents: JSON documents stored as rows.
+- lineage: which batches are consumed (trained for good) along each lineage, a pure model of commit
+  and rollback. A lineage is the part of a run from a start or resume to the next resume.
+- reader: reads a store, also from other processes and while the run goes on.
+- drop: takes a group out of the store of a stopped run, on a user's command.
+- compaction: removes trajectories from the database once no restorable checkpoint needs them.
+- export: writes removed trajectories to a JSONL file, and reads that file.
+- location: where the database is stored, and the lock that its one writing process holds.
+- recovery: copies the database at each checkpoint (the replica), detects damage in the database,
+  and replaces a damaged database by the replica.
 """

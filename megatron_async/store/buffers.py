@@ -1,9 +1,12 @@
-"""Tokens on their way to the writer: a full chunk at once, any other within `CHUNK_SECONDS`.
+"""Provides `ChunkBuffers`, which decides when buffered tokens are passed to the store's writer.
+
+The buffer of a trajectory is flushed (passed to the writer thread as one chunk) as soon as it has
+`CHUNK_TOKENS` tokens, or else `CHUNK_SECONDS` after its first token.
 
 Invariants
-- What is handed over with a trajectory's row is one transaction with it.
-- Nothing waits longer than `CHUNK_SECONDS` while the event loop turns; without a loop the next
-  append looks again.
+- A chunk that is flushed with its trajectory's row is written in one transaction with that row.
+- While an event loop runs, a timer flushes buffers that are older than `CHUNK_SECONDS`. Without an
+  event loop they are flushed by the next append to any trajectory.
 """
 
 import asyncio
@@ -13,12 +16,13 @@ from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import CHUNK_TOKENS
 
-# Longest time that fewer tokens than a chunk wait: what a slow response loses to a kill.
+# Age at which a buffer with fewer tokens than a chunk is flushed. It bounds what a kill can take
+# from a response that is generated slowly.
 CHUNK_SECONDS = 2.0
 
 
 class ChunkBuffers:
-    """Trajectories whose buffers hold tokens, in the order in which these came."""
+    """Trajectories that have unflushed tokens in their buffers, in order of the buffers' age."""
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
@@ -26,11 +30,17 @@ class ChunkBuffers:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, record: TrajectoryRecord, now: float) -> None:
-        """Note the time at which an empty buffer gets tokens."""
+        """Record `now` as the time at which the empty buffer of `record` gets its first tokens."""
         self._due[record.row.trajectory_id] = now, record
 
     def flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
-        """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
+        """Pass the buffered tokens of trajectory `record` to the writer thread as one chunk.
+
+        Args:
+            record: The trajectory. If its buffer is empty, only its row can be written.
+            with_row: Whether the trajectory's row (its state) is written too, in the same
+                transaction as the chunk.
+        """
         self.forget(record)
         chunk = record.take_chunk()
         if chunk is not None:
@@ -39,12 +49,15 @@ class ChunkBuffers:
             self._writer.put(record.row)
 
     def flush_all(self) -> None:
-        """Hand over all that is buffered."""
+        """Pass the buffered tokens of all trajectories to the writer thread, however few."""
         for _, record in list(self._due.values()):
             self.flush(record)
 
     def flush_due(self, now: float) -> None:
-        """Hand over what has waited for long enough, and come back for what is waiting still."""
+        """Flush buffers that are `CHUNK_SECONDS` old at time `now`; set a timer if others remain.
+
+        Without a running event loop no timer is set.
+        """
         while self._due:
             since, record = next(iter(self._due.values()))
             if now - since < CHUNK_SECONDS:
@@ -58,16 +71,19 @@ class ChunkBuffers:
             self._timer = loop.call_later(CHUNK_SECONDS, self._on_timer)
 
     def added(self, record: TrajectoryRecord) -> None:
-        """Hand over the buffer of `record` if it holds a chunk."""
+        """Flush the buffer of trajectory `record` if it has at least `CHUNK_TOKENS` tokens."""
         if record.buffered >= CHUNK_TOKENS:
             self.flush(record)
 
     def forget(self, record: TrajectoryRecord) -> None:
-        """Leave it out: its buffer is empty again, or no longer wanted."""
+        """Stop tracking the age of the buffer of trajectory `record`, without writing its tokens.
+
+        Call this when that buffer has been flushed or is to be discarded.
+        """
         self._due.pop(record.row.trajectory_id, None)
 
     def close(self) -> None:
-        """Come back for nothing more."""
+        """Cancel the pending flush timer."""
         if self._timer is not None:
             self._timer.cancel()
 

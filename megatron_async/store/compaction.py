@@ -1,23 +1,29 @@
-"""Compaction: what is consumed for good leaves the database and becomes lines of a JSONL file.
+"""Provides `Compactor`, which moves groups from the store's database to the export file.
+
+Only groups that no restorable checkpoint needs are moved. The export file is a JSONL file with one
+line for each removed trajectory (see `export`); `store.export: none` removes groups without it.
 
 Invariants
-- A group is removed only when each of its trajectories is dropped, or consumed as seen from the
-  current lineage, from the checkpoint that is `compact_after` checkpoints old, and from every
-  checkpoint that can still be restored.
-- A line is in the export file exactly when its trajectory is out of the database: lines are on disk
-  before the removal is committed, and the length of the file is committed with the removal. What a
-  crash leaves beyond that length is cut off at the next open.
-- Neither commits nor the event loop wait for it: lines are read and written on a thread and a
-  connection of their own; the writer's thread only removes, in pieces of milliseconds
-  (`apply_removal`, `remove_parts`, `vacuum_pages`), between commits.
-- No group is ever half there: its rows go together, with the length of its lines, and its chunks
-  and turns after them, as many at once as a piece may hold. One without a trajectory is nobody's
-  (ids are never used twice): what a crash leaves of them goes with the next compaction.
-- One compaction at a time; its error is raised by the next `finish`, which everybody calls before
-  the next one starts and before the store is closed.
-- Every piece is limited in time, and so is `finish`. A thread that still writes lines after its
-  limit keeps the store locked to its end: nobody else appends to the file meanwhile.
-- What is in memory is forgotten after the removal is committed, never before.
+- A group is removed only when each of its trajectories is dropped, or is consumed (in a batch that
+  is trained for good) as seen from the current lineage, from the checkpoint that is
+  `compact_after_checkpoints` checkpoints old, and from every checkpoint that can still be restored.
+- A trajectory has a line in the export file exactly when it is no longer in the database: lines are
+  on disk before the removal is committed, and the length of the file is committed in the same
+  transaction as the removal. Lines beyond that length, which a crash may leave, are cut off the
+  next time that the store is opened.
+- Neither commits nor the event loop wait for compaction: lines are read and written on a separate
+  thread with a separate connection. The writer thread only removes rows, in pieces of a few
+  milliseconds (`apply_removal`, `remove_parts`, `vacuum_pages`), between commits.
+- A group is never removed by halves: its rows are deleted in one transaction, which also records
+  the length of the export file. Its chunks and turns are deleted after that, a limited number at a
+  time. A chunk or turn whose trajectory does not exist can belong to no other trajectory, since ids
+  are never used twice. If a crash leaves such chunks or turns, the next compaction deletes them.
+- Only one compaction runs at a time. Its error is raised by the next `finish`, which is always
+  called before the next compaction starts and before the store is closed.
+- Every piece has a time limit, and therefore `finish` has one. A thread that still writes lines
+  after its limit keeps the store locked until it ends, so that no other process appends to the
+  file.
+- Records in memory are deleted only after the removal of their rows is committed.
 """
 
 import asyncio
@@ -45,14 +51,23 @@ from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-_PARTS_PER_REMOVAL = 2048  # about 3 ms; 20 when SQLite empties its log meanwhile
-_PAGES_GIVEN_BACK = 256  # at once: about 4 ms
+# Deleting this many chunks takes about 3 ms, or 20 ms if SQLite empties its log during the commit.
+_PARTS_PER_REMOVAL = 2048
+_PAGES_GIVEN_BACK = 256  # Freeing this many pages in one step takes about 4 ms.
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups that can go, in order; the batch that consumed each of their trajectories."""
+    """Groups that compaction may remove from the database, in order, and what their removal needs.
+
+    Attributes:
+        groups: Ids of the groups.
+        consumed_by: For each trajectory that is consumed as seen from every restorable checkpoint,
+            the batch that consumed it on the current lineage.
+        batches_of: For each trajectory, the keys of all batches (of any lineage) that contain it.
+        restorable: The checkpoints that can be restored without these groups.
+    """
 
     groups: tuple[int, ...] = ()
     consumed_by: Mapping[int, BatchRow] = field(default_factory=dict)
@@ -62,7 +77,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Removal:
-    """A transaction of compaction: groups that go, batches without them, the new tallies."""
+    """What one transaction of compaction changes in the database.
+
+    Attributes:
+        groups: Ids of the groups whose rows are deleted.
+        batches: New rows of the batches that contained trajectories of these groups, without them.
+        consumed_by: For each trajectory of the groups that is consumed, the batch that consumed it.
+        exported: The new totals of everything that compaction has removed so far.
+    """
 
     groups: tuple[int, ...]
     batches: tuple[BatchRow, ...]
@@ -79,10 +101,23 @@ def plan(
     kept: Sequence[PolicyVersion],
     oldest: PolicyVersion | None,
 ) -> Plan:
-    """Plan what can be removed when `kept` can be restored (see the module's first invariant).
+    """Choose the groups that compaction can remove from the database, because no resume needs them.
 
-    A store that was replaced by an older database may have lost the lineage of a checkpoint. Such a
-    checkpoint is left out: the store holds nothing of it.
+    A group is chosen if each of its trajectories is dropped, or is consumed (in a batch that is
+    trained for good) as seen from lineage `lineage`, from the checkpoint `oldest`, and from every
+    checkpoint in `kept`.
+
+    Args:
+        tree: All lineages of the store.
+        lineage: Number of the current lineage.
+        batches: All batches of the store, of any lineage.
+        groups: Trajectory ids of every group, by group id.
+        dropped: Ids of the dropped trajectories.
+        kept: The checkpoints that can still be restored.
+        oldest: The checkpoint that `horizon` returns; None chooses no group.
+
+    A store that was replaced by an older database may have lost the lineage of a checkpoint in
+    `kept`. Such a checkpoint is ignored, because the store has no trajectories of its lineage.
     """
     if oldest is None:
         return Plan()
@@ -106,7 +141,11 @@ def plan(
 def horizon(
     tree: LineageTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
 ) -> PolicyVersion | None:
-    """The checkpoint on the current path after which `compact_after` - 1 newer ones exist."""
+    """Return the `compact_after`-th newest checkpoint on the path of updates to lineage `lineage`.
+
+    The path has the checkpoints of the lineage itself, and those of its ancestors up to the steps
+    at which it left them. Returns None if the path has fewer than `compact_after` checkpoints.
+    """
     here = Consumption.at(tree, lineage)
     on_path = {p.number: p for p in sorted(checkpoints) if here.reaches(p.lineage, p.number)}
     numbers = sorted(on_path, reverse=True)
@@ -114,7 +153,10 @@ def horizon(
 
 
 def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
-    """The transaction that takes the groups `chosen` out of the plan `whole`."""
+    """Return what one transaction must change in the database to remove the groups `chosen`.
+
+    The groups are some of those in the plan `whole`. `apply_removal` executes the transaction.
+    """
     gone = {i for group_id in chosen for i in state.groups[group_id].trajectory_ids}
     consumed = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
     exported = state.exported
@@ -141,8 +183,15 @@ def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
 
 
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
-    """Remove all but the chunks and turns, in one transaction. Raises DamagedStore."""
-    with connection:  # commits, or rolls back what an error has stopped
+    """Delete the rows of the groups of `change` and of their trajectories, in one transaction.
+
+    The same transaction writes the new batches and totals of `change`. Chunks and turns remain, for
+    `remove_parts`.
+
+    Raises:
+        DamagedStore: The row of a group is missing or damaged.
+    """
+    with connection:  # Commits at the end, or rolls back after an error.
         connection.execute("BEGIN IMMEDIATE")
         for group_id in change.groups:
             ids = read_group(connection, group_id).trajectory_ids
@@ -156,32 +205,52 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
 
 
 def orphaned_keys(file: Path, kind: schema.Kind) -> list[int]:
-    """Keys of chunks or turns whose trajectories are gone, in the order of their pages."""
+    """Return the keys of all chunks or turns in database `file` whose trajectory row was deleted.
+
+    Args:
+        file: The database.
+        kind: `ChunkRow` for chunks, `TurnRow` for turns.
+
+    Returns:
+        The keys in ascending order, which is the order of their pages in the file.
+    """
     table = schema.TABLES[kind]
     with closing(schema.connect(file, read_only=True)) as connection:
         found = connection.execute(
-            f"SELECT {schema.PARTS[kind]} FROM {table} INDEXED BY {table}_of "  # else: all tokens
+            # Without the index SQLite would read the tokens of all chunks.
+            f"SELECT {schema.PARTS[kind]} FROM {table} INDEXED BY {table}_of "
             "WHERE trajectory_id NOT IN (SELECT trajectory_id FROM trajectories)"
         )
         return sorted(row[0] for row in found)
 
 
 def remove_parts(connection: sqlite3.Connection, kind: schema.Kind, keys: Sequence[int]) -> None:
-    """Remove chunks or turns, in one transaction."""
+    """Delete the chunks or turns that have these `keys`, in one transaction.
+
+    `kind` is `ChunkRow` for chunks and `TurnRow` for turns.
+    """
     rows = f"{schema.TABLES[kind]} WHERE {schema.PARTS[kind]}"
     chosen = "SELECT value FROM json_each(?)"
     connection.execute(f"DELETE FROM {rows} IN ({chosen})", (json.dumps(keys),))
 
 
 def vacuum_pages(connection: sqlite3.Connection) -> bool:
-    """Some of the free pages leave the file; False when there are none left."""
-    # Not `execute`: it makes one step of a statement that has no columns, and that is one page.
+    """Shrink the database file by up to `_PAGES_GIVEN_BACK` free pages.
+
+    Returns:
+        Whether the file still has free pages.
+    """
+    # `execute` would free only one page: it executes one step of a statement without result
+    # columns, and each step of this statement frees one page.
     connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
     return bool(connection.execute("PRAGMA freelist_count").fetchone()[0])
 
 
 class Compactor:
-    """Takes out of a store's state and file what no restorable checkpoint needs."""
+    """Moves groups that no restorable checkpoint needs from an open store to its export file.
+
+    Groups are removed from the database and from the state in memory, in a background task.
+    """
 
     def __init__(
         self, location: StoreLocation, state: StoreState, writer: StoreWriter, settings: StoreConfig
@@ -192,18 +261,24 @@ class Compactor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, kept: Sequence[PolicyVersion]) -> None:
-        """Begin, with the checkpoints that can still be restored."""
+        """Start compacting in the background; `kept` lists the checkpoints that can be restored."""
         self._task = asyncio.create_task(self._compact(kept))
 
     async def finish(self) -> None:
-        """Wait for the one that runs, if any. Raises what stopped it."""
+        """Wait until the running compaction, if any, has ended, and raise its error if it failed.
+
+        Raises:
+            ComponentFailure: The compaction failed or hit a time limit.
+            DamagedStore: A row that was to be exported is damaged.
+        """
         if self._task is not None:
             task, self._task = self._task, None
             try:
                 await task
             except sqlite3.Error as error:
                 raise ComponentFailure(
-                    f"trajectory store {self._location.file} cannot be compacted: {reason(error)}"
+                    f"compaction of trajectory store {self._location.file} failed: "
+                    f"{reason(error)}"
                 ) from error
 
     async def _compact(self, kept: Sequence[PolicyVersion]) -> None:
@@ -217,7 +292,9 @@ class Compactor:
             oldest = horizon(state.tree, state.lineage, checkpoints, self._after)
             return plan(state.tree, state.lineage, batches, groups, dropped, kept, oldest)
 
-        await self._writer.committed()  # lines are read from the file: it must have these drops
+        # The plan is made from the drops in memory, but the export reads the database, which must
+        # therefore have these drops first.
+        await self._writer.committed()
         whole = await asyncio.to_thread(planned)
         for piece in self._pieces(whole.groups):
             change = removal(piece, whole, state)
@@ -233,7 +310,7 @@ class Compactor:
         state.forget_emptied_batches()
         for kind in schema.PARTS:
             find = partial(orphaned_keys, self._location.file, kind)
-            left = await self._beside(find, "compaction read nothing")
+            left = await self._on_thread(find, f"a query for removed {schema.TABLES[kind]}")
             for start in range(0, len(left), _PARTS_PER_REMOVAL):
                 keys = left[start : start + _PARTS_PER_REMOVAL]
                 await self._run(partial(remove_parts, kind=kind, keys=keys))
@@ -241,7 +318,10 @@ class Compactor:
             pass
 
     def _pieces(self, groups: Sequence[int]) -> Iterator[list[int]]:
-        """Groups that are removed together, at once with their lines."""
+        """Split `groups` into lists; each list is removed from the database in one transaction.
+
+        A list ends at the group with which it reaches `_PARTS_PER_REMOVAL` trajectories and chunks.
+        """
         piece: list[int] = []
         rows = 0
         for group_id in groups:
@@ -266,16 +346,25 @@ class Compactor:
                     connection, change.groups, change.consumed_by, file, change.exported.bytes
                 )
 
-        return await self._beside(write, f"export {file} took no line")
+        return await self._on_thread(write, f"writing lines to the export {file}")
 
-    async def _beside(self, work: Callable[[], T], missed: str) -> T:
-        """Work on a thread; at the limit raises ComponentFailure with what it `missed`."""
+    async def _on_thread(self, work: Callable[[], T], name: str) -> T:
+        """Run `work` on another thread, with a time limit, and return its result.
+
+        Raises:
+            ComponentFailure: `work` did not end within the writer's `stall_seconds`. The message
+                begins with `name`. The thread is not stopped.
+        """
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
                 return await asyncio.to_thread(work)
         except TimeoutError as error:
-            raise ComponentFailure(f"{missed} for {limit:g} s") from error
+            raise ComponentFailure(f"{name} did not end within {limit:g} s") from error
 
     async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        """Run on the writer's thread; what waits to be committed goes first."""
+        """Run `job` on the writer thread, after everything queued there is committed.
+
+        Returns:
+            The result of `job`.
+        """
         return await self._writer.wait(self._writer.run(job))

@@ -1,4 +1,7 @@
-"""Documents that a store keeps as JSON beside its rows: counters, and what has been exported."""
+"""Provides the JSON documents of a store: the counters of used ids, and the totals of the export.
+
+Each document is a dataclass that is stored as one row of the table `document`.
+"""
 
 import json
 import sqlite3
@@ -16,24 +19,43 @@ from megatron_async.trajectory.types import PolicyVersion
 def read_rows(
     connection: sqlite3.Connection, kind: type[R], where: str = "true", *parameters: int
 ) -> Iterator[R]:
-    """Rows of a table by key, checked. Raises DamagedStore or sqlite3.DatabaseError."""
+    """Yield the rows of the table of row class `kind` in ascending order of their keys.
+
+    Args:
+        connection: The database.
+        kind: Row class, which determines the table.
+        where: SQL condition that selects the rows; all rows by default.
+        parameters: Values of the `?` in `where`.
+
+    Raises:
+        DamagedStore: The checksum of a row is wrong.
+        sqlite3.DatabaseError: SQLite cannot read the file.
+    """
     query = f"SELECT * FROM {schema.TABLES[kind]} WHERE {where} ORDER BY {kind._fields[0]}"
     for values in connection.execute(query, parameters):
         yield schema.opened(kind, values)
 
 
 class Document:
-    """A row of table `document`: a dataclass as JSON."""
+    """Base of dataclasses that are stored as JSON in one row of the store's table `document`.
+
+    `ID` is the key of the row.
+    """
 
     ID: ClassVar[int]
 
     def to_row(self) -> DocumentRow:
-        """Return the row to store."""
+        """Return the row of table `document` that holds this document's fields as JSON."""
         return DocumentRow(self.ID, json.dumps(asdict(self)))  # type: ignore[call-overload]
 
     @classmethod
     def read(cls, connection: sqlite3.Connection) -> Self | None:
-        """Inverse of `to_row`. Raises DamagedStore or sqlite3.DatabaseError."""
+        """Read this class's document from the database; return None if the database has none.
+
+        Raises:
+            DamagedStore: The checksum of the document's row is wrong.
+            sqlite3.DatabaseError: SQLite cannot read the file.
+        """
         for row in read_rows(connection, DocumentRow, "id = ?", cls.ID):
             return TypeAdapter(cls).validate_json(row.content)
         return None
@@ -41,10 +63,15 @@ class Document:
 
 @dataclass
 class Counters(Document):
-    """Counts that outlive rows; written by the event loop's side.
+    """The store's counters of used ids and read prompts, which survive the removal of rows.
 
-    `prompts` is the number of prompts that have been read from the prompt source. It is smaller
-    than `next_group` after a loss of groups, whose prompts are read again.
+    The thread of the event loop changes them, as it adds groups.
+
+    Attributes:
+        next_group: The id that the next new group gets.
+        next_trajectory: The id that the next new trajectory gets.
+        prompts: Number of prompts read from the prompt source. It is smaller than `next_group`
+            after groups were lost, since their prompts are read again for new groups.
     """
 
     ID = 1
@@ -55,10 +82,16 @@ class Counters(Document):
 
 @dataclass
 class Exported(Document):
-    """Tallies of what compaction removed; written together with the removal.
+    """Totals of everything that compaction has removed from the database of a store.
 
-    `bytes` is the length of the export file then, `groups` are closed intervals of group ids, `at`
-    are the checkpoints that could be restored then.
+    They are written in the same transaction as each removal.
+
+    Attributes:
+        bytes: Committed length of the export file; 0 if nothing was exported.
+        batched: Number of removed trajectories that were consumed (trained for good).
+        dropped: Number of removed trajectories that were dropped, by reason.
+        groups: Ids of the removed groups, as closed intervals in ascending order.
+        at: The checkpoints that could be restored when consumed trajectories were last removed.
     """
 
     ID = 2
@@ -69,7 +102,10 @@ class Exported(Document):
     at: list[PolicyVersion] = field(default_factory=list)
 
     def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
-        """The intervals with these groups added."""
+        """Return the intervals of removed group ids with `group_ids` added; do not store them.
+
+        Adjacent intervals are merged.
+        """
         merged: list[tuple[int, int]] = []
         for low, high in sorted([*self.groups, *((g, g) for g in group_ids)]):
             if merged and low <= merged[-1][1] + 1:

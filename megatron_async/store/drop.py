@@ -1,11 +1,14 @@
-"""Taking a group out of the store of a run that has stopped (`trajectories --drop`).
+"""Provides `drop_group_of`, which drops a group from the store of a stopped run.
+
+It implements `megatron-async trajectories RUN_DIR --drop ID`.
 
 Invariants
-- Only the rows of the group's trajectories change, all in one durable transaction. Which batches
-  are consumed is not touched: a trajectory that a surviving lineage has trained stays `batched`
-  there.
-- Nobody else writes meanwhile: the store's lock is held.
-- The replica has it too, so that a group which was dropped does not come back from there.
+- Only the rows of the group's trajectories change, all in one durable transaction. The records of
+  batches do not change: a trajectory that was trained on a lineage which still counts stays
+  `batched` there.
+- No other process writes to the store meanwhile, because the store's lock is held.
+- The replica (the copy of the database in the run directory) is replaced too, so that a restore
+  from the replica does not bring the dropped group back.
 """
 
 import sqlite3
@@ -25,52 +28,70 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 def drop_group_of(
     path: Path, trajectory_id: int, committed: PolicyVersion | None, directory: str = ""
 ) -> list[int]:
-    """Drop the group of this trajectory as `user`; returns the trajectories that were dropped.
+    """Drop all trajectories of the group of trajectory `trajectory_id`, with the reason `user`.
 
-    `path` is RUN/trajectories.sqlite, `directory` is `store.directory`; `committed` the newest
-    checkpoint, whose batches are trained for good. Raises UserError when the store is in use,
-    damaged or on another node, and when the trajectory is not there, trained or dropped.
+    Args:
+        path: The store's name, RUN/trajectories.sqlite.
+        trajectory_id: Any trajectory of the group.
+        committed: The run's newest checkpoint, whose batches are trained for good; None if the run
+            has no checkpoint.
+        directory: The setting `store.directory`.
+
+    Returns:
+        Ids of the trajectories that were dropped now, without those that had been dropped before.
+
+    Raises:
+        UserError: The store does not exist, is in use, is damaged or is on another node; or the
+            trajectory is not in the store, was trained, or was dropped before.
     """
     if not has_store(path):
-        raise UserError(f"there is no trajectory store {path}")
+        raise UserError(f"trajectory store {path} does not exist")
     location = prepared_location(path, directory)
     with closing(lock_store(location.file)):
         try:
             unusable = fetch_database(location)
             if unusable is not None:
-                raise DamagedStore(f"it {unusable}")
+                raise DamagedStore(f"its database {unusable}")
             with checked(location.file) as connection:
                 content = read_content(connection)
                 rows = _droppable(content, trajectory_id, committed)
                 _write(connection, rows)
             copy_database(location.file, location.replica)
-            if location.is_external:  # as a stop leaves it
+            if location.is_external:
+                # A stop leaves such a store as a replica only, so this command does the same.
                 leave(location, content.tree.newest, content.position)
         except (DamagedStore, sqlite3.Error, OSError) as error:
-            raise UserError(f"trajectory store {path} cannot be changed: {error}") from error
+            raise UserError(f"failed to change trajectory store {path}: {error}") from error
     return [row.trajectory_id for row in rows]
 
 
 def _droppable(
     content: StoreContent, trajectory_id: int, committed: PolicyVersion | None
 ) -> list[TrajectoryRow]:
-    """The rows of its group that are not dropped yet."""
+    """Return the rows of all trajectories in the group of `trajectory_id` that are not dropped yet.
+
+    Raises:
+        UserError: The trajectory is not in the store, is dropped, or was trained in a batch that
+            checkpoint `committed` contains.
+    """
     row = content.trajectories.get(trajectory_id)
     if row is None:
         raise UserError(
-            f"--drop is {trajectory_id}, and the run has no such trajectory (one that was exported "
-            "has been trained or dropped)"
+            f"--drop is {trajectory_id}, which is not a trajectory in the store of this run. "
+            "Exported trajectories cannot be dropped: they have been trained or dropped already."
         )
     if row.drop_reason is not None:
         raise UserError(
-            f"--drop is {trajectory_id}, which has been dropped already ({row.drop_reason})"
+            f"--drop is {trajectory_id}, a trajectory that has already been dropped "
+            f"({row.drop_reason})"
         )
     if committed is not None and committed.lineage in content.tree:
         consumed = content.batched_steps(Consumption.at_checkpoint(content.tree, committed))
         if trajectory_id in consumed:
             raise UserError(
-                f"--drop is {trajectory_id}, which was trained in step {consumed[trajectory_id]}; "
-                f"checkpoint {committed} holds that"
+                f"--drop is {trajectory_id}, a trajectory that was trained in step "
+                f"{consumed[trajectory_id]}, which checkpoint {committed} contains; it cannot be "
+                "dropped any more"
             )
     members = content.groups[row.group_id].trajectory_ids
     return [content.trajectories[i] for i in members if content.trajectories[i].drop_reason is None]

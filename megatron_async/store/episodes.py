@@ -1,13 +1,17 @@
-"""Turns of episodes, written: what the environment sends, and how an answer ends.
+"""Provides `EpisodeWriter`, which stores the turns of episodes (trajectories with turns).
+
+A turn is what the environment sends (messages and their
+tokens), followed by one response of the policy.
 
 Invariants
-- Whoever asks an environment has a call (`begin_step`), as a request has a key: only a trajectory's
-  newest call or request may add to it. A reply to an episode that was restarted or dropped
-  meanwhile is refused.
-- A turn's end is in one transaction with its last tokens, and committed before the environment is
-  asked (`TrajectoryStore.sync`).
-- A reply of the environment is one transaction: the reward of the answer before it, the new turn,
-  its tokens and the newest snapshot; or that reward and the end of the episode.
+- A call to an environment is identified by a key (`begin_step` returns it), as a generation request
+  is. Only the newest call or request of a trajectory may add to it. The reply to a call is refused
+  if its episode was restarted or dropped meanwhile.
+- The end of a turn is in one transaction with the turn's last tokens. It is committed before the
+  environment is called (by `TrajectoryStore.sync`).
+- Each reply of the environment is stored in one transaction. That has the reward of the response
+  before it, the new turn, the turn's tokens and the newest snapshot of the environment; or, for the
+  last reply, the reward and the end of the episode.
 """
 
 from __future__ import annotations
@@ -37,14 +41,19 @@ _ASKED = (TrajectoryState.PENDING, TrajectoryState.WAITING)
 
 @dataclass(frozen=True)
 class TurnOutcome:
-    """The newest turn's answer as the environment got it, and the reward for it."""
+    """The policy's response in the newest turn as the environment received it, and its reward.
+
+    Attributes:
+        answer: Text and tool calls of the response, as JSON types.
+        reward: The environment's reward for the response.
+    """
 
     answer: Mapping[str, Any] = field(default_factory=dict)
     reward: float = 0.0
 
 
 class EpisodeWriter:
-    """The part of a store that writes turns; belongs to the store's thread."""
+    """Writes the turns of episodes to a `TrajectoryStore`; used only on that store's thread."""
 
     def __init__(
         self,
@@ -54,8 +63,16 @@ class EpisodeWriter:
         move: Callable[..., None],
         flush: Callable[[TrajectoryRecord], None],
     ) -> None:
-        """`move` and `flush` are the store's: they change a row's state, and hand over what is
-        buffered with the row."""
+        """Connect the episode writer to its store's content, writer thread and two functions.
+
+        Args:
+            state: The store's content in memory.
+            writer: The store's writer thread.
+            serials: Numbers for new calls, shared with the store's generation requests.
+            move: Function of the store that changes the state of a trajectory.
+            flush: Function of the store that passes a trajectory's buffered tokens to `writer`,
+                together with the trajectory's row.
+        """
         self._state = state
         self._writer = writer
         self._serials = serials
@@ -63,15 +80,22 @@ class EpisodeWriter:
         self._flush = flush
 
     def begin_step(self, trajectory_id: int) -> RequestKey:
-        """The environment is asked; only the call returned may write its reply.
+        """Register a call to the environment of a trajectory; return the key for storing the reply.
 
-        Raises ValueError where it is not the environment's turn, LookupError for no trajectory.
+        The key replaces any earlier key of this trajectory.
+
+        Raises:
+            ValueError: The environment cannot be called now: the newest turn is still waiting for
+                the end of the policy's response, or the trajectory is neither pending nor waiting.
+            LookupError: The trajectory is not in the store.
         """
         record = self._state.records[trajectory_id]
         open_turn = bool(record.turns) and record.turns[-1].end is None
         if record.batched_step is not None or record.state not in _ASKED or open_turn:
-            why = "its turn has no end" if open_turn else f"it is {record.shown_state}"
-            raise ValueError(f"no environment can be asked for trajectory {trajectory_id}: {why}")
+            why = "its newest turn has not ended" if open_turn else f"it is {record.shown_state}"
+            raise ValueError(
+                f"the environment of trajectory {trajectory_id} cannot be called: {why}"
+            )
         record.request = RequestKey(self._state.lineage, trajectory_id, next(self._serials))
         return record.request
 
@@ -85,9 +109,22 @@ class EpisodeWriter:
         state: bytes | None = None,
         outcome: TurnOutcome | None = None,
     ) -> None:
-        """Begin the next turn, after turn `parent`, with `context`, the tokens of `messages`.
+        """Store the environment's reply to `call`: the reward of the previous turn, and a new turn.
 
-        `outcome`: that of the turn before. Raises SupersededRequest.
+        The new turn has the environment's messages and their tokens; the episode becomes waiting.
+
+        Args:
+            call: The key that `begin_step` returned.
+            context: Token ids of `messages`.
+            messages: The environment's new messages.
+            parent: Number of the turn that the new turn follows; None for the first turn of a
+                branch.
+            state: Snapshot of the environment; only the newest turn keeps one.
+            outcome: Response and reward of the newest turn so far; None if the episode has no turn,
+                or to leave that turn's response and reward unchanged.
+
+        Raises:
+            SupersededRequest: `call` is not the newest call of its trajectory.
         """
         record = running(self._state.records, call)
         token_ids = np.array(context, TOKEN_IDS)
@@ -105,7 +142,11 @@ class EpisodeWriter:
         record.author = None
 
     def end_turn(self, record: TrajectoryRecord, reason: FinishReason) -> None:
-        """The policy has answered: its last tokens have been appended."""
+        """End the newest turn of episode `record` with `reason`; the episode becomes waiting.
+
+        It waits for its environment. All tokens of the policy's response must have been
+        appended.
+        """
         record.change_turn(end=reason)
         with self._writer.together():
             self._move(record, TrajectoryState.WAITING)
@@ -119,7 +160,18 @@ class EpisodeWriter:
         outcome: TurnOutcome | None = None,
         left: Sequence[int] = (),
     ) -> None:
-        """Finish it; the turns of the numbers `left` are not trained. Raises SupersededRequest."""
+        """Store the environment's last reply, the last turn's reward, and finish the episode.
+
+        Args:
+            call: The key that `begin_step` returned.
+            reason: Why the episode ended.
+            outcome: Response and reward of the newest turn; None leaves them unchanged.
+            left: Numbers of the turns whose responses did not reach the agent that ended the
+                episode. They are marked (`Turn.left`), so that they are not trained.
+
+        Raises:
+            SupersededRequest: `call` is not the newest call of its trajectory.
+        """
         record = running(self._state.records, call)
         self._note(record, outcome)
         for number in left:

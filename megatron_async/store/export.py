@@ -1,11 +1,14 @@
-"""Lines of the export file, in which compaction puts what it takes out: written, and read again.
+"""Writes and reads the export file: one JSON line for each trajectory that compaction removed.
+
+Compaction removes trajectories from the store's database once no restorable checkpoint needs them.
 
 Invariants
-- Only lines whose removal from the database is committed are read; what a crash left beyond them is
-  in the database still. So with the store's own rows every trajectory is there once, if both are
-  read at one moment (`StoreReader.at_one_moment`): compaction may go on.
-- Lines are on disk before their removal is committed.
-- A line that is not what compaction writes raises UserError naming the file and the line.
+- A line is read only if the removal of its trajectory from the database is committed. Lines beyond
+  the committed length of the file may be left by a crash; their trajectories are still in the
+  database. So the database and the export file together have every trajectory exactly once,
+  provided that both are read within `StoreReader.at_one_moment`, since a compaction may be running.
+- Lines are on disk before the removal of their trajectories is committed.
+- A line that compaction cannot have written raises a UserError that names the file and the line.
 """
 
 import json
@@ -50,10 +53,22 @@ def write_lines(
     file: Path,
     committed: int,
 ) -> int:
-    """Append the lines of `groups` and force them to disk; returns the file's length.
+    """Append one line for each trajectory of `groups` to the export file, and force it to disk.
 
-    What an append that failed before has left beyond `committed` bytes is cut off first. Raises
-    CannotWrite, DamagedStore.
+    Args:
+        connection: The database, from which the trajectories are read.
+        groups: Ids of the groups.
+        consumed_by: The batch of every trajectory that was trained; the others count as dropped.
+        file: The export file; its folder is made if it is missing.
+        committed: Committed length of the file in bytes. Lines beyond it, which an earlier append
+            left when it failed, are cut off first.
+
+    Returns:
+        The new length of the file in bytes.
+
+    Raises:
+        CannotWrite: The disk refuses the lines.
+        DamagedStore: A row of the database is damaged or missing.
     """
     lines = (line for group_id in groups for line in _lines(connection, group_id, consumed_by))
     with writing(file):
@@ -67,7 +82,14 @@ def write_lines(
 
 
 def cut_uncommitted(path: Path, length: int) -> None:
-    """Remove lines whose removal from the database was never committed. Raises OSError."""
+    """Cut the export file at `path` to `length` bytes, its committed length, if it is longer.
+
+    The trajectories of the lines beyond that length are still in the database. A missing file is
+    not an error.
+
+    Raises:
+        OSError: The file cannot be truncated.
+    """
     if path.exists() and path.stat().st_size > length:
         os.truncate(path, length)
 
@@ -117,13 +139,14 @@ def _segment_line(segment: Segment) -> dict[str, Any]:
 
 
 def _turn_lines(turns: Sequence[Turn]) -> orjson.Fragment:
-    # Python's JSON: a policy may have written any number, and any half of a surrogate pair.
+    # Python's JSON module, unlike orjson, can write every number and every unpaired surrogate that
+    # a policy's response may contain.
     names = [field.name for field in fields(Turn) if field.name != "state"]
     return orjson.Fragment(json.dumps([{n: getattr(turn, n) for n in names} for turn in turns]))
 
 
 def _values(array: np.ndarray) -> Any:
-    # JSON has no infinity, Python's dialect of it has.
+    # Standard JSON cannot express infinity or NaN; the dialect of Python's JSON module can.
     return array if np.isfinite(array).all() else orjson.Fragment(json.dumps(array.tolist()))
 
 
@@ -131,7 +154,11 @@ def _values(array: np.ndarray) -> Any:
 
 
 def export_notice(reader: StoreReader) -> str:
-    """Return how many trajectories have left the database, and for where; empty: none has."""
+    """Return a notice of how many trajectories compaction has removed, and where they are now.
+
+    They are in the export file, or nowhere with `store.export: none`. The notice is empty if none
+    were removed.
+    """
     exported = reader.exported()
     count = exported.batched + sum(exported.dropped.values())
     if not count:
@@ -142,42 +169,55 @@ def export_notice(reader: StoreReader) -> str:
 
 
 def summaries(reader: StoreReader) -> list[TrajectorySummary]:
-    """The exported trajectories by id. Raises UserError when the file cannot be read."""
+    """Return a summary of every trajectory in the export file, in ascending order of ids.
+
+    Raises:
+        UserError: The export file or a line of it cannot be read.
+    """
     found = [_summary(t) for t in _trajectories(reader.export_file, reader.exported())]
     return sorted(found, key=lambda summary: summary.trajectory_id)
 
 
 def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
-    """Find it in the store or in its export. Raises UserError when it is in neither."""
+    """Return the trajectory with this id from the database or else from the export file.
+
+    Raises:
+        UserError: Neither has the trajectory, or one of them cannot be read.
+    """
     if not reader.holds(trajectory_id):
         for found in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
             return found
-    return reader.trajectory(trajectory_id)  # which has the reason why there is none
+    # If the trajectory is missing, this raises an error that gives the reason.
+    return reader.trajectory(trajectory_id)
 
 
 def _trajectories(file: Path, exported: Exported, only: int | None = None) -> Iterator[Trajectory]:
-    """Read the file in order, not beyond its committed length; `only` one trajectory."""
+    """Yield the trajectories in the export file `file`, in the order of its lines.
+
+    Lines beyond the committed length, `exported.bytes`, are not read. If `only` is given, just the
+    trajectory with that id is parsed and yielded.
+    """
     if not exported.bytes:
         return
     beginning = f'{{"trajectory_id":{only},'.encode()
-    place = 0
+    end = 0
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                place += len(line)
-                if place > exported.bytes:
+                end += len(line)
+                if end > exported.bytes:
                     return
                 if only is None or line.startswith(beginning):
                     yield _parsed(line, f"{file}, line {number}")
     except OSError as error:
-        raise UserError(f"export {file} cannot be read: {error.strerror}") from error
+        raise UserError(f"failed to read the export {file}: {error.strerror}") from error
 
 
 def _parsed(line: bytes, where: str) -> Trajectory:
     try:
         return _trajectory(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} is not an exported trajectory: {error!r}") from error
+        raise UserError(f"{where}, is not an exported trajectory: {error!r}") from error
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

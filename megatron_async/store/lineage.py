@@ -1,15 +1,17 @@
-"""Lineages of a run and what is consumed along each: a pure model of commit and rollback.
+"""Provides the tree of a run's lineages, and which batches are consumed along each lineage.
 
-A lineage begins at a start or a resume: it continues lineage `parent` from the checkpoint that
-holds policy number `branch_step`, that is the weights after updates 0 .. branch_step - 1. A batch
-is named by where it was made: (lineage, step).
+It is a pure model of commit and rollback, without files. Every start or resume of a run begins a
+lineage. A resumed lineage continues lineage `parent` from the checkpoint of policy number
+`branch_step`, which has the weights after updates 0 to branch_step - 1. A batch is identified by
+the lineage and the step (update number) that it was made for: (lineage, step). It is consumed at a
+checkpoint if the weights of that checkpoint were trained on it.
 
 Invariants
-- Batch (l, s) is consumed at checkpoint (L, n) exactly when it lies on the path that leads there:
+- Batch (l, s) is consumed at checkpoint (L, n) exactly when it is on the path to that checkpoint:
   l = L and s < n, or l is an ancestor of L and s < the step at which the path leaves l.
-- Nothing is ever un-recorded at a rollback: a resume only adds a lineage, and every question is
-  answered from the tree. So a second rollback, also to a lineage that an earlier one had abandoned,
-  needs nothing undone.
+- A rollback deletes no records: a resume only adds a lineage, and what is consumed is always
+  computed from the tree. So a second rollback, even to a lineage that an earlier rollback
+  abandoned, has nothing to undo.
 - A lineage's number is larger than its parent's.
 """
 
@@ -21,11 +23,18 @@ from typing import Final, NamedTuple
 from megatron_async.trajectory.types import PolicyVersion
 
 ALL: Final = sys.maxsize
-"""Larger than every step: the path does not leave this lineage."""
+"""A number larger than every step; as a limit it means that a path does not leave a lineage."""
 
 
 class Lineage(NamedTuple):
-    """Number `lineage`: a run between a (re)start and the next; the first one has no parent."""
+    """One lineage: the part of a run between a start or resume and the next resume.
+
+    Attributes:
+        lineage: Number of the lineage.
+        parent: Number of the lineage that it continues; None for the first lineage.
+        branch_step: Policy number of the checkpoint in `parent` from which it continues, which is
+            also its first step.
+    """
 
     lineage: int
     parent: int | None
@@ -33,7 +42,10 @@ class Lineage(NamedTuple):
 
 
 class LineageTree:
-    """All lineages that a store has seen."""
+    """The lineages of one run, which form a tree through their parents.
+
+    They are in ascending order of their numbers, which is the order in which they began.
+    """
 
     def __init__(self, lineages: Iterable[Lineage] = ()) -> None:
         self._lineages: dict[int, Lineage] = {}
@@ -41,12 +53,19 @@ class LineageTree:
             self.add(one)
 
     def add(self, one: Lineage) -> None:
-        """Add a lineage. Raises ValueError if its number is not the largest, or no such parent."""
+        """Add the lineage `one` to the tree.
+
+        Raises:
+            ValueError: Its number is not larger than all numbers in the tree, or its parent is not
+                in the tree.
+        """
         if self._lineages and one.lineage <= self.newest:
-            raise ValueError(f"lineage {one.lineage} is not newer than lineage {self.newest}")
+            raise ValueError(
+                f"lineage is {one.lineage}, which is not larger than the newest, {self.newest}"
+            )
         if one.parent is not None and one.parent not in self._lineages:
             raise ValueError(
-                f"lineage {one.lineage} continues lineage {one.parent}, which is unknown"
+                f"lineage {one.lineage} continues lineage {one.parent}, which does not exist"
             )
         self._lineages[one.lineage] = one
 
@@ -58,15 +77,24 @@ class LineageTree:
 
     @property
     def newest(self) -> int:
-        """The largest lineage number. Raises ValueError for an empty tree."""
+        """The number of the newest lineage in the tree, which is the largest number.
+
+        Raises:
+            ValueError: The tree is empty.
+        """
         return max(self._lineages)
 
     def lineages(self) -> list[Lineage]:
-        """Oldest first."""
+        """Return all lineages of the tree, oldest first."""
         return list(self._lineages.values())
 
     def path(self, lineage: int) -> dict[int, int]:
-        """Lineage -> the step at which the path to `lineage` leaves it (ALL: `lineage` itself)."""
+        """Return, for `lineage` and each of its ancestors, the step at which the path leaves it.
+
+        The path is the sequence of updates that led to `lineage`. It leaves an ancestor at the step
+        of the checkpoint from which the next lineage on the path continued. Batches of the ancestor
+        at that step or later are not on the path. The value of `lineage` itself is `ALL`.
+        """
         limits: dict[int, int] = {}
         here: int | None = lineage
         limit = ALL
@@ -77,40 +105,60 @@ class LineageTree:
         return limits
 
     def branch_points(self, lineage: int) -> dict[int, int]:
-        """Every other lineage -> the policy number n0 at which it parted from `lineage`."""
+        """Return the last policy number that each other lineage shares with `lineage`.
+
+        The two lineages have the same weights up to this policy number. It is 0 for lineages
+        without a common ancestor.
+        """
         ours = self.path(lineage)
         points: dict[int, int] = {}
         for other in self._lineages.keys() - {lineage}:
             theirs = self.path(other)
             common = next((here for here in theirs if here in ours), None)
-            # With another root there is nothing in common but the initial weights.
+            # Lineages without a common ancestor share only the initial weights, policy number 0.
             points[other] = 0 if common is None else min(theirs[common], ours[common])
         return points
 
 
 @dataclass(frozen=True)
 class Consumption:
-    """Batches that are consumed at one place: policy number `number` on lineage `lineage`.
+    """The set of batches that are consumed at one policy version of a run.
 
-    `number=ALL` means all of that lineage so far.
+    A batch is consumed at a policy version if the weights of that version were trained on it.
+
+    Attributes:
+        limits: For every lineage on the path to the policy version, the step from which on its
+            batches are not consumed.
     """
 
     limits: Mapping[int, int]
 
     @classmethod
     def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> "Consumption":
-        """Return a lineage by its number. Raises KeyError for an unknown one."""
+        """Return the batches that are consumed at policy number `number` of lineage `lineage`.
+
+        Args:
+            tree: All lineages of the run.
+            lineage: Number of the lineage.
+            number: Policy number; `ALL` includes every batch of the lineage so far.
+
+        Raises:
+            KeyError: The tree has no such lineage.
+        """
         return cls({on_path: min(limit, number) for on_path, limit in tree.path(lineage).items()})
 
     @classmethod
     def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> "Consumption":
-        """Return the batches that the finalized checkpoint (lineage, number) commits."""
+        """Return the set of batches on which the weights of `checkpoint` were trained."""
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 
     def holds(self, lineage: int, step: int) -> bool:
-        """Return whether batch (lineage, step) is consumed here."""
+        """Return whether the batch of update `step` on lineage `lineage` is consumed."""
         return step < self.limits.get(lineage, 0)
 
     def reaches(self, lineage: int, number: int) -> bool:
-        """Return whether policy (lineage, number) is on the path to this place."""
+        """Return whether the set's policy version descends from version (`lineage`, `number`).
+
+        A policy version descends from every version on the path of updates to it, and from itself.
+        """
         return number <= self.limits.get(lineage, -1)

@@ -1,18 +1,21 @@
-"""Place of a run's store: the database on a disk of the manager's node, a replica for the others.
+"""Determines where a run's store keeps its database, and locks the database for one writer.
 
-    RUN/trajectories.sqlite          the database, where the run directory is on a local disk
-    DIR/NAME-HASH/trajectories.sqlite    else: below `store.directory` or the temporary directory
-    RUN/trajectories.replica.sqlite  a copy that never changes, replaced at every checkpoint
-    RUN/store.json                   the node and the database that count
+The database is on a disk of the rollout manager's node. Processes of other nodes read the replica,
+a copy of the database.
+
+    RUN/trajectories.sqlite            the database, if the run directory is on a local disk
+    DIR/NAME-HASH/trajectories.sqlite  the database otherwise, below `store.directory` or TMPDIR
+    RUN/trajectories.replica.sqlite    the replica: never modified, but replaced at checkpoints
+    RUN/store.json                     the node and the path of the current database
 
 Invariants
-- The database is on a file system that belongs to one node, unless `store.directory` names
-  another: SQLite's log is memory that processes of one node share.
-- A database that store.json does not name is stale: the run has gone on elsewhere since.
-- Whoever is not on the database's node reads the replica.
-- One process at a time writes: it holds the lock of the file beside the database, which is the
-  kernel's and ends with its process. The file names that process. The writer's thread holds it to
-  its own end (`writer`), however long its last write takes.
+- The database is on a file system that only one node uses, unless `store.directory` names another:
+  SQLite's log (WAL) uses memory that only processes of one node can share.
+- A database that store.json does not name is outdated: the run has continued with another database.
+- A process that is not on the database's node reads the replica.
+- Only one process at a time writes: the process that holds the lock on the file beside the
+  database. That is a lock of the kernel and ends with the process; the file names the process. The
+  writer thread holds the lock until the thread ends (`writer`), however long its last write takes.
 """
 
 import contextlib
@@ -38,28 +41,48 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """`run_file` is the store's name, RUN/trajectories.sqlite, `file` the database."""
+    """Where the database of a run's store is on one node.
+
+    Attributes:
+        run_file: The store's name, RUN/trajectories.sqlite, whether or not the database is there.
+        file: Path of the database.
+    """
 
     run_file: Path
     file: Path
 
     @property
     def is_external(self) -> bool:
-        """Return whether the database is outside the run directory."""
+        """Whether the database is outside the run directory."""
         return self.file != self.run_file
 
     @property
     def replica(self) -> Path:
+        """Path of the replica, the copy of the database that is in the run directory."""
         return self.run_file.with_name(f"{self.run_file.stem}.replica{self.run_file.suffix}")
 
     @property
     def export_file(self) -> Path:
-        """Return the file in which compaction puts consumed trajectories."""
+        """Path of the JSONL file to which compaction exports the trajectories that it removes."""
         return schema.export_file(self.run_file)
 
 
 def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
-    """Find the place on this node; `directory` is `store.directory`. Raises UserError."""
+    """Return where the database of the store `run_file` belongs if it is written on this node.
+
+    It belongs in a folder for this run below `directory`, if that is set. Otherwise it belongs in
+    the run directory if that is on a local disk, and else in a folder below the temporary
+    directory. A run directory that may be local or shared is used only if the temporary directory
+    is not known to be local.
+
+    Args:
+        run_file: The store's name, RUN/trajectories.sqlite.
+        directory: The setting `store.directory`; empty to choose the folder automatically.
+
+    Raises:
+        UserError: The run directory and the temporary directory are both on file systems that nodes
+            share, and `directory` is empty.
+    """
     run = run_file.parent.resolve()
     run_file = run / run_file.name
     if directory:
@@ -73,9 +96,9 @@ def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
             return StoreLocation(run_file, run_file)
         if of_base.shared:
             raise UserError(
-                f"run directory {run} is on {of_run} and the temporary directory on {of_base}, "
-                "which other nodes share: set store.directory to a disk of the rollout manager's "
-                "node"
+                f"run directory {run} is on {of_run} and the temporary directory {base} is on "
+                f"{of_base}; other nodes share both file systems. Set store.directory to a disk of "
+                "the rollout manager's node"
             )
         base /= f"megatron_async-{os.getuid()}"
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
@@ -83,7 +106,15 @@ def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
 
 
 def prepared_location(run_file: Path, directory: str) -> StoreLocation:
-    """`location_of_writer`, where a database is or can be made. Raises UserError."""
+    """Return where the store's database is on this node; if there is none yet, make its folder.
+
+    Args:
+        run_file: The store's name, RUN/trajectories.sqlite.
+        directory: The setting `store.directory`; empty to choose the folder automatically.
+
+    Raises:
+        UserError: No suitable folder is known, or a database cannot be made in it.
+    """
     location = location_of_writer(run_file, directory)
     if not location.file.exists():
         check_location(location)
@@ -92,11 +123,18 @@ def prepared_location(run_file: Path, directory: str) -> StoreLocation:
 
 
 def check_location(location: StoreLocation) -> None:
-    """Check that a database would work there; leaves nothing behind. Raises UserError."""
+    """Check that SQLite can make a working database at `place`, by making one and removing it.
+
+    Logs a warning if the file system may be shared by other nodes.
+
+    Raises:
+        UserError: A database cannot be made there.
+    """
     folder = existing(location.file.parent)
     trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
-        trial.touch()  # where not even that is possible the system's reason is better than SQLite's
+        # If even an empty file is refused, the system's reason is clearer than SQLite's.
+        trial.touch()
         schema.connect(trial).close()
     except (OSError, sqlite3.Error) as error:
         raise UserError(
@@ -104,21 +142,25 @@ def check_location(location: StoreLocation) -> None:
         ) from error
     finally:
         for file in schema.files_of(trial):
-            with contextlib.suppress(OSError):  # the error of the database is the one that matters
+            # An error of the database matters more than an error of this removal.
+            with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
     if not (found := file_system_of(folder)).local:
         logger.warning(
-            "the trajectory store will be in %s on %s; if other nodes share that file system, set "
-            "store.directory to a disk of the rollout manager's node",
+            "the folder of the trajectory store is %s, on %s; if other nodes share that file "
+            "system, set store.directory to a disk of the rollout manager's node",
             location.file.parent,
             found,
         )
 
 
 def make_folder(location: StoreLocation) -> None:
-    """Make the database's folder; outside the run directory only this user can enter it.
+    """Make the folder of the database at `place`.
 
-    Raises UserError.
+    A folder outside the run directory gets a mode by which only this user can enter it.
+
+    Raises:
+        UserError: The folder cannot be made, or it belongs to another user.
     """
     folder = location.file.parent
     try:
@@ -128,21 +170,25 @@ def make_folder(location: StoreLocation) -> None:
         folder.mkdir(mode=0o700 if location.is_external else 0o777, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{folder}, for the trajectory store, cannot be made: {reason(error)}"
+            f"failed to make {folder}, the folder of the trajectory store: {reason(error)}"
         ) from error
     if location.is_external and folder.lstat().st_uid != os.getuid():
-        raise UserError(f"{folder}, for the trajectory store, belongs to somebody else")
+        raise UserError(f"{folder}, the folder of the trajectory store, belongs to another user")
 
 
-# ---------------------------------------------------------------- the record
+# ---------------------------------------------------------------- store.json
 
 
 @dataclass(frozen=True)
 class Record:
-    """Content of store.json; `file` is None in the run directory, which may be moved.
+    """Content of store.json, which names the current database of a run's store.
 
-    `lineage` is the newest that the database has; `closed_at` the position at which its writer has
-    closed it and made its last replica.
+    Attributes:
+        host: Name of the node on which the database is.
+        file: Path of the database; None if it is in the run directory, which may be moved.
+        lineage: Number of the newest lineage in the database.
+        closed_at: Number of transactions ever committed when its writer closed it and completed
+            its last replica; None unless the writer did both.
     """
 
     host: str
@@ -151,40 +197,71 @@ class Record:
     closed_at: int | None = None
 
     def names(self, location: StoreLocation) -> bool:
-        """Return whether this names the database of `place`."""
+        """Return whether store.json names the database at `place` (its path; not its node)."""
         return not location.is_external if self.file is None else self.file == str(location.file)
 
     def database(self, run_file: Path) -> Path:
-        """Return its path, which may be on another node."""
+        """Return the path of the database that store.json names, which may be on another node.
+
+        `run_file` is the store's name, RUN/trajectories.sqlite.
+        """
         return run_file if self.file is None else Path(self.file)
 
     def reachable(self, run_file: Path) -> bool:
-        """Return whether the database can be opened on this node."""
+        """Return whether this node can open the database that store.json names.
+
+        The file must exist here. Unless store.json names this node, it must also be on a file
+        system that is not known to be shared between nodes, since its log works on one node only.
+        """
         file = self.database(run_file)
         here = self.host == socket.gethostname() or not file_system_of(file).shared
         return here and file.exists()
 
 
 def read_record(run_file: Path) -> Record | None:
-    """Read the record; None: the run is new, or older than the record."""
+    """Read which database is current from the run's store.json; return None without that file.
+
+    A new run has no store.json, nor has a run of a version that did not write it. A file that
+    cannot be read counts as missing, with a warning.
+    """
     try:
         return Record(**json.loads(_record_file(run_file).read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        logger.warning("%s cannot be read: %s", _record_file(run_file), error)
+        logger.warning("failed to read %s: %s", _record_file(run_file), error)
         return None
 
 
 def write_record(location: StoreLocation, lineage: int, closed_at: int | None = None) -> None:
-    """Record durably that this node's database counts from now on. Raises CannotWrite."""
+    """Write store.json durably, which makes the database at `place` the run's current database.
+
+    Args:
+        place: Where the database is.
+        lineage: Number of the newest lineage in the database.
+        closed_at: Number of transactions ever committed, if the replica is complete and the
+            database is closed; else None.
+
+    Raises:
+        CannotWrite: The disk refuses the file.
+    """
     file = str(location.file) if location.is_external else None
     record = Record(socket.gethostname(), file, lineage, closed_at)
     write_atomically(_record_file(location.run_file), json.dumps(asdict(record)), durable=True)
 
 
 def leave(location: StoreLocation, lineage: int, position: int) -> None:
-    """Remove this node's database, which the replica holds whole. Raises CannotWrite, OSError."""
+    """Delete the database at `place`, after recording in store.json that the replica is complete.
+
+    Args:
+        place: Where the database is; its replica must already be a complete copy.
+        lineage: Number of the newest lineage in the database.
+        position: Number of transactions ever committed to the database.
+
+    Raises:
+        CannotWrite: store.json cannot be written.
+        OSError: The database cannot be deleted.
+    """
     write_record(location, lineage, position)
     schema.remove(location.file)
 
@@ -198,7 +275,14 @@ def _record_file(run_file: Path) -> Path:
 
 @dataclass(frozen=True)
 class ReadableStore:
-    """A file that this process may read; `note` names what a replica does not hold."""
+    """A database file of a store that this process can read: the database or its replica.
+
+    Attributes:
+        file: The database, or the replica where the database cannot be opened.
+        is_replica: Whether `file` is the replica.
+        note: Notice for the user that the replica is as old as the last checkpoint; empty if `file`
+            has everything.
+    """
 
     file: Path
     is_replica: bool = False
@@ -206,14 +290,21 @@ class ReadableStore:
 
 
 def has_store(run_file: Path) -> bool:
-    """Return whether the run has a trajectory store, wherever that lies."""
+    """Return whether the run has a trajectory store on any node.
+
+    `run_file` is the store's name, RUN/trajectories.sqlite.
+    """
     record = read_record(run_file)
     is_external = record is not None and record.file is not None
     return is_external or run_file.exists() or StoreLocation(run_file, run_file).replica.exists()
 
 
 def location_of_reader(run_file: Path) -> ReadableStore:
-    """The database where it can be reached, else the replica. Raises UserError."""
+    """Return the store's database if this node can open it, else its replica.
+
+    Raises:
+        UserError: The run has no store, or its database is not on this node and has no replica.
+    """
     record = read_record(run_file) or Record(socket.gethostname(), None, 0)
     if record.reachable(run_file):
         return ReadableStore(record.database(run_file))
@@ -224,16 +315,23 @@ def location_of_reader(run_file: Path) -> ReadableStore:
         return ReadableStore(replica, True, "" if record.closed_at is not None else note)
     if record.file is not None:
         raise UserError(
-            f"the trajectory store of {run_file.parent} is {where}, and it has no replica yet"
+            f"the trajectory store of {run_file.parent} is {where}, which this node cannot open; "
+            "it has no replica yet"
         )
-    raise UserError(f"there is no trajectory store {run_file}")
+    raise UserError(f"trajectory store {run_file} does not exist")
 
 
 # ---------------------------------------------------------------- the lock
 
 
 def check_not_in_use(run_file: Path) -> None:
-    """Raises UserError while a process of this node writes the store (`run.lock` is for others)."""
+    """Check that no process of this node is writing to the store.
+
+    Processes of other nodes are kept out by the run directory's lock, `run.lock`.
+
+    Raises:
+        UserError: A process has the store open for writing, or the store cannot be locked.
+    """
     record = read_record(run_file)
     database = run_file if record is None else record.database(run_file)
     if database.parent.exists():
@@ -241,9 +339,13 @@ def check_not_in_use(run_file: Path) -> None:
 
 
 def lock_store(path: Path) -> FileLock:
-    """Keep other writers out until the lock is closed.
+    """Lock the database `path` against other writers; return the lock, which the caller closes.
 
-    Raises UserError when a writer has it, where there are no locks, and when it cannot be written.
+    The lock is on the file PATH.lock, which names the process that holds it.
+
+    Raises:
+        UserError: A process holds the lock, the file system does not support locks, or the lock
+            file cannot be written.
     """
     file = path.with_name(path.name + ".lock")
     try:
@@ -252,12 +354,13 @@ def lock_store(path: Path) -> FileLock:
         raise UserError(str(error)) from error
     except LocksUnsupported as error:
         raise UserError(
-            f"trajectory store {path} cannot be locked ({error}) on {file_system_of(path)}: set "
+            f"trajectory store {path} cannot be locked ({error}) on {file_system_of(path)}. Set "
             "store.directory to a local disk of the rollout manager's node"
         ) from error
     except LockHeld as held:
         if held.holder is not None and held.holder.is_here and held.holder.pid == os.getpid():
             raise UserError(
-                f"{path} is in use by this process, in which an earlier write has not ended"
+                f"trajectory store {path} is in use by this process, in which an earlier write has "
+                "not ended"
             ) from held
-        raise UserError(f"{path} is in use by {held}") from held
+        raise UserError(f"trajectory store {path} is in use by {held}") from held

@@ -1,12 +1,13 @@
-"""Reading a store: all rows checked, tokens put together, what is consumed derived.
+"""Reads the database of a store: checks every row and assembles trajectories from their chunks.
 
-Used when a store is opened and by whoever looks at one while it runs (`StoreReader`: any number of
-them; on another node than the writer's they read the replica).
+The functions are used when a store is opened. `StoreReader` is for other processes, which may read
+a store while its run goes on. Any number of them may do so; on other nodes than the writer's they
+read the replica (the copy of the database in the run directory).
 
 Invariants
-- A row whose CRC is wrong raises DamagedStore; nothing unchecked leaves this module.
-- A trajectory's tokens are the longest unbroken sequence of chunks from its first one. If its row
-  counts more chunks than that, it was damaged and is marked so (`complete` is false).
+- A row whose CRC is wrong raises DamagedStore; no unchecked row is returned from this module.
+- A trajectory's tokens are the longest sequence of its chunks, from the first chunk on, that has no
+  gap. If chunks are missing, `Tokens.complete` is false.
 """
 
 import itertools
@@ -53,7 +54,18 @@ NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")
 
 @dataclass
 class StoreContent:
-    """Everything in a store but the tokens."""
+    """Everything that a store's database contains, except chunks and turns.
+
+    Attributes:
+        position: Number of transactions ever committed.
+        counters: Counters of used ids and read prompts.
+        exported: Totals of what compaction has removed.
+        tree: All lineages.
+        checkpoints: Finalized checkpoints, in the order in which they were recorded.
+        batches: Batches of all lineages.
+        groups: Groups by id.
+        trajectories: Trajectories by id.
+    """
 
     position: int
     counters: Counters
@@ -65,12 +77,20 @@ class StoreContent:
     trajectories: dict[int, TrajectoryRow]
 
     def batched_steps(self, consumption: Consumption) -> dict[int, int]:
-        """Trajectory -> the step whose batch consumed it, as seen from one place."""
+        """Return the step of the batch that consumed each trajectory, by trajectory id.
+
+        Only trajectories in a batch that is part of `consumption` are included.
+        """
         return {i: batch.step for i, batch in consumed_by(self.batches, consumption).items()}
 
 
 def consumed_by(batches: Iterable[BatchRow], location: Consumption) -> dict[int, BatchRow]:
-    """Trajectory -> the batch that consumed it, as seen from one place."""
+    """Return the batch that consumed each trajectory, by trajectory id.
+
+    Args:
+        batches: Batches to look at, of any lineage.
+        place: The batches that are consumed at one policy version; other batches are ignored.
+    """
     return {
         trajectory_id: batch
         for batch in batches
@@ -81,7 +101,10 @@ def consumed_by(batches: Iterable[BatchRow], location: Consumption) -> dict[int,
 
 @contextmanager
 def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
-    """All reads inside see one state of the file; inside another one it is part of that."""
+    """Run the block in one read transaction: all its reads see the same state of the database.
+
+    Within another transaction of this connection, the block simply belongs to that transaction.
+    """
     if connection.in_transaction:
         yield
         return
@@ -93,17 +116,27 @@ def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def read_position(connection: sqlite3.Connection) -> int:
-    """Transactions ever committed. Raises DamagedStore or sqlite3.DatabaseError."""
+    """Return the number of transactions ever committed to the database; 0 for an empty database.
+
+    Raises:
+        DamagedStore: The checksum of the row is wrong.
+        sqlite3.DatabaseError: SQLite cannot read the file.
+    """
     return max((row.position for row in read_rows(connection, ProgressRow)), default=0)
 
 
 def read_content(connection: sqlite3.Connection) -> StoreContent:
-    """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
+    """Read and check everything in the database except chunks and turns.
+
+    Raises:
+        DamagedStore: A checksum is wrong, or a row is missing that others refer to.
+        sqlite3.DatabaseError: SQLite cannot read the file.
+    """
     with at_one_moment(connection):
         tree = LineageTree(read_rows(connection, Lineage))
         counters = Counters.read(connection)
         if counters is None and tree:
-            raise DamagedStore("the counters are missing")
+            raise DamagedStore("the row of the counters is missing")
         content = StoreContent(
             position=read_position(connection),
             counters=counters or Counters(),
@@ -118,32 +151,43 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
         )
     members = {i for row in content.groups.values() for i in row.trajectory_ids}
     if odd := members ^ content.trajectories.keys():
-        raise DamagedStore(f"trajectory {min(odd)} or its group is missing")
+        raise DamagedStore(f"the row of trajectory {min(odd)} or of its group is missing")
     return content
 
 
 def newest_turn(connection: sqlite3.Connection) -> int:
-    """The largest key of a turn; 0 where there is none."""
+    """Return the largest key in the database's table of turns; 0 if the table is empty."""
     return int(connection.execute("SELECT ifnull(max(turn_id), 0) FROM turns").fetchone()[0])
 
 
 def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
-    """Read a group's row. Raises DamagedStore when it is not there."""
+    """Read the row of one group.
+
+    Raises:
+        DamagedStore: The row is missing, or its checksum is wrong.
+    """
     for row in read_rows(connection, GroupRow, "group_id = ?", group_id):
         return row
-    raise DamagedStore(f"group {group_id} is missing")
+    raise DamagedStore(f"the row of group {group_id} is missing")
 
 
 @dataclass
 class Parts:
-    """Chunks and turns of trajectories, of all attempts."""
+    """Rows of the chunks and of the turns of some trajectories, by trajectory id and unsorted.
+
+    Chunks and turns of earlier attempts (before a restart of the trajectory) may be among them.
+    """
 
     chunks: dict[int, list[ChunkRow]]
     turns: dict[int, list[TurnRow]]
 
 
 def read_parts(connection: sqlite3.Connection, trajectory_ids: Sequence[int]) -> Parts:
-    """Every chunk and turn of these trajectories, checked. Raises DamagedStore."""
+    """Read all chunks and turns of the trajectories `trajectory_ids`.
+
+    Raises:
+        DamagedStore: The checksum of a row is wrong.
+    """
     return Parts(
         _of_trajectories(connection, ChunkRow, trajectory_ids),
         _of_trajectories(connection, TurnRow, trajectory_ids),
@@ -166,9 +210,14 @@ def _of_trajectories(
 
 @dataclass(frozen=True)
 class Tokens:
-    """A trajectory's tokens and turns as they were found, and the chunks they are from, in order.
+    """Tokens and turns of one trajectory, assembled from their rows in the database.
 
-    `turn_keys`: those of the turns' rows.
+    Attributes:
+        segments: The tokens.
+        chunks: The rows that the tokens come from, in order.
+        complete: Whether no chunk is missing.
+        turns: The turns, in the order of their numbers.
+        turn_keys: Key of each turn's row, in the same order.
     """
 
     segments: tuple[Segment, ...]
@@ -179,7 +228,11 @@ class Tokens:
 
 
 def assemble(row: TrajectoryRow, parts: Parts) -> Tokens:
-    """Segments from the unbroken chunks of the row's attempt, and its turns."""
+    """Assemble the tokens and turns of trajectory `row` from `parts`.
+
+    Only chunks and turns of the trajectory's current attempt count (a restart begins a new
+    attempt). Chunks after a gap in their sequence are ignored.
+    """
     chunks = parts.chunks.get(row.trajectory_id, ())
     mine = sorted(
         (chunk for chunk in chunks if chunk.attempt == row.attempt), key=lambda chunk: chunk.seq
@@ -202,7 +255,7 @@ def assemble(row: TrajectoryRow, parts: Parts) -> Tokens:
 
 
 def turn_of(row: TurnRow) -> Turn:
-    """The public form."""
+    """Return the `Turn` that a row of the table of turns describes."""
     return Turn(
         row.number,
         row.parent,
@@ -216,12 +269,16 @@ def turn_of(row: TurnRow) -> Turn:
 
 
 def read_tokens(connection: sqlite3.Connection, row: TrajectoryRow) -> Tokens:
-    """Read a trajectory's tokens and turns. Raises DamagedStore."""
+    """Read the tokens and turns of trajectory `row` from the database.
+
+    Raises:
+        DamagedStore: The checksum of a row is wrong.
+    """
     return assemble(row, read_parts(connection, [row.trajectory_id]))
 
 
 def prompt_of(row: GroupRow) -> Prompt:
-    """The prompt that a group row holds."""
+    """Return the `Prompt` that a row of the table of groups describes."""
     token_ids = np.frombuffer(row.token_ids, dtype="<i4").astype(np.int32)
     return Prompt(token_ids, row.task, json.loads(row.payload), row.priority)
 
@@ -233,7 +290,16 @@ def trajectory_of(
     turns: tuple[Turn, ...],
     batched_step: int | None,
 ) -> Trajectory:
-    """The public form; a trajectory consumed on the lineage that is looked at is `batched`."""
+    """Return the `Trajectory` that a row and its prompt, segments and turns describe.
+
+    Args:
+        row: Row of the trajectory.
+        prompt: Prompt of the trajectory's group.
+        segments: Tokens of the trajectory.
+        turns: Turns of the trajectory, if it is an episode.
+        batched_step: Step of the batch that consumed the trajectory on the lineage of interest; its
+            state is then `batched`. None if no batch did; the state is then that of the row.
+    """
     batched = batched_step is not None
     return Trajectory(
         trajectory_id=row.trajectory_id,
@@ -252,9 +318,12 @@ def trajectory_of(
 
 @dataclass(frozen=True, eq=False)
 class TrajectorySummary(Trajectory):
-    """A line of a listing, without prompt, segments and turns.
+    """A trajectory for listings, without its prompt, segments and turns, but with their sizes.
 
-    `tokens` counts those of the response, `turn_count` the turns of an episode.
+    Attributes:
+        tokens: Number of tokens after the prompt, including those of the environment.
+        versions: The policy versions that generated tokens of the trajectory.
+        turn_count: Number of turns; 0 for a trajectory that is not an episode.
     """
 
     tokens: int = 0
@@ -263,10 +332,21 @@ class TrajectorySummary(Trajectory):
 
 
 class StoreReader:
-    """Looks at a store without changing it, also while its run goes on."""
+    """Reads a store without changing it, also while its run goes on.
+
+    It reads the database if this node can open it, else the replica (`note` then says so).
+    """
 
     def __init__(self, path: Path) -> None:
-        """`path` is RUN/trajectories.sqlite. Raises UserError when there is no readable store."""
+        """Open the database of the store `path` for reading, or its replica if this node lacks it.
+
+        Args:
+            path: The store's name, RUN/trajectories.sqlite.
+
+        Raises:
+            UserError: The store does not exist, is on another node and has no replica, is damaged,
+                or has another format.
+        """
         found = location_of_reader(path)
         self._run_file, self._path, self.note = path, found.file, found.note
         with self._naming_damage():
@@ -276,35 +356,53 @@ class StoreReader:
             schema.checked_format(self._connection, found.file)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the database file."""
         self._connection.close()
 
     @property
     def export_file(self) -> Path:
-        """Return the file in which compaction puts what it takes out; see `export`."""
+        """Path of the JSONL file that has the trajectories removed by compaction (see `export`)."""
         return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:
-        """Read what belongs together inside, whatever the run writes meanwhile."""
+        """Return a context in which all reads of this reader see the same state of the database.
+
+        Transactions that the run commits meanwhile are not seen.
+        """
         return at_one_moment(self._connection)
 
     def holds(self, trajectory_id: int) -> bool:
-        """Return whether this trajectory is in the store now."""
+        """Return whether the database has this trajectory (an exported trajectory is not in it)."""
         query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
         return bool(self._found(query))
 
     def exported(self) -> Exported:
-        """Return what compaction has taken out by now. Raises UserError for a damaged file."""
+        """Return the totals of what compaction has removed from the database.
+
+        Raises:
+            UserError: The database is damaged.
+        """
         with self._naming_damage():
             return Exported.read(self._connection) or Exported()
 
     def content(self) -> StoreContent:
-        """Everything but tokens, at one moment. Raises UserError for a damaged file."""
+        """Return everything that the database contains at this moment, except chunks and turns.
+
+        Raises:
+            UserError: The database is damaged.
+        """
         with self._naming_damage():
             return read_content(self._connection)
 
     def summaries(self, state: TrajectoryState | None = None) -> list[TrajectorySummary]:
-        """All trajectories (of one state) by id. Raises UserError for a damaged file."""
+        """Return a summary of every trajectory in the database, in ascending order of ids.
+
+        If `state` is given, only trajectories in that state are returned. Whether a trajectory is
+        `batched` is seen from the newest lineage.
+
+        Raises:
+            UserError: The database is damaged.
+        """
         content = self.content()
         batched = self._batched_steps(content)
         sizes = self._sizes()
@@ -322,7 +420,12 @@ class StoreReader:
         return listed
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
-        """Return a trajectory with its tokens. Raises UserError when it is not in the store."""
+        """Return a trajectory of the database with its tokens and turns.
+
+        Raises:
+            UserError: The trajectory is not in the database (the message says why), or the database
+                is damaged.
+        """
         content = self.content()
         row = content.trajectories.get(trajectory_id)
         if row is None:
@@ -338,10 +441,10 @@ class StoreReader:
 
     def _why_missing(self, trajectory_id: int, content: StoreContent) -> str:
         if not 0 <= trajectory_id < content.counters.next_trajectory:
-            return "there was never one of that id"
+            return "no trajectory of this run has ever had that id"
         if content.exported.bytes:
-            return f"compaction has moved it to {self.export_file}, or it was lost by damage"
-        return "compaction has removed it (store.export is none), or it was lost by damage"
+            return f"compaction moved it to {self.export_file}, or it was lost with a damaged file"
+        return "compaction removed it (store.export is none), or it was lost with a damaged file"
 
     @staticmethod
     def _batched_steps(content: StoreContent) -> Mapping[int, int]:
@@ -350,7 +453,10 @@ class StoreReader:
         return content.batched_steps(Consumption.at(content.tree, content.tree.newest))
 
     def _sizes(self) -> dict[tuple[int, int], tuple[int, tuple[PolicyVersion, ...]]]:
-        """(trajectory, attempt) -> response tokens and policy versions, without reading tokens."""
+        """Return each trajectory's token count and policy versions, by (trajectory id, attempt).
+
+        Tokens of the environment are counted. No token is read, only the sizes of the chunks.
+        """
         found: dict[tuple[int, int], tuple[int, tuple[PolicyVersion, ...]]] = {}
         query = (
             "SELECT trajectory_id, attempt, lineage, number, environment, columns, "
@@ -373,6 +479,6 @@ class StoreReader:
             yield
         except (sqlite3.Error, DamagedStore) as error:
             raise UserError(
-                f"trajectory store {self._path} is damaged ({error}); resuming the run goes on "
-                "from its replica"
+                f"trajectory store {self._path} is damaged ({error}). Resume the run, which then "
+                "continues from the store's replica"
             ) from error

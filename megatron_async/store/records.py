@@ -1,16 +1,19 @@
-"""Record, in memory, of each trajectory: its state, and its tokens while it is live.
+"""Provides `TrajectoryRecord`, the store's record in memory of one trajectory.
+
+A record always has the trajectory's state. It has the tokens too while the trajectory is live,
+which means neither dropped nor consumed (in a batch that counts on the current lineage).
 
 Invariants
-- State changes only along the arrows of `ALLOWED` (docs/semantics.md section 2). `batched` is not
-  among the stored states: it is derived from the batches of the lineage that is looked at.
-- Tokens wait in the buffer until they are handed to the writer as a chunk; a chunk never spans two
-  segments. The segments of a live record hold all tokens, handed over or not.
-- A segment ends when its author or its columns change and when its request ends (the trajectory
-  becomes partial).
-- `request` is the one that may append, or the call of the environment that may add a turn. It is
-  None in every state but `running`, and those in which the environment is asked.
-- The turns of a live record are all there, in the order of their numbers. Only the newest one can
-  be without an end, and only it has a snapshot of the environment.
+- The state changes only as `ALLOWED` permits (docs/semantics.md section 2). `batched` is not a
+  stored state: whether a trajectory is batched is computed from the batches on the current lineage.
+- Tokens stay in the buffer until they are passed to the writer as a chunk; a chunk never spans two
+  segments. The segments of a live record contain all tokens, whether passed to the writer or not.
+- A segment ends when the author or the columns of the tokens change, and when its request ends (the
+  trajectory becomes partial).
+- `request` is the key of the generation request that may append tokens, or of the call to the
+  environment that may add a turn. It is None unless such a request or call is in progress.
+- A live record has all turns of the trajectory, in the order of their numbers. Only the newest turn
+  may lack an end, and only the newest turn has a snapshot of the environment.
 """
 
 import json
@@ -46,11 +49,21 @@ _UNFINISHED = {"finish_reason": None, "reward": None, "reward_detail": "{}"}
 
 
 class SupersededRequest(ValueError):
-    """A request that is not the current one of its trajectory wanted to change it."""
+    """A request or call other than the trajectory's current one tried to change the trajectory."""
 
 
 class Author(NamedTuple):
-    """Author of a segment (see `Segment`), and the further columns that it reports."""
+    """Who wrote a segment, and which columns it reports beyond token ids and log-probs.
+
+    The author is one policy version on one engine, or the environment.
+
+    Attributes:
+        version: Policy version.
+        engine_id: Name of the engine.
+        from_environment: Whether the environment wrote the tokens; the two fields above are then
+            without meaning.
+        columns: NumPy types of the further columns.
+    """
 
     version: PolicyVersion
     engine_id: str
@@ -65,7 +78,7 @@ class _GrowingSegment:
     length: int = 0
 
     def frozen(self) -> Segment:
-        """The tokens so far; what was many arrays becomes one."""
+        """Return the tokens that the segment has so far, joined into one array per column."""
         if len(self.parts) > 1:
             self.parts = [joined(self.parts)]
         token_ids, logprobs, *columns = self.parts[0]
@@ -74,7 +87,7 @@ class _GrowingSegment:
 
 @dataclass(frozen=True, eq=False)
 class GroupRecord:
-    """A group that is still in the store."""
+    """A prompt and the ids of its trajectories, for a group that is still in the store."""
 
     group_id: int
     prompt: Prompt
@@ -82,7 +95,21 @@ class GroupRecord:
 
 
 class TrajectoryRecord:
-    """A trajectory in memory; mutable, owned by the store."""
+    """State, tokens and turns of one trajectory in memory; only its `TrajectoryStore` changes it.
+
+    Attributes:
+        row: The trajectory's row as it is, or will be, in the database.
+        turns: The turns of an episode; empty while `in_memory` is false.
+        batched_step: Step of the batch that consumed the trajectory on the current lineage; None if
+            no batch did.
+        request: Key of the generation request, or of the call to the environment, that may change
+            the trajectory now; None if there is none.
+        in_flight: Number of the writer's transaction that contains the newest chunk; 0 if this
+            process has written no chunk.
+        in_memory: Whether tokens and turns are in memory; otherwise they are only in the database.
+        author: Author of the newest segment; None if no more tokens may be added to the segment.
+        buffered: Number of tokens that have not been passed to the writer yet.
+    """
 
     def __init__(
         self,
@@ -91,46 +118,57 @@ class TrajectoryRecord:
         turns: tuple[Turn, ...] = (),
         turn_keys: tuple[int, ...] = (),
     ) -> None:
-        """`segments=None`: the tokens are not in memory. `turn_keys`: those of the turns' rows."""
+        """Make the record of a trajectory from its row and its tokens.
+
+        Args:
+            row: The trajectory's row.
+            segments: Its tokens; None if they are only in the database.
+            turns: Its turns, if it is an episode.
+            turn_keys: Key of each turn's row in the database.
+        """
         self.row = row
         self.turns = list(turns)
         self._turn_keys = list(turn_keys)
         self.batched_step: int | None = None
         self.request: RequestKey | None = None
-        self.in_flight = 0  # transaction of the newest chunk
+        self.in_flight = 0
         self.in_memory = segments is not None
         self._segments: list[_GrowingSegment] = []
         for s in segments or ():
             types = tuple(column.dtype for column in s.columns)
             author = Author(s.version, s.engine_id, s.from_environment, types)
             self._segments.append(_GrowingSegment(author, [s.arrays], len(s)))
-        self.author: Author | None = None  # of the last segment, while it may grow
+        self.author: Author | None = None
         self._buffer: list[Arrays] = []
         self.buffered = 0
 
     @property
     def state(self) -> TrajectoryState:
-        """The state as it is stored, of all lineages."""
+        """The trajectory's stored state, which is the same on all lineages and never `batched`."""
         return TrajectoryState(self.row.state)
 
     @property
     def shown_state(self) -> TrajectoryState:
-        """The state along the current lineage."""
+        """The trajectory's state on the current lineage: `batched` if it is consumed there."""
         return TrajectoryState.BATCHED if self.batched_step is not None else self.state
 
     @property
     def live(self) -> bool:
-        """Neither consumed along the current lineage nor dropped."""
+        """Whether the trajectory is neither consumed on the current lineage nor dropped."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
 
     def move_to(self, state: TrajectoryState, **changes: Any) -> None:
-        """Change the state, and what else `changes` in the row.
+        """Set the trajectory's state, and the other fields of its row that `changes` names.
 
-        Raises ValueError for a state that cannot follow in a trajectory's life.
+        Its current request, if any, may no longer change it.
+
+        Raises:
+            ValueError: `ALLOWED` does not permit this change of state, or the trajectory is
+                consumed.
         """
         if self.batched_step is not None or state not in ALLOWED[self.state]:
             raise ValueError(
-                f"trajectory {self.row.trajectory_id} is {self.shown_state}, it cannot become "
+                f"trajectory {self.row.trajectory_id} is {self.shown_state} and cannot become "
                 f"{state}"
             )
         self._change(state, **changes)
@@ -143,19 +181,26 @@ class TrajectoryRecord:
     # ------------------------------------------------------------ tokens
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return all tokens so far, of a trajectory that is in memory."""
+        """Return all tokens that the trajectory has so far; it must be in memory."""
         return tuple(segment.frozen() for segment in self._segments)
 
     def begin_segment(self, author: Author) -> None:
-        """The author of what is added next. The buffer must be empty."""
+        """Start a new segment, written by `author`, to which the next tokens belong.
+
+        The buffer must be empty.
+        """
         assert not self._buffer
         self._segments.append(_GrowingSegment(author))
         self.author = author
 
     def response_end(self) -> tuple[int, int | None]:
-        """Length of the response in memory, and its last token if the policy made it.
+        """Return the number of tokens of the trajectory's response, and its last token id.
 
-        Of an episode: that of the newest turn's answer.
+        For an episode, the response is that of its newest turn. The trajectory must be in memory.
+
+        Returns:
+            The number of tokens, and the id of the last token; None instead of the id if there is
+            no token or the environment wrote the last token.
         """
         segments = self._segments
         if self.turns:
@@ -167,7 +212,7 @@ class TrajectoryRecord:
         return length, int(segments[-1].parts[-1][0][-1])
 
     def add(self, arrays: Arrays) -> None:
-        """More tokens of the newest segment."""
+        """Add tokens, given as their columns, to the newest segment and to the buffer."""
         last, count = self._segments[-1], len(arrays[0])
         last.parts.append(arrays)
         last.length += count
@@ -175,7 +220,10 @@ class TrajectoryRecord:
         self.buffered += count
 
     def take_chunk(self) -> ChunkRow | None:
-        """The buffer as a chunk, for the writer; None when it is empty."""
+        """Empty the buffer, and return its tokens as the row of the trajectory's next chunk.
+
+        The chunk is counted in `row`. Returns None if the buffer is empty.
+        """
         if not self._buffer:
             return None
         author = self._segments[-1].author
@@ -198,16 +246,23 @@ class TrajectoryRecord:
     def add_turn(
         self, key: int, parent: int | None, messages: Messages, state: bytes | None
     ) -> None:
-        """A turn begins with what is added next."""
+        """Add a turn to the episode; the next segment will be the turn's first.
+
+        Args:
+            key: Key of the turn's row in the database.
+            parent: Number of the turn that it follows; None for the first turn of a branch.
+            messages: Messages of the environment.
+            state: Snapshot of the environment, if there is one.
+        """
         self._turn_keys.append(key)
         self.turns.append(Turn(len(self.turns), parent, len(self._segments), messages, state=state))
 
     def change_turn(self, number: int = -1, **changes: Any) -> None:
-        """Change a turn, by default the newest."""
+        """Set the fields that `changes` names in the episode's turn `number`; -1 is the newest."""
         self.turns[number] = replace(self.turns[number], **changes)
 
     def turn_row(self, number: int = -1) -> TurnRow:
-        """A turn as it is stored, by default the newest."""
+        """Return the database row of the episode's turn `number`; -1 is the newest turn."""
         turn = self.turns[number]
         return TurnRow(
             self._turn_keys[number],
@@ -224,7 +279,10 @@ class TrajectoryRecord:
         )
 
     def forget_tokens(self) -> None:
-        """Tokens and turns are only on disk from now on."""
+        """Free the memory of the trajectory's tokens and turns; the database does not change.
+
+        Tokens that are still in the buffer are discarded.
+        """
         self.in_memory, self.author = False, None
         self._segments.clear()
         self._buffer.clear()
@@ -233,24 +291,38 @@ class TrajectoryRecord:
         self._turn_keys.clear()
 
     def interrupt(self) -> None:
-        """Make it partial, whatever it was: its process died, or its last tokens were lost."""
+        """Set the trajectory's state to `partial`, without checking that the change is allowed.
+
+        Finish reason and reward are cleared. This is for a trajectory that was running when its
+        process died.
+        """
         self._change(_S.PARTIAL, **_UNFINISHED)
 
     def restart(self) -> None:
-        """Back to the prompt: all tokens and the reward are gone."""
+        """Reset the trajectory to `pending`, and discard its tokens, its turns and its reward.
+
+        The number of its attempts grows by one. Raises ValueError if it is consumed or dropped.
+        """
         self.move_to(_S.PENDING, attempt=self.row.attempt + 1, chunks=0, **_UNFINISHED)
         self.forget_tokens()
         self.in_memory = True
 
 
 def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
-    """The trajectory that `request` runs. Raises SupersededRequest when it does not run it now."""
+    """Return the record of the trajectory that `request` belongs to, if the request is current.
+
+    `request` may also be the key of a call to the trajectory's environment.
+
+    Raises:
+        SupersededRequest: The trajectory has another current request or call, or has none, or is
+            not in the store.
+    """
     record = records.get(request.trajectory_id)
     if record is not None and record.request == request:
         return record
     now = "not in the store" if record is None else str(record.shown_state)
     if record is not None and record.request is not None:
-        now = f"run by {record.request.name}"
+        now = f"owned by request {record.request.name}"
     raise SupersededRequest(
         f"request {request.name} of lineage {request.lineage} is superseded: trajectory "
         f"{request.trajectory_id} is {now}"

@@ -1,19 +1,23 @@
-"""Replica of a store's database, and opening one: checked, brought here, or replaced by it.
+"""Copies a store's database to the replica, and restores a missing or damaged database from it.
+
+The replica is a copy of the database in the run directory, made at each checkpoint and at a stop.
 
 Invariants
-- Everything that is read is checked (SQLite's `quick_check`, the CRC of each row). What is damaged
-  keeps its bytes under its name with `.damaged-N`, and so does its log.
-- The replica takes the place of a database that is damaged, gone or on a node that cannot be
-  reached. What it does not hold is lost, and is named; rollouts can be generated again.
-- Losing data is preferred to training it twice: when transactions are missing that the run has
-  seen (`position`), every group that is not known to be consumed is set aside, never trained again.
-- Ids of lost groups are not given out again.
-- A copy is one moment of its source, whatever is written meanwhile; it has its name only when it is
-  complete and on disk.
-- A replica never changes: it is opened as immutable, which takes neither locks nor shared memory,
-  so that it can be read on any file system from any node.
-- One copy at a time, on a thread and a connection of its own: commits do not wait for it. A copy
-  that is still being written keeps the store locked.
+- Everything that is read is checked (by SQLite's `quick_check` and the CRC of each row). A damaged
+  database and its log are not deleted: they are renamed with the suffix `.damaged-N`.
+- The replica replaces a database that is damaged, missing, or on a node that cannot be reached.
+  What the replica does not contain is lost, and is named in a message; rollouts can be generated
+  again.
+- Losing data is preferred to training on it twice: when transactions are missing that the trainer
+  has already seen (`position`), every group that is not known to be consumed is excluded from
+  training for good.
+- Ids of lost groups are not used again.
+- A copy shows its source at one moment, whatever is written meanwhile. It gets its final name only
+  when it is complete and on disk.
+- A replica is never modified. It is opened as immutable, which needs neither locks nor shared
+  memory, so that it can be read on any file system from any node.
+- Only one copy is made at a time, on a separate thread with a separate connection: commits do not
+  wait for it. While a copy is still being written, the store stays locked.
 """
 
 import asyncio
@@ -41,7 +45,7 @@ from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
-_ID_GAP = 1_000_000  # ids left out when it is not known which have been given
+_ID_GAP = 1_000_000  # Number of ids that are skipped when the used ids are not known.
 _PAGES_AT_ONCE = 1024  # 8 MiB
 _PART = ".part-"
 T = TypeVar("T")
@@ -49,9 +53,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recovery:
-    """Damage that was found and what became of it; `sentence` is for a person.
+    """What was wrong with a store when it was opened, and what replaced it.
 
-    `behind`: what was found may be an older state than the run has seen.
+    Attributes:
+        sentence: Message for the user that names the damage, the replacement and the losses.
+        damaged_file: New name of the damaged database; None if there was no file to keep.
+        behind: Whether the opened store may lack transactions that the trainer has seen.
     """
 
     sentence: str
@@ -61,12 +68,18 @@ class Recovery:
 
 @contextlib.contextmanager
 def checked(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file (made if there is none) whose structure is sound.
+    """Open the database `path` for the block, after checking the file's structure and format.
 
-    Raises DamagedStore or sqlite3.DatabaseError for a damaged file, UserError for a foreign one.
+    A missing database is made, with empty tables. The CRCs of rows are not checked here.
+
+    Raises:
+        DamagedStore: The structure of the file is damaged.
+        sqlite3.DatabaseError: SQLite cannot read the file.
+        UserError: The file is not a trajectory store, or has another format.
     """
     if path.exists() and 0 < path.stat().st_size < schema.PAGE_BYTES:
-        raise DamagedStore("it ends within its first page")  # SQLite would take it for a new one
+        # SQLite would treat such a file as a new database.
+        raise DamagedStore("the file ends within its first page")
     with closing(schema.connect(path)) as connection:
         schema.checked_format(connection, path)
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -77,7 +90,10 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether the error means wrong content (and not, for one, that the file is locked)."""
+    """Return whether `error` means that a database file has wrong content.
+
+    Other errors, such as that of a locked file, say nothing about the content.
+    """
     if isinstance(error, DamagedStore):
         return True
     code = getattr(error, "sqlite_errorcode", 0)
@@ -88,22 +104,30 @@ def is_damage(error: Exception) -> bool:
 
 
 def fetch_database(location: StoreLocation) -> str | None:
-    """Put the run's database where `place` has it, if it was elsewhere.
+    """Make the run's current database available at `place.file`, by a copy if it is elsewhere.
 
-    Returns what keeps it from being used, as the end of a sentence; None when it is there, or the
-    run is new. Raises OSError, sqlite3.Error.
+    It is copied from its old path if this node can open that, or else from the replica if a stop
+    left the replica complete. An outdated database at `place.file` is removed.
+
+    Returns:
+        None if the database is at `place.file` or the run is new. Otherwise the reason why it
+        cannot be made available, as the end of a sentence about the database.
+
+    Raises:
+        OSError: A file cannot be copied or removed.
+        sqlite3.Error: SQLite cannot copy the database.
     """
     file, record = location.file, read_record(location.run_file)
-    if record is None:  # a new run, or one of a version without the record
+    if record is None:  # The run is new, or is of a version without store.json.
         if file.exists() or not (location.run_file.exists() or location.replica.exists()):
             return None
         record = Record(socket.gethostname(), None, 0)
     elif record.names(location) and file.exists():
         here = record.file is None or record.host == socket.gethostname()
-        # Another node may have a file of that name, from before the run went on elsewhere.
+        # The file at that path may be outdated, from before the run moved to another node.
         if here or _as_far_as_readable(file, _newest_lineage) == record.lineage:
             return None
-        logger.warning("removing %s: the run has gone on elsewhere since", file)
+        logger.warning("removing %s, because the run has continued on another node since", file)
     schema.remove(file)
     database = record.database(location.run_file)
     if database != file and record.reachable(location.run_file):
@@ -113,27 +137,35 @@ def fetch_database(location: StoreLocation) -> str | None:
     ):
         copy_database(location.replica, file, from_replica=True)
     elif record.host != socket.gethostname():
-        return f"is {database} on {record.host}, which this node does not reach"
+        return f"is {database} on host {record.host}, which this node cannot reach"
     else:
-        return "is not there any more"
+        return "no longer exists"
     return None
 
 
 def restore(location: StoreLocation, copy: Path) -> bool:
-    """Copy the replica; False where there is none that can be read."""
+    """Copy the replica of the store at `place` to the path `copy`, replacing any database there.
+
+    Returns:
+        False if there is no replica or it cannot be copied, else True.
+    """
     try:
         schema.remove(copy)
         copy_database(location.replica, copy, from_replica=True)
     except FileNotFoundError:
         return False
     except (OSError, sqlite3.Error) as error:
-        logger.warning("replica %s cannot be read: %s", location.replica, error)
+        logger.warning("failed to copy replica %s: %s", location.replica, error)
         return False
     return True
 
 
 def set_aside(file: Path) -> Path | None:
-    """Give a database and its log a name of their own; returns it, None if there is no file."""
+    """Rename the damaged database `file` and its log to an unused name with suffix `.damaged-N`.
+
+    Returns:
+        The new path of the database; None if there is no such file.
+    """
     number = 1
     while (target := file.with_name(f"{file.name}.damaged-{number}")).exists():
         number += 1
@@ -148,9 +180,11 @@ def set_aside(file: Path) -> Path | None:
 
 
 def counters_of(file: Path, needed: int) -> Counters | None:
-    """Read from a damaged database which ids it has given; None: nothing to rely on.
+    """Read the counters of used ids from the damaged database `file`, if they can be relied on.
 
-    It must have got as far as transaction `needed`.
+    Returns:
+        The counters; None if they cannot be read, or if the database has fewer transactions than
+        `needed`, so that the counters are outdated.
     """
 
     def read(connection: sqlite3.Connection) -> Counters | None:
@@ -160,7 +194,12 @@ def counters_of(file: Path, needed: int) -> Counters | None:
 
 
 def skip_used_ids(counters: Counters, known: Counters | None) -> None:
-    """Ids that `known` has given, or may have been given, are not given again."""
+    """Advance the next ids in `counters` so that no id of the lost database is used again.
+
+    Args:
+        counters: Counters of the store that replaces the lost database; they are changed.
+        known: Counters of the lost database. If they are None, `_ID_GAP` ids are skipped.
+    """
     if known is None:
         counters.next_group += _ID_GAP
         counters.next_trajectory += _ID_GAP
@@ -176,7 +215,7 @@ def _newest_lineage(connection: sqlite3.Connection) -> int | None:
 def _as_far_as_readable(
     file: Path, read: Callable[[sqlite3.Connection], T], *, immutable: bool = False
 ) -> T | None:
-    """Return what `read` finds in the file; None where it is damaged or cannot be opened."""
+    """Return the result of `read` on a connection to `file`; None if the file cannot be read."""
     try:
         with closing(schema.connect(file, read_only=True, immutable=immutable)) as connection:
             return read(connection)
@@ -188,50 +227,74 @@ def _as_far_as_readable(
 
 
 def copy_database(source: Path, target: Path, *, from_replica: bool = False) -> None:
-    """Raises OSError, sqlite3.Error."""
+    """Copy the database `source` to `target` as of one moment, replacing `target` when complete.
+
+    Partial copies that a killed process left beside `target` are removed.
+
+    Args:
+        source: Database to copy; other connections may write to it meanwhile.
+        target: Path of the copy.
+        from_replica: Whether `source` is a replica, which is opened as immutable.
+
+    Raises:
+        OSError: A file is missing or cannot be written.
+        sqlite3.Error: SQLite cannot read or copy the database.
+    """
     if not source.exists():
         raise FileNotFoundError(source)
-    _remove_parts(target)
+    _remove_partial_copies(target)
     _copy(source, target, lambda: None, from_replica=from_replica)
 
 
 def _copy(
-    source: Path, target: Path, come_on: Callable[[], None], *, from_replica: bool = False
+    source: Path, target: Path, on_progress: Callable[[], None], *, from_replica: bool = False
 ) -> None:
-    """`come_on` is called after each part. Raises OSError, sqlite3.Error."""
+    """Copy a database as `copy_database` does, and call `on_progress` after every 8 MiB.
+
+    Partial copies of other processes are not removed.
+    """
     part = target.with_name(f"{target.name}{_PART}{secrets.token_hex(4)}")
 
     def on_disk(status: int, remaining: int, total: int) -> None:
-        force_to_disk(part)  # else the last one would force all of it at once
-        come_on()
+        # Without this, the fsync at the end would have to write the whole copy at once.
+        force_to_disk(part)
+        on_progress()
 
-    # No locks: nobody else opens the file yet, and its file system may have none.
-    writing = f"{part.absolute().as_uri()}?vfs=unix-none"
+    # Without locks: no other process opens the file yet, and its file system may not support locks.
+    unlocked = f"{part.absolute().as_uri()}?vfs=unix-none"
     try:
-        part.touch()  # SQLite would make it with mode 644 at most, whatever umask allows.
+        # SQLite would make the file with mode 644 at most, even if the umask allows more.
+        part.touch()
         with (
             closing(schema.connect(source, read_only=True, immutable=from_replica)) as connection,
-            closing(sqlite3.connect(writing, uri=True, isolation_level=None)) as sink,
+            closing(sqlite3.connect(unlocked, uri=True, isolation_level=None)) as sink,
         ):
             sink.execute("PRAGMA journal_mode=OFF")
             sink.execute("PRAGMA synchronous=OFF")
             connection.execute("BEGIN")
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the moment
+            # The first read fixes the moment that the copy shows.
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             connection.backup(sink, pages=_PAGES_AT_ONCE, progress=on_disk)
         replace_durably(part, target)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _remove_parts(target: Path) -> None:
-    """Remove what a killed process had copied. The store is locked: no copy is under way."""
+def _remove_partial_copies(target: Path) -> None:
+    """Remove partial copies of `target` that a killed process left beside it.
+
+    Call this only while the store is locked, so that no copy is in progress.
+    """
     for part in target.parent.glob(f"{target.name}{_PART}*"):
         with contextlib.suppress(OSError):
             part.unlink()
 
 
 class Replicator:
-    """Keeps the replica of an open store. One that fails is reported, and costs no run."""
+    """Copies the database of an open store to its replica in the background.
+
+    A copy that fails is logged as a warning, and the previous replica stays; the run does not end.
+    """
 
     def __init__(self, location: StoreLocation, writer: StoreWriter, lineage: int) -> None:
         self._location, self._writer, self._lineage = location, writer, lineage
@@ -239,29 +302,43 @@ class Replicator:
         self._again = False
         self._complete_at: int | None = None
         self._lock: FileLock | None = None
-        _remove_parts(location.replica)
+        _remove_partial_copies(location.replica)
 
     def start(self) -> None:
-        """Begin a copy of what is committed, or another one after the one that runs."""
+        """Start copying the committed content of the database to the replica in the background.
+
+        If a copy is running, another one is made after it.
+        """
         if self._task is not None and not self._task.done():
             self._again = True
         else:
             self._task = asyncio.create_task(self._replicate())
 
     async def last(self) -> None:
-        """Copy all that the database has to the replica, before the writer ends."""
+        """Copy the whole database to the replica, as the last copy before the writer is closed.
+
+        Waits until everything written so far is committed and copied. Keeps the store locked until
+        `leave`. If the writer has failed, no copy is made; closing the writer raises that error.
+        """
         await self.finish()
         try:
-            self._lock = self._writer.share_lock()  # until `leave` has removed the database
+            # The lock is kept until `leave` has removed the database.
+            self._lock = self._writer.share_lock()
             position = await self._writer.wait(self._writer.barrier())
-        except ComponentFailure:  # it is raised where the writer is closed
+        except ComponentFailure:  # Closing the writer raises this error.
             return
         self.start()
         if await self.finish():
             self._complete_at = position
 
     def leave(self) -> None:
-        """Remove the database that the replica holds whole, after the writer. Raises OSError."""
+        """Delete the database if `last` made a complete replica of it; release the lock of `last`.
+
+        Call this after the writer is closed.
+
+        Raises:
+            OSError: The database cannot be deleted.
+        """
         if self._lock is None:
             return
         with closing(self._lock):
@@ -269,7 +346,10 @@ class Replicator:
                 leave(self._location, self._lineage, self._complete_at)
 
     async def finish(self) -> bool:
-        """Wait for the copy that runs, if any; False when it has failed."""
+        """Wait for the running copy to the replica, if any; return whether that copy succeeded.
+
+        Returns True if no copy is running.
+        """
         task, self._task = self._task, None
         return True if task is None else await task
 
@@ -283,8 +363,8 @@ class Replicator:
             except (OSError, sqlite3.Error, ComponentFailure) as error:
                 good = False
                 logger.warning(
-                    "replica %s of the trajectory store cannot be written, the one before it "
-                    "stays: %s",
+                    "failed to write replica %s of the trajectory store; keeping the previous "
+                    "replica: %s",
                     self._location.replica,
                     error,
                 )
@@ -302,7 +382,7 @@ class Replicator:
         progress.set()
         while not done.done():
             if not progress.is_set():
-                raise ComponentFailure(f"nothing was written for {limit:g} s")
+                raise ComponentFailure(f"the copy made no progress for {limit:g} s")
             progress.clear()
             await asyncio.wait({done}, timeout=limit)
         await done

@@ -1,14 +1,14 @@
-"""Tables of the trajectory store, and the rows that go into them.
+"""Defines the tables of the trajectory store's SQLite database and the classes of their rows.
 
 Invariants
-- Every row ends with a CRC-32 over its table's name and its other columns (the automatic key of
-  `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
-  row is either what was written or is known to be damaged.
+- Every row ends with a CRC-32 over its table's name and its other columns (except for the automatic
+  key of `chunks`). SQLite checks the structure of its pages, not their content; with the CRC a row
+  is known either to be what was written or to be damaged.
 - Rows are written whole and never updated in place by SQL expressions.
-- The columns of a table are the fields of its rows' class, the key first, bytes last: to rename a
-  field or to change its place is another format.
-- Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
-- A file of another format is refused, and nothing in it changes.
+- The columns of a table are the fields of its row class, with the key first and bytes last.
+  Renaming or moving a field therefore makes a new format.
+- Chunks are only appended, in the order of arrival; an index finds the chunks of a trajectory.
+- A file of another format is refused, and nothing in it is changed.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ FORMAT = 7
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
-_ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
+_ROWS_PER_INSERT = 250  # The GIL is released and acquired once for this many rows.
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
 _NO_SHARED_MEMORY = (
@@ -45,25 +45,37 @@ R = TypeVar("R", bound=NamedTuple)
 
 
 class DamagedStore(Exception):
-    """The file is not what was written; holds what was found."""
+    """Raised when the content of a store's file is not what was written; describes the damage."""
 
 
 class ProgressRow(NamedTuple):
-    """The only row: transactions ever committed."""
+    """The only row of table `progress`.
+
+    Attributes:
+        id: Always 1.
+        position: Number of transactions ever committed to the store.
+    """
 
     id: int
     position: int
 
 
 class DocumentRow(NamedTuple):
-    """Counts that outlive rows, as JSON (`reader.Document`)."""
+    """A row of table `document`: one dataclass of `store/documents.py` as JSON."""
 
     id: int
     content: str
 
 
 class CheckpointRow(NamedTuple):
-    """A finalized checkpoint, and the position at which it was recorded."""
+    """A finalized checkpoint of the run.
+
+    Attributes:
+        id: Number of the checkpoint in the order of recording, from 1.
+        lineage: Lineage of the checkpoint.
+        step: Policy number of the checkpoint's weights.
+        position: Number of transactions committed when the checkpoint was recorded.
+    """
 
     id: int
     lineage: int
@@ -72,7 +84,16 @@ class CheckpointRow(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """`trajectory_ids` of the batch (lineage, step), int64 bytes; empty when it was dropped."""
+    """The batch that was made for one update.
+
+    Attributes:
+        id: Key of the row.
+        lineage: Lineage on which the batch was made.
+        step: Number of the update.
+        drop_reason: Why the trainer dropped the batch; None if it did not.
+        trajectory_ids: Ids of the trajectories as int64 bytes; empty for a dropped batch, and after
+            compaction has removed all of them.
+    """
 
     id: int
     lineage: int
@@ -81,22 +102,35 @@ class BatchRow(NamedTuple):
     trajectory_ids: bytes
 
     def ids(self) -> list[int]:
-        """The trajectories as integers."""
+        """Return the ids of the batch's trajectories as integers."""
         return [int(i) for i in np.frombuffer(self.trajectory_ids, dtype="<i8")]
 
 
 def export_file(store: Path) -> Path:
-    """Return the file in which compaction puts the consumed trajectories of a store."""
+    """Return the path of the JSONL file to which compaction exports trajectories of `store`.
+
+    `store` is the store's name, RUN/trajectories.sqlite.
+    """
     return store.parent / "export" / EXPORT_NAME
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Inverse of `BatchRow.ids`."""
+    """Return trajectory ids as the int64 bytes that `BatchRow.trajectory_ids` stores."""
     return np.fromiter(ids, dtype="<i8").tobytes()
 
 
 class GroupRow(NamedTuple):
-    """A prompt and its trajectories `first_trajectory .. first_trajectory + size - 1`."""
+    """A prompt with its group of trajectories.
+
+    Attributes:
+        group_id: Key of the row.
+        first_trajectory: Id of the first trajectory; the ids of the group are consecutive.
+        size: Number of trajectories.
+        task: Name of the prompt's task.
+        payload: What the task stores with the prompt, as JSON.
+        priority: The prompt's priority; higher priorities are generated first.
+        token_ids: Token ids of the prompt as int32 bytes.
+    """
 
     group_id: int
     first_trajectory: int
@@ -108,11 +142,26 @@ class GroupRow(NamedTuple):
 
     @property
     def trajectory_ids(self) -> range:
+        """Ids of the group's trajectories."""
         return range(self.first_trajectory, self.first_trajectory + self.size)
 
 
 class TrajectoryRow(NamedTuple):
-    """State of one trajectory but for its tokens; `chunks` were submitted when it was written."""
+    """The state of one trajectory, without its tokens.
+
+    Attributes:
+        trajectory_id: Key of the row.
+        group_id: Group of the trajectory.
+        revision: Number of changes of state so far.
+        attempt: Number of restarts so far; chunks and turns of smaller attempts are outdated.
+        chunks: Number of the current attempt's chunks that had been passed to the writer when this
+            row was.
+        state: A `TrajectoryState` other than `batched`.
+        finish_reason: Why the response ended; None if it has not ended.
+        reward: Reward; None if the trajectory has not been scored.
+        reward_detail: Components of the reward, as JSON.
+        drop_reason: Why the trajectory was dropped; None if it was not.
+    """
 
     trajectory_id: int
     group_id: int
@@ -127,10 +176,20 @@ class TrajectoryRow(NamedTuple):
 
 
 class ChunkRow(NamedTuple):
-    """Tokens of one author, number `seq` of an attempt, within one segment.
+    """A chunk: some consecutive tokens of one segment of a trajectory.
 
-    `data` is the blob of all columns, `columns` the declarations of the further ones
-    (`trajectory/columns.py`).
+    Attributes:
+        trajectory_id: Trajectory of the tokens.
+        attempt: Attempt of the trajectory, which is the number of restarts before these tokens.
+        seq: Number of the chunk within the attempt, from 0.
+        segment: Number of the segment within the attempt, from 0.
+        lineage: Lineage of the policy version that generated the tokens.
+        number: Number of that policy version.
+        engine_id: Engine that generated the tokens.
+        environment: 1 if the environment wrote the tokens, else 0.
+        columns: Types of the columns beyond token ids and log-probs (`trajectory/columns.py`); None
+            if there are none.
+        data: All columns of the tokens, one after the other.
     """
 
     trajectory_id: int
@@ -146,7 +205,16 @@ class ChunkRow(NamedTuple):
 
 
 class TurnRow(NamedTuple):
-    """A turn of an episode (`trajectory.types.Turn`); `messages` and `answer` are JSON."""
+    """A turn of an episode, with the fields of `trajectory.types.Turn`.
+
+    Attributes:
+        turn_id: Key of the row.
+        trajectory_id: Trajectory of the turn.
+        attempt: Attempt of the trajectory, which is the number of restarts before this turn.
+        messages: New messages of the environment, as JSON.
+        answer: Text and tool calls of the policy's response, as JSON; None without a response.
+        state: Snapshot of the environment; None for every turn but the newest.
+    """
 
     turn_id: int
     trajectory_id: int
@@ -174,19 +242,23 @@ TABLES: dict[Kind, str] = {
     TurnRow: "turns",
 }
 PARTS: dict[Kind, str] = {ChunkRow: "chunk_id", TurnRow: "turn_id"}
-"""Rows that are parts of a trajectory, with their key; each is of one attempt."""
+"""Row classes of what a trajectory consists of (chunks and turns), with the names of their keys."""
 _TYPES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 
 
 def columns(kind: Kind) -> str:
-    """The columns of a row with its CRC, for a statement."""
+    """Return the names of the columns of row class `kind` and of its CRC, as an SQL list."""
     return ", ".join((*kind._fields, "crc"))
 
 
 def checksum(table: str, values: Sequence[Value]) -> int:
-    """CRC-32 of a row (without its last column). Only the last of `values` may be bytes.
+    """Return the CRC-32 of a row of table `table`.
 
-    A chunk without further columns has the one that it had in format 4.
+    Args:
+        table: Name of the table.
+        values: The row without its CRC. Only the last value may be bytes.
+
+    A chunk with no columns beyond token ids and log-probs has the same CRC as in format 4.
     """
     last = values[-1]
     if isinstance(last, bytes):
@@ -196,20 +268,27 @@ def checksum(table: str, values: Sequence[Value]) -> int:
 
 
 def sealed(row: NamedTuple) -> Row:
-    """A row with its CRC, as it is written."""
+    """Return the values of `row` with its CRC appended, as they are written to the database."""
     return (*row, checksum(TABLES[type(row)], row))
 
 
 def opened(kind: type[R], values: Sequence[Value]) -> R:
-    """A row without its CRC, after comparing it. Raises DamagedStore."""
+    """Check the CRC at the end of a row of the table of `kind`; return the row without the CRC.
+
+    Raises:
+        DamagedStore: The CRC does not match the row.
+    """
     table = TABLES[kind]
     if values[-1] != checksum(table, values[:-1]):
-        raise DamagedStore(f"a row of table {table} does not have its checksum (key {values[0]!r})")
+        raise DamagedStore(f"a row of table {table} has a wrong checksum (key {values[0]!r})")
     return kind._make(values[:-1])
 
 
 def write_rows(connection: sqlite3.Connection, kind: Kind, rows: Sequence[Row]) -> None:
-    """Write sealed rows, each whole in place of the one with its key; many for each statement."""
+    """Insert `rows` into the table of `kind`; each replaces an existing row with the same key.
+
+    The rows must have their CRCs (`sealed`). Many rows are written by each SQL statement.
+    """
     into = f"INSERT OR REPLACE INTO {TABLES[kind]} ({columns(kind)})"
     for start in range(0, len(rows), _ROWS_PER_INSERT):
         part = rows[start : start + _ROWS_PER_INSERT]
@@ -221,29 +300,44 @@ def write_rows(connection: sqlite3.Connection, kind: Kind, rows: Sequence[Row]) 
 
 
 def files_of(database: Path) -> tuple[Path, Path, Path]:
-    """The database, its log and the log's shared memory."""
+    """Return the paths of a database, of its write-ahead log and of the log's shared memory."""
     name = database.name
     return database, database.with_name(f"{name}-wal"), database.with_name(f"{name}-shm")
 
 
 def remove(database: Path) -> None:
-    """Remove a database that nobody has open, if it is there. Raises OSError."""
+    """Delete a database file and its log, if they exist; no process may have the database open.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
     for file in files_of(database):
         file.unlink(missing_ok=True)
 
 
 def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> sqlite3.Connection:
-    """A connection with the store's settings; `immutable`: to a file that never changes.
+    """Open the database `path` with the settings of the store; make an empty file if it is missing.
 
-    WAL with synchronous=NORMAL: a commit survives the death of every process; a power loss may
-    take the newest commits away, but never a part of one. Raises sqlite3.Error, OSError, UserError
-    where the file system cannot have a write-ahead log.
+    The settings are a write-ahead log with synchronous=NORMAL: a commit survives the death of every
+    process; a power loss may undo the newest commits, but never a part of one.
+
+    Args:
+        path: The database.
+        read_only: Whether to open it for reading only; a missing file is then an error.
+        immutable: Whether to open it for reading as a file that no process changes, which needs no
+            locks and no log.
+
+    Raises:
+        sqlite3.Error: SQLite cannot open the file.
+        OSError: The file cannot be made.
+        UserError: The file system does not support a write-ahead log.
     """
     mode = "ro" if read_only else "rwc"
     if immutable:
         mode = "ro&immutable=1"
     if mode == "rwc" and not path.exists():
-        path.touch()  # SQLite would make it with mode 644 at most, whatever umask allows.
+        # SQLite would make the file with mode 644 at most, even if the umask allows more.
+        path.touch()
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
@@ -266,10 +360,15 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
 
 
 def _use_log(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a place where SQLite has no log, or cannot share its memory. Raises UserError."""
+    """Turn on the write-ahead log of the database that `connection` has open.
+
+    Raises:
+        UserError: The file system of `path` does not support that log or its shared memory.
+    """
     try:
         got = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # maps the memory
+        # This read maps the shared memory of the log.
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.OperationalError as error:
         if getattr(error, "sqlite_errorcode", 0) not in _NO_SHARED_MEMORY:
             raise
@@ -277,17 +376,17 @@ def _use_log(connection: sqlite3.Connection, path: Path) -> None:
     if got != "wal":
         raise UserError(
             f"trajectory store {path} is on {file_system_of(path)}, which does not support the "
-            f"shared memory of SQLite's log ({got}): set store.directory to a local disk of the "
+            f"shared memory of SQLite's log ({got}). Set store.directory to a local disk of the "
             "rollout manager's node"
         )
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Make an empty store. No effect on one that has its tables."""
+    """Create the tables and indexes of a store that the database does not have yet."""
     connection.execute("BEGIN IMMEDIATE")
     for kind, table in TABLES.items():
         definitions = [
-            f"{name} {_TYPES[(get_args(hint) or (hint,))[0]]}"  # of `str | None`: str
+            f"{name} {_TYPES[(get_args(hint) or (hint,))[0]]}"  # For `str | None`, use `str`.
             for name, hint in get_type_hints(kind).items()
         ]
         if kind is ChunkRow:
@@ -305,7 +404,14 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def checked_format(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the format (0: a new file). Raises UserError for another one, or for no store."""
+    """Check that a database has this version's format of the trajectory store; return the format.
+
+    Returns:
+        Number of the format; 0 for an empty database.
+
+    Raises:
+        UserError: The database is not a trajectory store, or has another format.
+    """
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -313,7 +419,7 @@ def checked_format(connection: sqlite3.Connection, path: Path) -> int:
         raise UserError(f"{path} is an SQLite database, but not a trajectory store")
     if tables and version != FORMAT:
         raise UserError(
-            f"trajectory store {path} has format {version}, and this version of megatron_async "
-            f"reads {FORMAT}; go on with the run by the version that wrote it"
+            f"trajectory store {path} has format {version}; this version of megatron_async reads "
+            f"format {FORMAT}. Continue the run with the version that wrote it"
         )
     return version

@@ -1,11 +1,16 @@
-"""State of a store in memory, read from its file: the part of a resume that is the store's.
+"""Provides `StoreState`, the content of a store in memory, and loads it from the database.
+
+Loading is the store's share of a start or resume: it begins a new lineage, which is the part of the
+run until the next resume.
 
 Invariants
-- Opening an intact file changes two things: the new lineage is recorded, and what ran is partial.
-- Losing data is preferred to training it twice: in a store that is behind what the run has seen,
-  groups that are not known to be consumed are set aside.
-- A lineage continues a checkpoint that the store can still serve, or opening is refused. What is
-  behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
+- Opening an intact file changes two things: the new lineage is recorded, and trajectories that were
+  running become partial.
+- Losing data is preferred to training on it twice: in a store that lacks transactions which the
+  trainer has seen, groups that are not known to be consumed are excluded from training.
+- A lineage must continue a checkpoint whose trajectories the store still has, or opening is
+  refused. A store that lacks transactions may not have the checkpoint's lineage; the new lineage
+  then continues the newest lineage that the store has.
 """
 
 import itertools
@@ -33,11 +38,30 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 @dataclass
 class StoreState:
-    """Everything but the writer. `batches` is keyed by row, of all lineages; of those that
-    compaction has emptied, the newest of each lineage.
+    """The content of an open store in memory, except the tokens of trajectories that are not live.
 
-    `batch_keys` are larger than every row's key, those of `undone_batches` too: their deletion may
-    be in one transaction with the first new batch.
+    Attributes:
+        lineage: Number of the current lineage.
+        tree: All lineages.
+        counters: Counters of used ids and read prompts.
+        exported: Totals of what compaction has removed.
+        position: Number of transactions ever committed when the store was opened; the writer
+            continues counting from there.
+        batches: Batches of all lineages by key. Of the batches that compaction has emptied, only
+            the newest of each lineage is certain to be included.
+        batch_keys: Keys for new batches. They are larger than every existing key, also than those
+            of `undone_batches`, since these may be deleted in the transaction of the first new
+            batch.
+        turn_keys: Keys for new turns, which are larger than every existing key.
+        checkpoints: Finalized checkpoints of all lineages, in the order in which they were
+            recorded.
+        groups: Groups by id.
+        records: Trajectories by id.
+        changed: Trajectories whose rows opening has changed (`first_writes` writes them).
+        set_aside: Groups that opening excluded from training, since they may have been trained.
+        undone_batches: Batches of the current lineage at or after the step that it continues from,
+            which opening deletes; their trajectories are scored again.
+        recovery: What was wrong with the database; None if nothing was.
     """
 
     lineage: int
@@ -57,7 +81,10 @@ class StoreState:
     recovery: Recovery | None = None
 
     def counts(self) -> dict[str, int]:
-        """Trajectories by state along the current lineage, exported ones included."""
+        """Return the number of trajectories in each state, as seen from the current lineage.
+
+        Trajectories that compaction removed count as batched or dropped.
+        """
         counts = Counter({state.value: 0 for state in TrajectoryState})
         counts.update(record.shown_state.value for record in self.records.values())
         counts[TrajectoryState.BATCHED.value] += self.exported.batched
@@ -65,7 +92,14 @@ class StoreState:
         return dict(counts)
 
     def batch_sizes(self) -> dict[int, int]:
-        """See `TrajectoryStore.batch_sizes`."""
+        """Return the size of each batch that counts on the current lineage, by step.
+
+        The size is the number of trajectories that the database still has.
+
+        Batches of its ancestors that it continues are included. A batch that the trainer dropped
+        has 0. Trajectories that compaction removed are not counted; a batch of which it removed all
+        is left out.
+        """
         on_path = Consumption.at(self.tree, self.lineage)
         return {
             batch.step: len(batch.ids())
@@ -75,7 +109,10 @@ class StoreState:
         }
 
     def live_groups(self) -> list[GroupRecord]:
-        """Groups with a trajectory that is neither consumed nor dropped, in order of admission."""
+        """Return the groups with at least one live trajectory, oldest first.
+
+        A trajectory is live if it is neither consumed on the current lineage nor dropped.
+        """
         return [
             group
             for group in self.groups.values()
@@ -83,8 +120,12 @@ class StoreState:
         ]
 
     def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
-        """Members that a batch takes: those not dropped, all scored and in no batch; else
-        ValueError."""
+        """Return the trajectories of `group` that a batch would contain: all that are not dropped.
+
+        Raises:
+            ValueError: One of them is not scored, or a trajectory of the group is in a batch
+                already.
+        """
         members = [self.records[i] for i in group.trajectory_ids]
         for r in members:
             if (r.live and r.state is not TrajectoryState.SCORED) or r.batched_step is not None:
@@ -95,14 +136,20 @@ class StoreState:
         return [r for r in members if r.live]
 
     def forget_emptied_batches(self) -> None:
-        """Drop what nothing refers to; the newest of a lineage shows how far that came."""
+        """Delete batches without trajectories from memory, except the newest batch of each lineage.
+
+        The newest batch shows which step the lineage has reached.
+        """
         newest = {batch.lineage: key for key, batch in self.batches.items()}.values()
         for key in [k for k, batch in self.batches.items() if not batch.trajectory_ids]:
             if key not in newest:
                 del self.batches[key]
 
     def batch_at(self, step: int) -> BatchRow | None:
-        """The batch of update `step` on the current lineage, dropped or not."""
+        """Return the batch of update `step` on the current lineage, or None if there is none.
+
+        A batch that the trainer dropped is returned too.
+        """
         for batch in reversed(self.batches.values()):
             if (batch.lineage, batch.step) == (self.lineage, step):
                 return batch
@@ -112,11 +159,23 @@ class StoreState:
 def load_state(
     location: StoreLocation, *, lineage: int, step: int, parent: int | None, position: int | None
 ) -> StoreState:
-    """Read the database and begin (or go on with) lineage `lineage` at policy number `step`.
+    """Load a store's content from its database, and begin or continue lineage `lineage`.
 
-    One that is elsewhere is brought to `place`; for one that is damaged, gone, or ends before
-    `position`, see `recovery`. Raises UserError when the lineage cannot
-    be begun, OSError or sqlite3.Error when the file cannot be opened at all.
+    A database that is elsewhere is first copied to `place`. If it is damaged, missing, or ends
+    before transaction `position`, the replica or an empty store may replace it;
+    `StoreState.recovery` then says what is lost.
+
+    Args:
+        place: Where the database belongs on this node.
+        lineage: Number of the lineage. A number that the store has already must be the newest.
+        step: Policy number at which the lineage begins or continues.
+        parent: Lineage of the restored checkpoint; None means the newest lineage of the store.
+        position: Number of transactions that the trainer has seen; None if unknown.
+
+    Raises:
+        UserError: The lineage cannot be begun.
+        OSError: A file cannot be opened or copied.
+        sqlite3.Error: SQLite cannot open the file, for a reason other than damage.
     """
     needed = position or 0
     read = partial(_read_state, lineage=lineage, step=step, parent=parent, needed=needed)
@@ -128,12 +187,17 @@ def load_state(
             if found.position >= needed:
                 return found
             reason = f"ends at transaction {found.position}"
-    unknown = position is None and step > 0  # what the trainer has seen
+    # Whether it is unknown up to which transaction the trainer has seen the store.
+    unknown = position is None and step > 0
     return _choose_copy(location, read, found, reason, needed, unknown)
 
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
-    """Write what opening has changed."""
+    """Write to the database what loading `state` has changed.
+
+    This is the new lineage, the counters, interrupted trajectories, and the deletion of undone
+    batches and of groups that are excluded from training.
+    """
     writer.put(state.tree.lineages()[-1])
     writer.put(state.counters.to_row())
     for batch in state.undone_batches:
@@ -142,14 +206,18 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.put(record.row)
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has their parts
+        # Their chunks and turns are left for the next compaction to delete.
+        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])
         writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
 
 def _read_checked(
     read: Callable[[Path], StoreState], file: Path
 ) -> tuple[StoreState | None, str | None]:
-    """The state, or what is damaged."""
+    """Load `file` with `read`; return the state and None, or None and a description of the damage.
+
+    An error that is not damage, such as a locked file, is raised.
+    """
     try:
         return read(file), None
     except (DamagedStore, sqlite3.Error) as error:
@@ -166,9 +234,18 @@ def _choose_copy(
     needed: int,
     unknown: bool,
 ) -> StoreState:
-    """The better one of what was `found` and the replica, or an empty store; what is lost, named.
+    """Choose between the database, its replica and an empty store; return the chosen store's state.
 
-    `unknown`: it is not known which position would do.
+    The replica replaces the database if it has more transactions or the database is unusable. An
+    empty store replaces both if neither is usable. `recovery` of the result says what is lost.
+
+    Args:
+        place: Where the database is.
+        read: Loads the state from a database file.
+        found: State of the database; None if it is damaged or missing.
+        reason: What is wrong with the database, as the end of a sentence about it.
+        needed: Number of transactions that the trainer has seen; 0 if unknown.
+        unknown: Whether the trainer may have seen more transactions than `needed`.
     """
     known = None if found is not None else recovery.counters_of(location.file, needed)
     replica, damaged = None, None
@@ -178,17 +255,17 @@ def _choose_copy(
         reason = reason if fault is None else f"{reason} and its replica {fault}"
     if replica is not None and (found is None or replica.position > found.position):
         state = replica
-        instead = f"its replica takes its place, which ends at transaction {state.position}"
+        instead = f"it is replaced by its replica, which ends at transaction {state.position}"
         damaged = recovery.set_aside(location.file)
         replace_durably(copy, location.file)
     elif found is not None:
-        state, instead = found, "it goes on from there"
+        state, instead = found, "the run continues from that transaction"
     else:
         damaged = recovery.set_aside(location.file)
-        state, instead = read(location.file), "there is no replica of it: it begins anew"
+        state, instead = read(location.file), "it has no usable replica, so the store starts empty"
     behind = state.position < needed or (unknown and state is not found)
     if state.position < needed:
-        instead += f" (the run has seen transaction {needed})"
+        instead += f" (the trainer has seen transaction {needed})"
     first = state.counters.next_trajectory
     recovery.skip_used_ids(state.counters, known)
     if behind and known is not None:
@@ -203,8 +280,8 @@ def _choose_copy(
         sentence += f"; trajectories {first} to {first + lost - 1} are lost"
     if aside:
         sentence += (
-            f"; {len(aside)} trajectories ({min(aside)} to {max(aside)}) are set aside, since "
-            "they may have been trained"
+            f"; {len(aside)} trajectories ({min(aside)} to {max(aside)}) are excluded from "
+            "training, since they may have been trained already"
         )
     if damaged is not None:
         sentence += f"; the damaged file is kept as {damaged}"
@@ -235,7 +312,10 @@ def _read_state(
 
 
 def _set_aside(state: StoreState) -> list[GroupRecord]:
-    """Take out every group that is not consumed: any of them may be in a batch that is missing."""
+    """Remove the groups with a live trajectory from `state`; return the removed groups.
+
+    Any of them may have been trained, in a batch that the store has lost.
+    """
     state.set_aside = state.live_groups()
     for group in state.set_aside:
         del state.groups[group.group_id]
@@ -250,7 +330,8 @@ def _begin_lineage(
     tree, lineage = state.tree, state.lineage
     if tree and lineage < tree.newest:
         raise UserError(
-            f"lineage {lineage} cannot be begun in {path}: its newest lineage is {tree.newest}"
+            f"lineage is {lineage}, but trajectory store {path} already has lineage "
+            f"{tree.newest}; a new lineage needs a larger number"
         )
     if lineage in tree:
         state.undone_batches = [
@@ -262,7 +343,8 @@ def _begin_lineage(
             del state.batches[batch.id]
         return
     if parent is None or (behind and parent not in tree):
-        parent = tree.newest if tree else None  # what that has consumed is not consumed again
+        # What the newest lineage has consumed will not be consumed again.
+        parent = tree.newest if tree else None
     if parent is not None and not behind:
         check_serves(path, tree, state.exported, PolicyVersion(parent, step))
     tree.add(Lineage(lineage, parent, step))
@@ -271,23 +353,41 @@ def _begin_lineage(
 def check_serves(
     path: Path, tree: LineageTree, exported: Exported, restored: PolicyVersion
 ) -> None:
-    """Check that a lineage can go on from the checkpoint `restored`. Raises UserError."""
+    """Check that the store still has what a resume from the checkpoint `restored` needs.
+
+    Args:
+        path: The store, for messages.
+        tree: All lineages of the store.
+        exported: Totals of what compaction has removed from the store.
+        restored: The checkpoint.
+
+    Raises:
+        UserError: The store does not have the checkpoint's lineage, or compaction has removed
+            trajectories that are not consumed at the checkpoint.
+    """
     if restored.lineage not in tree:
         raise UserError(
-            f"checkpoint {restored} cannot be resumed from: {path} holds no lineage "
+            f"checkpoint {restored} cannot be resumed from: trajectory store {path} has no lineage "
             f"{restored.lineage}"
         )
     consumed = Consumption.at_checkpoint(tree, restored)
     if exported.at and not any(consumed.reaches(*point) for point in exported.at):
         oldest = " or ".join(map(str, exported.at))
         raise UserError(
-            f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "
-            f"that it would need; {oldest} and later can be"
+            f"checkpoint {restored} cannot be resumed from: trajectory store {path} has exported "
+            f"trajectories that it needs. Resume from checkpoint {oldest}, or from a later one"
         )
 
 
 def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connection) -> None:
-    """Make the records of `content`, with the tokens of those that are live."""
+    """Add the groups and trajectories of `content` to `state`.
+
+    Tokens are loaded for live trajectories, which are neither dropped nor consumed. Trajectories
+    that were running become partial.
+
+    Raises:
+        DamagedStore: Tokens of a live trajectory are missing.
+    """
     batched = content.batched_steps(Consumption.at(state.tree, state.lineage))
     live = [
         row.trajectory_id

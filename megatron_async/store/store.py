@@ -1,19 +1,22 @@
-"""The durable trajectory store of one run: every token, from prompt to gradient.
+"""Provides `TrajectoryStore`, which durably stores every token of a run, from prompt to gradient.
 
 Invariants
-- One process writes (a lock file keeps a second one out), through one thread; `append` and the
-  other plain methods only touch memory. Readers are separate (`StoreReader`).
-- What an awaited method promised survives the death of any process: a finished trajectory is
-  acknowledged once it is committed. A kill loses at most the current chunk of a running one, if its
-  source awaits `written` after `append`.
-- The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`): no
-  process may find those without the end, and ask for more.
-- The truth about consumption is in no state column: batches name the lineage and step that they
-  were made at, and a checkpoint manifest commits those on its path (`lineage`). So a resume from
-  any kept checkpoint sees what it must, and changes nothing but to begin a new lineage.
+- Only one process writes (a lock file keeps other processes out), and it writes through one thread;
+  `append` and the other methods that are not `async` only change memory. Other processes read the
+  store through `StoreReader`.
+- What an awaited method has confirmed survives the death of any process: the end of a trajectory is
+  confirmed once it is committed. A kill loses at most the current chunk of a running trajectory, if
+  its source awaits `written` after each `append`.
+- The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`), so
+  that no later process can find these tokens without the end and generate more.
+- Whether a trajectory is consumed is stored in no state column: batches name the lineage and the
+  step at which they were made, and a checkpoint manifest commits the batches on its path
+  (`lineage`). So a resume from any kept checkpoint sees the right batches, and changes nothing
+  except that it begins a new lineage.
 - Ids only grow and are never used twice.
-- A trajectory has one writer: `append` and `end_request` refuse every request but its current one,
-  so that a stream that outlives its request cannot add to what its successor writes.
+- A trajectory has one writer: `append` and `end_request` refuse every request other than its
+  current request, so that a stream that outlives its request cannot add tokens to those of its
+  successor.
 """
 
 import asyncio
@@ -67,7 +70,11 @@ _WAIT_SECONDS = 60.0
 
 
 class TrajectoryStore:
-    """See the module. All methods belong to one thread (the event loop's)."""
+    """Stores the groups, trajectories, batches and checkpoints of one run, in memory and durably.
+
+    All methods must be called on one thread, that of the event loop. Use `open` to get a store and
+    `episodes` to write the turns of episodes.
+    """
 
     # ------------------------------------------------------------ open and close
 
@@ -82,13 +89,27 @@ class TrajectoryStore:
         parent: int | None = None,
         position: int | None = None,
     ) -> "TrajectoryStore":
-        """Begin lineage `lineage` at policy number `step`, or go on with it if it is the newest.
+        """Open a run's store for writing, and begin or continue a lineage; return the store.
 
-        `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a
-        resume, `parent` is the lineage of the restored checkpoint and `position` what its manifest
-        keeps of `position()`. Without `parent` it is the newest lineage. Trajectories that ran are
-        partial now; what was batched at `step` or later is scored again. For a damaged file see
-        `recovery`. Raises UserError.
+        A lineage is the part of a run from a start or resume to the next resume. Trajectories that
+        were running become partial, and trajectories that were batched at `step` or later on the
+        path to the new lineage become scored again. A missing store is created. A damaged database
+        is replaced by its replica, and `recovery` then says what is lost.
+
+        Args:
+            path: The store's name, RUN/trajectories.sqlite; the database may be elsewhere
+                (`place`).
+            settings: The section `store` of the run's settings.
+            lineage: Number of the lineage; a number that the store already has must be its newest.
+            step: Policy number at which the lineage begins or continues; on a resume, the step of
+                the restored checkpoint.
+            parent: On a resume, the lineage of the restored checkpoint; None means the newest
+                lineage.
+            position: On a resume, the value of `position()` that the checkpoint's manifest has;
+                None if unknown.
+
+        Raises:
+            UserError: The store cannot be opened, is in use, or cannot continue that checkpoint.
         """
         settings = settings or StoreConfig()
         location = prepared_location(Path(path), settings.directory)
@@ -113,10 +134,11 @@ class TrajectoryStore:
     def __init__(
         self, location: StoreLocation, settings: StoreConfig, lock: FileLock, state: StoreState
     ) -> None:
-        """Use `open`."""
+        """Start the writer thread for a store that `open` has loaded; only `open` calls this."""
         self._location, self._settings, self._state = location, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
-        self._counts = state.counts()  # kept: a person's status is asked for again and again
+        # The counts are maintained, because the status of a run is queried again and again.
+        self._counts = state.counts()
         self._serials = itertools.count(1)
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(location.file, state.position, lock)
@@ -130,25 +152,29 @@ class TrajectoryStore:
 
     @property
     def lineage(self) -> int:
-        """The current lineage."""
+        """Number of the current lineage."""
         return self._state.lineage
 
     @property
     def recovery(self) -> Recovery | None:
-        """Return what opening found damaged or gone; None when all was well."""
+        """What opening found damaged, missing or outdated in the store; None if nothing was."""
         return self._state.recovery
 
     @property
     def export_file(self) -> Path:
-        """Return the file in which compaction puts consumed trajectories."""
+        """Path of the JSONL file to which compaction exports the trajectories that it removes."""
         return self._location.export_file
 
     async def close(self, *, leave: bool = False) -> None:
-        """Write what is buffered, let compaction end, then the thread, which releases the file.
+        """Write everything that is buffered, end compaction and replication, and close the store.
 
-        `leave`: this node may not have the run again; the replica gets all that a database outside
-        the run directory has, which is removed. Raises ComponentFailure when the thread does not
-        end in time; the file stays locked then.
+        Args:
+            leave: Whether the run may continue on another node. A database outside the run
+                directory is then copied to the replica and deleted.
+
+        Raises:
+            ComponentFailure: Writing or compaction failed, or the writer thread does not end in
+                time; the store then stays locked until that thread ends.
         """
         self._buffers.close()
         last = (
@@ -156,7 +182,8 @@ class TrajectoryStore:
             if leave and self._location.is_external
             else self._replicator.finish
         )
-        async with AsyncExitStack() as ending:  # from the last, each whatever became of the others
+        # The steps run from the last to the first, and each runs even if another step fails.
+        async with AsyncExitStack() as ending:
             ending.callback(self._replicator.leave)
             if self._reading is not None:
                 ending.callback(self._reading.close)
@@ -165,10 +192,13 @@ class TrajectoryStore:
             ending.push_async_callback(self._compactor.finish)
             self.flush()
 
-    # ------------------------------------------------------------ a trajectory's life
+    # ------------------------------------------------------------ a trajectory's states
 
     def add_group(self, prompt: Prompt, size: int) -> Group:
-        """A new group of `size` pending trajectories, with ids that no other ever has."""
+        """Add a group of `size` pending trajectories for `prompt`; return the group.
+
+        The ids of the group and its trajectories have never been used before.
+        """
         first = self._state.counters.next_trajectory
         group_id = self._state.counters.next_group
         ids = range(first, first + size)
@@ -195,17 +225,29 @@ class TrajectoryStore:
         return self.load_group(group_id)
 
     def begin_request(self, trajectory_id: int) -> RequestKey:
-        """A pending or partial trajectory runs; only the request returned may append to it."""
+        """Set a pending, partial or waiting trajectory to running; return its new request's key.
+
+        Only this request may append tokens to the trajectory from now on.
+
+        Raises:
+            LookupError: The trajectory is not in the store.
+            ValueError: The trajectory is in another state.
+        """
         record = self._record(trajectory_id)
-        self._turn(record, TrajectoryState.RUNNING)
+        self._move_and_flush(record, TrajectoryState.RUNNING)
         record.request = RequestKey(self.lineage, trajectory_id, next(self._serials))
         return record.request
 
     def end_request(self, request: RequestKey) -> None:
-        """Make its trajectory partial. Raises SupersededRequest when it does not run that now."""
-        self._turn(running(self._state.records, request), TrajectoryState.PARTIAL)
+        """End a request that did not complete its response; its trajectory becomes partial.
 
-    def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        Raises:
+            SupersededRequest: `request` is not the current request of the trajectory.
+        """
+        self._move_and_flush(running(self._state.records, request), TrajectoryState.PARTIAL)
+
+    def _move_and_flush(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        """Change the state of a trajectory, flush its buffer with its row, and end its segment."""
         self._move(record, state)
         self._buffers.flush(record, with_row=True)
         record.author = None
@@ -222,11 +264,25 @@ class TrajectoryStore:
         end: FinishReason | None = None,
         columns: Arrays = (),
     ) -> None:
-        """More tokens of a running trajectory, all columns [n]. Never waits for the disk.
+        """Append tokens to the trajectory of `request`, without waiting for the disk.
 
-        `columns`: the further ones (`trajectory/columns.py`). With `end` they are its last ones;
-        that it is finished is committed when `sync` returns.
-        Raises SupersededRequest when another request (or none) runs the trajectory now.
+        The tokens are buffered, and are passed to the writer thread with the next full chunk. Only
+        when the writer's queue is full does the call block.
+
+        Args:
+            request: The trajectory's current request.
+            token_ids: Ids of the tokens [n].
+            logprobs: Their log-probs [n].
+            version: Policy version that generated the tokens.
+            engine_id: Engine that generated the tokens.
+            from_environment: Whether the environment wrote the tokens.
+            end: Why the response (or the turn of an episode) ends with these tokens; None if it
+                does not end. The end is committed once a later `sync` returns.
+            columns: The columns beyond token ids and log-probs, each [n] (`trajectory/columns.py`).
+
+        Raises:
+            SupersededRequest: `request` is not the current request of its trajectory.
+            ComponentFailure: The writer has failed, or its queue stays full.
         """
         record, trajectory_id = running(self._state.records, request), request.trajectory_id
         arrays: Arrays = (np.array(token_ids, TOKEN_IDS), np.array(logprobs, LOGPROBS))
@@ -252,20 +308,28 @@ class TrajectoryStore:
         self._buffers.flush_due(now)
 
     async def written(self, trajectory_id: int) -> None:
-        """Wait until every full chunk of it is committed; usually there is none to wait for.
+        """Wait until every chunk of the trajectory that was passed to the writer is committed.
 
-        A source that awaits this after each `append` is slowed to the pace of the disk and never
-        has more than one chunk to lose. Raises ComponentFailure.
+        Usually there is nothing to wait for. A source of tokens that awaits this method after each
+        `append` is slowed to the pace of the disk, and a kill takes at most one chunk from it.
+
+        Raises:
+            LookupError: The trajectory is not in the store.
+            ComponentFailure: The writer fails or is too slow.
         """
         if not self._writer.is_committed(self._record(trajectory_id).in_flight):
             await self.sync()
 
     def flush(self) -> None:
-        """Hand all that is buffered to the writer."""
+        """Pass all buffered tokens to the writer thread, without waiting for their commit."""
         self._buffers.flush_all()
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Finish it, or an episode's turn, after its last token. Committed when `sync` returns."""
+        """End the response of a trajectory with `reason`; the trajectory becomes finished.
+
+        If the trajectory is an episode, its newest turn ends instead, and it becomes waiting. The
+        last tokens must have been appended. The end is committed once a later `sync` returns.
+        """
         record = self._record(trajectory_id)
         if record.turns:
             self.episodes.end_turn(record, reason)
@@ -276,19 +340,30 @@ class TrajectoryStore:
     async def set_reward(
         self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
     ) -> None:
-        """The (finite) reward of a finished trajectory. Returns when it is committed."""
+        """Store the reward of a finished trajectory, which becomes scored, and wait for the commit.
+
+        Args:
+            trajectory_id: The trajectory.
+            reward: The reward, a finite number.
+            detail: Components of the reward by name.
+        """
         record = self._record(trajectory_id)
         self._move(
             record,
             TrajectoryState.SCORED,
-            reward=float(reward) + 0.0,  # SQLite has no negative zero
+            reward=float(reward) + 0.0,  # Adding 0.0 turns -0.0, which SQLite lacks, into 0.0.
             reward_detail=json.dumps(dict(detail or {})),
         )
         self._writer.put(record.row)
         await self.sync()
 
     def restart(self, trajectory_id: int) -> None:
-        """Forget all its tokens; it is pending again."""
+        """Reset a trajectory to pending; delete its tokens and turns, in memory and database.
+
+        Raises:
+            LookupError: The trajectory is not in the store.
+            ValueError: The trajectory is dropped or consumed.
+        """
         record = self._record(trajectory_id)
         with self._counted(record):
             record.restart()
@@ -299,7 +374,12 @@ class TrajectoryStore:
             self._writer.execute(f"DELETE FROM {earlier}", (trajectory_id, record.row.attempt))
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
-        """Take it out of the run, for good and on every lineage."""
+        """Drop a trajectory from the run for `reason`, for good and on every lineage.
+
+        Raises:
+            LookupError: The trajectory is not in the store.
+            ValueError: The trajectory is dropped or consumed already.
+        """
         record = self._record(trajectory_id)
         self._move(record, TrajectoryState.DROPPED, drop_reason=reason.value)
         self._buffers.flush(record)
@@ -309,10 +389,15 @@ class TrajectoryStore:
     # ------------------------------------------------------------ batches and checkpoints
 
     def mark_batched(self, group_ids: Iterable[int], step: int) -> None:
-        """Groups, complete and scored but for dropped members, are the batch of update `step`.
+        """Record that these groups are the batch of update `step` on the current lineage.
 
-        Await `sync` before the trainer may see it. Raises ValueError for anything else, or when
-        `step` has a batch already.
+        The batch contains all trajectories of the groups that are not dropped, and they must be
+        scored. Await `sync(durable=True)` before the trainer gets the batch.
+
+        Raises:
+            LookupError: A group is not in the store.
+            ValueError: A trajectory is neither scored nor dropped, or is in a batch already; or
+                `step` already has a batch that was not dropped.
         """
         found = self._state.batch_at(step)
         if found is not None and found.drop_reason is None:
@@ -328,7 +413,16 @@ class TrajectoryStore:
             record.forget_tokens()
 
     def drop_batch(self, step: int, reason: DropReason) -> int:
-        """Drop the batch of `step`, which the trainer could not use; return how many it had."""
+        """Drop the batch of update `step` and all its trajectories, for `reason`, and count them.
+
+        This is for a batch that the trainer cannot use.
+
+        Returns:
+            The number of trajectories in the batch.
+
+        Raises:
+            LookupError: The current lineage has no batch of this step.
+        """
         batch = self._state.batch_at(step)
         if batch is None:
             raise LookupError(f"step {step} of lineage {self.lineage} has no batch")
@@ -342,33 +436,57 @@ class TrajectoryStore:
         return len(ids)
 
     async def sync(self, *, durable: bool = False) -> int:
-        """Wait until everything so far is committed; returns the position.
+        """Wait until every change passed to the writer so far is committed to the database.
 
-        `durable`: also on disk, against power loss. Raises ComponentFailure.
+        Tokens that are still in a trajectory's buffer are not included (see `flush`).
+
+        Args:
+            durable: Whether the commits must also be on disk, so that they survive a power loss.
+
+        Returns:
+            The position, which is the number of transactions ever committed.
+
+        Raises:
+            ComponentFailure: The writer fails or is too slow.
         """
         if durable:
             return await self._writer.wait(self._writer.barrier(durable=True))
         return await self._writer.committed()
 
     def pop_lost_database(self) -> Path | None:
-        """The database, once, after somebody has removed or replaced it."""
+        """Return the path of the database once its file was removed or replaced; otherwise None.
+
+        Only the first call after the loss returns the path; later calls return None.
+        """
         if self._loss_reported or not self._writer.lost:
             return None
         self._loss_reported = True
         return self._location.file
 
     def replicate(self) -> None:
-        """Begin to copy what is committed into the run directory; `close` waits for the copy."""
+        """Start copying the committed database to its replica in the run directory.
+
+        The copy is made in the background. `close` waits for the copy.
+        """
         self._replicator.start()
 
     def position(self) -> int:
-        """Transactions committed so far, for the checkpoint manifest (after `sync`)."""
+        """Return the number of transactions ever committed, which a checkpoint manifest records."""
         return self._writer.position
 
     async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """The manifest of `step` is on disk, and those of `kept` can still be restored.
+        """Record that the checkpoint of `step` is finalized, and start compaction of the database.
 
-        Consumed trajectories are compacted in the background.
+        Compaction runs in the background. Call this once the checkpoint's manifest is on disk.
+        Waits for an earlier compaction.
+
+        Args:
+            step: Step of the checkpoint, on the current lineage.
+            kept: All checkpoints that can still be restored; trajectories that they need are not
+                removed from the database.
+
+        Raises:
+            ComponentFailure: The writer or the earlier compaction failed.
         """
         await self._compactor.finish()
         point = PolicyVersion(self.lineage, step)
@@ -380,7 +498,13 @@ class TrajectoryStore:
     # ------------------------------------------------------------ questions
 
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
-        """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
+        """Return a trajectory with all tokens appended so far and its turns.
+
+        Tokens that are not in memory are read from the database.
+
+        Raises:
+            LookupError: The trajectory is not in the store.
+        """
         record = self._record(trajectory_id)
         prompt = self._group(record.row.group_id).prompt
         segments, turns = record.segments(), tuple(record.turns)
@@ -389,42 +513,65 @@ class TrajectoryStore:
         return trajectory_of(record.row, prompt, segments, turns, record.batched_step)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
-        """See `TrajectoryRecord.response_end`."""
+        """Return the number of tokens of a trajectory's response, and its last token id.
+
+        For an episode, the response is that of its newest turn. None instead of the id means that
+        there is no token, or that the environment wrote the last token.
+        """
         return self._record(trajectory_id).response_end()
 
     def load_group(self, group_id: int) -> Group:
-        """Load a group. Raises LookupError when it is not in the store."""
+        """Return a group with all its trajectories and their tokens.
+
+        Raises:
+            LookupError: The group is not in the store.
+        """
         group = self._group(group_id)
         trajectories = tuple(self.load_trajectory(i) for i in group.trajectory_ids)
         return Group(group_id, group.prompt, trajectories)
 
     def unconsumed_groups(self) -> list[Group]:
-        """Groups with a trajectory that is neither consumed nor dropped, in order of admission."""
+        """Return the groups that have a trajectory which is neither consumed nor dropped.
+
+        The order is that in which the groups were added.
+        """
         return [self.load_group(group.group_id) for group in self._state.live_groups()]
 
     def branch_points(self) -> dict[int, int]:
-        """Every other lineage -> the policy number at which it parted from this one."""
+        """Return the last policy number that each other lineage shares with the current lineage."""
         return dict(self._branch_points)
 
     def lag_number(self, version: PolicyVersion) -> int:
-        """The policy number of `version` counted along the current lineage."""
+        """Return the policy number that `version` counts as on the current lineage, for its lag.
+
+        For a version of another lineage that is at most the last policy number that both lineages
+        share; see `number_on_lineage`.
+        """
         return number_on_lineage(version, self.lineage, self._branch_points)
 
     @property
     def prompts_read(self) -> int:
-        """Prompts read from their source: each group that is not lost took one."""
+        """Number of prompts that have been read from the prompt source, one for each group.
+
+        Prompts of groups that were lost with a damaged database are not counted, so that they are
+        read again.
+        """
         return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:
-        """Step -> trajectories of its batch along the current lineage that the store still has.
+        """Return the size of each batch that counts on the current lineage, by step.
 
-        0 if the trainer dropped the batch; of what compaction has begun to take, only what is left,
-        and a batch that it has taken whole is not in there.
+        The size is the number of trajectories; it is 0 for a batch that the trainer dropped.
+        Trajectories that compaction removed are not counted, and a batch of which it removed all
+        trajectories is left out.
         """
         return self._state.batch_sizes()
 
     def counts(self) -> dict[str, int]:
-        """Trajectories by state along the current lineage, exported ones included; O(states)."""
+        """Return the number of trajectories in each state on the current lineage, in constant time.
+
+        Trajectories that compaction removed are counted.
+        """
         return dict(self._counts)
 
     # ------------------------------------------------------------ inside
@@ -447,7 +594,7 @@ class TrajectoryStore:
 
     @contextmanager
     def _counted(self, record: TrajectoryRecord) -> Iterator[None]:
-        """Count its state anew after what is done to it inside."""
+        """Update the counts by state for the change that the block makes to `record`."""
         self._counts[record.shown_state] -= 1
         try:
             yield

@@ -1,14 +1,19 @@
-"""The one thread that writes the store: it turns what the event loop hands over into transactions.
+"""Provides `StoreWriter`, the thread that writes to a store's database.
+
+Callers queue rows in memory. The thread repeatedly takes everything that is queued and commits it
+as one transaction.
 
 Invariants
-- What is handed over between two swaps becomes one transaction, all of it or nothing, in order.
-- The event loop never waits for the disk: it appends to a list in memory. Only when
-  `_MOST_PENDING_BYTES` are waiting does it block, for `stall_seconds` at most.
-- The first error ends the thread; it is raised at the next call and by every barrier and job that
-  still waits, and nothing is written after it.
-- A barrier is done when everything handed over before it is committed (and, if `durable`, on disk).
-- The store's lock is released by the thread, after its last write: while it lives, and be it in an
-  fsync that hangs, nobody else writes.
+- Everything that is queued between two such swaps becomes one transaction: all of it is written, in
+  order, or nothing.
+- The event loop never waits for the disk, since it only appends to a list in memory. It blocks only
+  while `_MOST_PENDING_BYTES` are queued, and for `stall_seconds` at most.
+- The first error ends the thread. The next call raises it, and so does every barrier and job that
+  has not been completed. Nothing is written after it.
+- A barrier (`StoreWriter.barrier`) is done when everything queued before it is committed and, if it
+  is `durable`, on disk.
+- The thread itself releases the store's lock, after its last write. So no other process writes
+  while the thread is alive, even while it is in an fsync that hangs.
 """
 
 import asyncio
@@ -27,7 +32,8 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 
-_LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
+# Time that the thread waits before a commit, to gather small writes, unless a caller waits for it.
+_LINGER_SECONDS = 0.005
 _MOST_PENDING_BYTES = 64 * 1024 * 1024
 _STALL_SECONDS = 60.0
 Job = Callable[[sqlite3.Connection], Any]
@@ -36,7 +42,16 @@ T = TypeVar("T")
 
 @dataclass
 class _Pending:
-    """A future transaction."""
+    """The rows, statements and jobs that are queued for the writer's next transaction.
+
+    Attributes:
+        chunks: Chunks to insert, in order.
+        rows: Other rows to write; only the last row with the same key.
+        statements: SQL deletions with their parameters, executed after all rows are written.
+        jobs: Functions to run after the commit, with the futures of their results.
+        size: Approximate number of queued bytes.
+        durable: Whether the commit must survive a power loss.
+    """
 
     chunks: list[Row] = field(default_factory=list)
     rows: dict[tuple[Kind, int], Row] = field(default_factory=dict)
@@ -47,11 +62,20 @@ class _Pending:
 
     @property
     def writes(self) -> bool:
+        """Whether the transaction has anything to commit."""
         return bool(self.chunks or self.rows or self.statements or self.durable)
 
 
 class StoreWriter:
-    """Owns the only connection that writes. All methods are called from one other thread."""
+    """The writer thread of one store, which has the only connection that writes to its database.
+
+    All methods are called from one other thread, that of the event loop, and return before the data
+    is written.
+
+    Attributes:
+        position: Number of transactions ever committed to the store.
+        stall_seconds: Longest time in seconds that a caller waits for the disk.
+    """
 
     def __init__(self, path: Path, position: int, lock: FileLock) -> None:
         self._path, self._lock = path, lock
@@ -63,7 +87,7 @@ class StoreWriter:
         self._urgent = threading.Event()
         self._error: BaseException | None = None
         self._closing = False
-        self._submitted = 1  # number of the transaction being gathered
+        self._submitted = 1  # Number of the transaction that is being queued.
         self._committed = 0
         self._waiters: list[asyncio.Future[int]] = []
         self._acknowledging: asyncio.Task[None] | None = None
@@ -74,18 +98,31 @@ class StoreWriter:
 
     @property
     def lost(self) -> bool:
-        """Somebody has removed or replaced the database: what is written ends with the process."""
+        """Whether the database file was removed or replaced while it is open.
+
+        What is written then goes to a file without a name, which ends with this process.
+        """
         return not leads_to(self._path, self._file)
 
     def share_lock(self) -> FileLock:
-        """The store stays locked until this is closed too. For who writes beside it."""
+        """Return another handle of the store's lock, which keeps the store locked until closed.
+
+        It is for threads that write files of the store besides the database.
+
+        Raises:
+            ComponentFailure: The writer is closed or has failed.
+        """
         with self._changed:
             self._check()
             return self._lock.share()
 
     @contextmanager
     def _gathering(self) -> Iterator[_Pending]:
-        """Gather what is handed over inside for one transaction, number `_submitted`."""
+        """Give the block exclusive access to the queue of transaction number `_submitted`.
+
+        Raises:
+            ComponentFailure: The writer is closed or has failed.
+        """
         with self._changed:
             self._check()
             yield self._pending
@@ -93,18 +130,32 @@ class StoreWriter:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Make all that is handed over inside one transaction; a chunk goes first."""
+        """Make everything that the block queues part of one transaction.
+
+        If the block queues a chunk, that must come first, because `add_chunk` may wait for space in
+        the queue and then lets the thread take what is already queued.
+        """
         with self._gathering():
             yield
 
     def add_chunk(self, chunk: ChunkRow, trajectory: TrajectoryRow | None = None) -> int:
-        """Append a chunk; returns the number of the transaction that it will be in.
+        """Queue a chunk of tokens; return the number of the transaction that will write it.
 
-        The same one holds `trajectory`, its row of that table, if it is given.
+        Blocks while too much is queued.
+
+        Args:
+            chunk: The chunk.
+            trajectory: The row of its trajectory, to be written in the same transaction; None to
+                write no row.
+
+        Raises:
+            ComponentFailure: The writer has failed or is closed, or the queue stays full for
+                `stall_seconds`.
         """
         row = schema.sealed(chunk)
         with self._gathering():
-            self._wait_for_room()  # which lets go of what is gathered: nothing may be before it
+            # Waiting releases the queue to the thread, so this comes before anything is queued.
+            self._wait_for_space()
             self._pending.chunks.append(row)
             self._pending.size += len(chunk.data)
             if trajectory is not None:
@@ -112,33 +163,53 @@ class StoreWriter:
             return self._submitted
 
     def put(self, row: NamedTuple) -> None:
-        """Write a row whole; the last one of a key wins."""
+        """Queue `row`, to be inserted or to replace the row with its key.
+
+        Of several rows with the same key in one transaction, only the last is written.
+        """
         values = schema.sealed(row)
         with self._gathering() as pending:
             pending.rows[type(row), row[0]] = values
             pending.size += 64
 
     def execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
-        """A deletion, after all rows of the transaction."""
+        """Queue an SQL deletion, to be executed after all rows of its transaction are written."""
         with self._gathering() as pending:
             pending.statements.append((statement, parameters))
 
     def is_committed(self, transaction: int) -> bool:
-        """Return whether it is in the file. Raises ComponentFailure after an error."""
+        """Return whether the transaction with this number is committed.
+
+        Raises:
+            ComponentFailure: The writer has failed or is closed.
+        """
         self._check()
         return transaction <= self._committed
 
     def barrier(self, *, durable: bool = False) -> Future[int]:
-        """Done, with the position, when all before is committed; `durable`: survives power loss."""
+        """Return a future that is done once everything queued so far is committed.
+
+        Args:
+            durable: Whether these commits must also survive a power loss.
+
+        Returns:
+            A future of the position, which is the number of transactions ever committed.
+
+        Raises:
+            ComponentFailure: The writer is closed or has failed.
+        """
         with self._gathering() as pending:
             pending.durable |= durable
             return self.run(lambda _: self.position)
 
     async def committed(self) -> int:
-        """The position, once all handed over so far is committed. Raises ComponentFailure.
+        """Wait until everything queued so far is committed; return the store's transaction count.
 
-        Whoever asks while a barrier is under way shares the next one: thousands of streams cost one
-        acknowledgement for each transaction.
+        Callers that arrive while a barrier is in progress share the next barrier, so that thousands
+        of streams cost one acknowledgement for each transaction.
+
+        Raises:
+            ComponentFailure: The writer fails, is closed, or commits nothing for `stall_seconds`.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[int] = loop.create_future()
@@ -148,7 +219,7 @@ class StoreWriter:
         return await waiter
 
     async def _acknowledge(self) -> None:
-        """Await one barrier after the other while somebody waits."""
+        """Complete the callers of `committed`, one barrier after another, until no caller waits."""
         try:
             while self._waiters:
                 waiters, self._waiters = self._waiters, []
@@ -166,7 +237,14 @@ class StoreWriter:
             self._acknowledging = None
 
     def run(self, job: Job) -> Future[Any]:
-        """Run `job(connection)` on the writer's thread, after all before is committed."""
+        """Queue `job(connection)`; the writer thread runs it once everything queued is committed.
+
+        Returns:
+            A future of the job's result.
+
+        Raises:
+            ComponentFailure: The writer is closed or has failed.
+        """
         future: Future[Any] = Future()
         with self._gathering() as pending:
             pending.jobs.append((job, future))
@@ -174,9 +252,13 @@ class StoreWriter:
         return future
 
     async def wait(self, future: Future[T]) -> T:
-        """The result of a barrier or a job. Raises ComponentFailure after `stall_seconds`."""
+        """Wait for the result of a barrier or a job, with a time limit; return the result.
+
+        Raises:
+            ComponentFailure: There is no result after `stall_seconds`, or the writer has failed.
+        """
         try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is canceled.
+            # Before Python 3.12, `wait_for` may return a result although it was canceled.
             async with asyncio.timeout(self.stall_seconds):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
@@ -185,7 +267,12 @@ class StoreWriter:
             ) from error
 
     def close(self) -> None:
-        """Commit what waits, end the thread. Raises ComponentFailure if it had failed."""
+        """Commit everything that is queued, and end the writer thread.
+
+        Raises:
+            ComponentFailure: The writer has failed, or the thread does not end within
+                `stall_seconds`.
+        """
         with self._changed:
             self._closing = True
             self._urgent.set()
@@ -193,7 +280,8 @@ class StoreWriter:
         self._thread.join(self.stall_seconds)
         if self._thread.is_alive():
             raise ComponentFailure(
-                f"the writer of {self._path} did not end within {self.stall_seconds:.0f} s"
+                f"the writer of trajectory store {self._path} did not end within "
+                f"{self.stall_seconds:.0f} s"
             )
         if self._error is not None:
             raise self._failure() from self._error
@@ -210,16 +298,16 @@ class StoreWriter:
         if self._closing:
             raise ComponentFailure(f"trajectory store {self._path} is closed")
 
-    def _wait_for_room(self) -> None:
-        roomy = self._changed.wait_for(
+    def _wait_for_space(self) -> None:
+        has_space = self._changed.wait_for(
             lambda: self._pending.size < _MOST_PENDING_BYTES or self._error is not None,
             self.stall_seconds,
         )
         self._check()
-        if not roomy:
+        if not has_space:
             raise ComponentFailure(
-                f"trajectory store {self._path} took nothing for {self.stall_seconds:.0f} s "
-                f"with {self._pending.size >> 20} MiB waiting"
+                f"trajectory store {self._path} accepted no writes for "
+                f"{self.stall_seconds:.0f} s; {self._pending.size >> 20} MiB are queued"
             )
 
     # ------------------------------------------------------------ the thread
@@ -228,18 +316,21 @@ class StoreWriter:
         pending = _Pending()
         try:
             with closing(schema.connect(self._path)) as connection:
-                while (taken := self._take()) is not None:
-                    pending = taken
+                while (queued := self._pop_pending()) is not None:
+                    pending = queued
                     self._commit(connection, pending)
                     for job, future in pending.jobs:
                         self._run_job(connection, job, future)
-        except BaseException as error:  # noqa: BLE001 - kept, and raised at the next call
+        except BaseException as error:  # noqa: BLE001 - The next call raises it.
             self._fail(error, pending)
         finally:
             self._lock.close()
 
-    def _take(self) -> _Pending | None:
-        """Take what has gathered; None when closing and empty."""
+    def _pop_pending(self) -> _Pending | None:
+        """Wait until something is queued; return the queue and start a new, empty queue.
+
+        Returns None if the writer is being closed and nothing is queued.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or self._pending.writes or self._pending.jobs
@@ -247,11 +338,11 @@ class StoreWriter:
         self._urgent.wait(_LINGER_SECONDS)
         with self._changed:
             self._urgent.clear()
-            taken, self._pending = self._pending, _Pending()
+            popped, self._pending = self._pending, _Pending()
             self._submitted += 1
             self._changed.notify_all()
-            ended = self._closing and not (taken.writes or taken.jobs)
-            return None if ended else taken
+            ended = self._closing and not (popped.writes or popped.jobs)
+            return None if ended else popped
 
     def _commit(self, connection: sqlite3.Connection, pending: _Pending) -> None:
         number = self._submitted - 1
@@ -279,7 +370,8 @@ class StoreWriter:
             return
         try:
             result = job(connection)
-        except (OSError, schema.DamagedStore) as error:  # its caller's business, not the store's
+        except (OSError, schema.DamagedStore) as error:
+            # The caller of the job handles these errors; any other error also ends the writer.
             future.set_exception(error)
         except BaseException as error:
             future.set_exception(error)
@@ -293,6 +385,6 @@ class StoreWriter:
             waiting = [*pending.jobs, *self._pending.jobs]
             self._changed.notify_all()
         for _, future in waiting:
-            # What is not done was never begun, and its waiter may give it up at any moment.
+            # A job that is not done was never started, and its caller may cancel it at any moment.
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())

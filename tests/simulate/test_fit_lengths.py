@@ -202,7 +202,7 @@ def test_a_short_run_that_has_exported_nothing_is_read_from_its_store(tmp_path: 
     with pytest.raises(UserError, match=f"exported nothing yet, name its directory instead: {run}"):
         read_recorded(run / "export" / "trajectories.jsonl", "FILE")
     empty = RunDirectory.create(build_config({"name": "empty", "root": str(tmp_path)}))
-    with pytest.raises(UserError, match="there is no trajectory store"):
+    with pytest.raises(UserError, match=r"trajectory store .* does not exist"):
         read_recorded(empty.path, "FILE")
 
 

@@ -1,4 +1,4 @@
-"""Tests of the store may be coroutines: each runs on a separate event loop, for 120 s at most."""
+"""Runs tests of the store that are coroutines on a new event loop, for at most 120 s each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine function to its end; leave other functions to pytest."""
+    """Run the test `pyfuncitem` if it is a coroutine function; return None for other tests.
+
+    None makes pytest run the test as usual.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

@@ -1,12 +1,14 @@
-/* Preloaded into a process under test: keeps what a power loss would leave, or takes a local file
- * system's abilities away, for files below DISK_ROOT.
+/* A library to preload into a process under test. For files below DISK_ROOT it keeps a copy of what
+ * would survive a power loss, or makes the file system lack an ability.
  *
- * DISK_KEEP=DIR     at every fsync the file's content is copied to DIR, under its path below the
- *                   root; at that of a directory, what was renamed and removed in it so far is
- *                   renamed and removed there. So DIR holds what is certain to survive a power loss.
- *                   A copy is whole or the one before: the process may end in the middle of it.
+ * DISK_KEEP=DIR     At every fsync of a file, its content is copied to DIR, under the file's path
+ *                   below DISK_ROOT. At every fsync of a directory, files that were renamed or
+ *                   removed in it so far are renamed or removed in DIR. So DIR holds what is
+ *                   certain to survive a power loss. If the process ends while a copy is being
+ *                   made, the previous copy remains whole.
  * DISK_NO_FLOCK=1   flock fails with ENOSYS, as on Lustre mounted without -o flock.
- * DISK_NO_SHM=1     *-shm cannot be mapped for sharing, as where SQLite's log cannot work.
+ * DISK_NO_SHM=1     Files *-shm cannot be mapped for sharing, as on file systems on which SQLite's
+ *                   write-ahead log cannot work.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -23,7 +25,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* The path of `fd` relative to DISK_ROOT ("" for itself), or NULL. */
+/* Returns the path of `fd` relative to DISK_ROOT ("" for DISK_ROOT itself), or NULL if `fd` is not
+ * below DISK_ROOT. */
 static const char *below_root(int fd, char path[PATH_MAX]) {
     const char *root = getenv("DISK_ROOT");
     char link[64];
@@ -36,7 +39,7 @@ static const char *below_root(int fd, char path[PATH_MAX]) {
     return path[prefix] ? path + prefix + 1 : path + prefix;
 }
 
-/* Files that were copied: which copy holds what inode. */
+/* The copies made so far, and the inode of the file that each is a copy of. */
 static struct {
     ino_t inode;
     char copy[2 * PATH_MAX];
@@ -46,14 +49,14 @@ static int kept_count;
 static void note(ino_t inode, const char *copy) {
     int place = 0;
     for (int i = 0; i < kept_count; i++)
-        if (kept[i].inode == inode) kept[i].inode = 0; /* renamed, or the number was used again */
+        if (kept[i].inode == inode) kept[i].inode = 0; /* File renamed, or inode reused. */
     while (place < kept_count && strcmp(kept[place].copy, copy)) place++;
     if (place == kept_count && kept_count++ == sizeof kept / sizeof *kept) abort();
     kept[place].inode = inode;
     strcpy(kept[place].copy, copy);
 }
 
-/* The directory's names as they are now: what was renamed and removed in it so far. */
+/* Renames and removes files in the directory `copy` as they were in the directory `path` so far. */
 static void keep_names(const char *path, const char *copy) {
     char name[3 * PATH_MAX], real[2 * PATH_MAX];
     struct stat status;
@@ -92,8 +95,8 @@ static void keep_content(int fd) {
         mkdir(copy, 0777);
         *slash = '/';
     }
-    /* By the descriptor itself where it can be read: closing a second one of the same file would
-     * give up the process's locks on it. */
+    /* Read from the descriptor itself if that is readable: closing a second descriptor of the same
+     * file would release the process's locks on the file. */
     int readable = (fcntl(fd, F_GETFL) & O_ACCMODE) != O_WRONLY;
     int from = readable ? fd : open(path, O_RDONLY);
     snprintf(part, sizeof part, "%s.part", target);
@@ -111,7 +114,7 @@ static void keep_content(int fd) {
     note(status.st_ino, copy);
 }
 
-/* One thread at a time: several force files to disk. */
+/* Makes the copy for one fsync; a mutex is needed because several threads call fsync. */
 static void keep(int fd) {
     static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
     int error = errno;

@@ -1,4 +1,7 @@
-"""Disks that fail in a chosen way: a library, preloaded into the process under test (`disk.c`)."""
+"""Provides environments in which a process has a disk that fails in a chosen way.
+
+A library that is compiled from `disk.c` is preloaded into the process.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,19 @@ def _library() -> Path:
 
 
 def keeping(root: Path, durable: Path) -> dict[str, str]:
-    """Environment of a process that loses power: `durable` gets what of `root` was fsynced."""
+    """Return an environment whose process copies to `durable` what it fsyncs below `root`.
+
+    After the process, `durable` holds what a power loss would have left of `root`.
+    """
     durable.mkdir(parents=True, exist_ok=True)
     return {**_preloaded(root), "DISK_KEEP": str(durable)}
 
 
-def without(root: Path, *abilities: str) -> dict[str, str]:
-    """Environment of a process to which `root` is on a file system without `flock`, `shm`."""
+def environment_without(root: Path, *abilities: str) -> dict[str, str]:
+    """Return an environment whose process has a file system without `abilities` at `root`.
+
+    The abilities are `flock` (file locks) and `shm` (the shared memory of SQLite's log).
+    """
     return _preloaded(root) | {f"DISK_NO_{ability.upper()}": "1" for ability in abilities}
 
 

@@ -1,8 +1,9 @@
-"""A rollout manager whose trainer takes some batches; see test_power_loss.py.
+"""Runs a rollout manager whose trainer receives some batches, for test_power_loss.py.
 
-`python -m tests.store.powerless_process RUN BATCHES STORE_DIRECTORY` prints of each batch that the
-trainer got, one line: its step, the store's position that came with it, and its trajectories. After
-the first there is a checkpoint, whose position is the first line. Then it is gone.
+`python -m tests.store.powerless_process RUN BATCHES STORE_DIRECTORY` prints one JSON line for each
+batch that the trainer received: the batch's step, the store's position that came with the batch,
+and the ids of its trajectories. After the first batch a checkpoint is made, and one line has its
+position. The process then ends without closing anything.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def emit(**line: object) -> None:
     os.write(1, (json.dumps(line) + "\n").encode())
 
 
-async def live(run: Path, batches: int, directory: str) -> None:
+async def run_manager(run: Path, batches: int, directory: str) -> None:
     config = settings("async")
     store = config.store.model_copy(update={"directory": directory})
     trainer = Trainer(run, config.model_copy(update={"store": store}))
@@ -40,4 +41,4 @@ async def live(run: Path, batches: int, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(live(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(run_manager(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Compaction: what leaves the database, when, and that it is in the export file exactly then."""
+"""Tests which trajectories compaction removes from the database, when, and how it exports them."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ async def checkpoint(store: TrajectoryStore, step: int, kept: Sequence[PolicyVer
     await store._compactor.finish()
 
 
-async def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
+async def test_consumed_trajectories_are_exported_after_configured_checkpoints(
     tmp_path: Path,
 ) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
     for step in range(4):
         await train(store, step)
         await checkpoint(store, step + 1, [PolicyVersion(0, step)])
-    # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
+    # The second newest checkpoint is that of step 3, as is the oldest kept checkpoint. So batches
+    # 0, 1 and 2 can be removed.
     assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
     assert store.counts()["batched"] == 8
     with pytest.raises(LookupError, match="group 0"):
@@ -82,7 +83,7 @@ async def test_consumed_trajectories_leave_after_the_configured_number_of_checkp
     await again.close()
 
 
-async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
+async def test_compaction_keeps_groups_that_a_checkpoint_of_an_abandoned_lineage_needs(
     tmp_path: Path,
 ) -> None:
     settings = StoreConfig(compact_after_checkpoints=1)
@@ -91,11 +92,11 @@ async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
         await train(store, step)
     await store.close()
     second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
-    # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
+    # Groups 2 and 3 are scored again. On this lineage they become batches 3 and 2.
     second.mark_batched([3], 2)
     second.mark_batched([2], 3)
     await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
-    # at 0.3 group 3 is not consumed yet
+    # Group 3 is not consumed at the kept checkpoint 0.3.
     assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
     await second.close()
     third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
@@ -105,10 +106,10 @@ async def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(
         TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
 
 
-async def test_a_checkpoint_of_a_lineage_that_the_store_has_lost_protects_nothing(
+async def test_compaction_ignores_checkpoints_of_a_lost_lineage(
     tmp_path: Path,
 ) -> None:
-    """The database was lost, or is a replica older than the lineage of a checkpoint on disk."""
+    """The database may have been lost, or replaced by a replica older than that lineage."""
     settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(
         tmp_path / STORE, settings, lineage=3, step=10, parent=2, position=50
@@ -120,7 +121,7 @@ async def test_a_checkpoint_of_a_lineage_that_the_store_has_lost_protects_nothin
     await store.close()
 
 
-async def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
+async def test_dropped_trajectories_are_exported_with_their_reason(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)
     store.drop_batch(0, DropReason.NONFINITE)
@@ -137,19 +138,19 @@ async def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> N
     await store.close()
 
 
-async def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
+async def test_drop_reason_is_exported_when_its_write_is_still_queued(
     tmp_path: Path,
 ) -> None:
-    """Lines are read from the file, and what may leave is known from memory."""
+    """The export reads the database, while the drops to plan from are in memory already."""
 
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     group = await scored_group(store, 2)
     await store.sync(durable=True)
     await store.checkpoint_finalized(0, [])
     await store._compactor.finish()
-    begun = threading.Event()
-    busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
-    await asyncio.to_thread(begun.wait, 10)
+    started = threading.Event()
+    busy = store._writer.run(lambda _: (started.set(), time.sleep(0.5)))
+    await asyncio.to_thread(started.wait, 10)
     for trajectory in group.trajectories:
         store.drop(trajectory.trajectory_id, DropReason.STALE)
     store._compactor.start([PolicyVersion(0, 0)])
@@ -159,7 +160,9 @@ async def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the
     await store.close()
 
 
-async def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
+async def test_export_lines_are_cut_off_when_their_removal_was_not_committed(
+    tmp_path: Path,
+) -> None:
     settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
     await train(store, 0)
@@ -177,42 +180,42 @@ async def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: P
     await store.close()
 
 
-async def test_commits_and_the_event_loop_go_on_while_lines_are_written(
+async def test_commits_and_event_loop_are_not_blocked_while_lines_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
+    may_continue = threading.Event()
 
-    def on_a_slow_disk(*arguments: Any) -> int:
-        assert go_on.wait(30)
+    def write_when_allowed(*arguments: Any) -> int:
+        assert may_continue.wait(30)
         return write_lines(*arguments)
 
-    monkeypatch.setattr(export, "write_lines", on_a_slow_disk)
+    monkeypatch.setattr(export, "write_lines", write_when_allowed)
 
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)
     await store.sync(durable=True)
     await store.checkpoint_finalized(1, [])
-    await train(store, 1)  # each of its trajectories waits for commits
+    await train(store, 1)  # Scoring each trajectory waits for commits.
     assert exported(tmp_path) == []
-    go_on.set()
+    may_continue.set()
     await store._compactor.finish()
     assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
     await store.close()
 
 
-async def batched_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
+async def train_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
     group = store.add_group(prompt(), size)
     for i in (trajectory.trajectory_id for trajectory in group.trajectories):
         store.begin_request(i)
-        for place in range(chunks):
-            append(store, i, 8 * place, 8)
+        for chunk in range(chunks):
+            append(store, i, 8 * chunk, 8)
         store.end(i, FinishReason.STOP)
         await store.sync()
         await store.set_reward(i, 1.0)
     store.mark_batched([group.group_id], step)
 
 
-def test_a_large_group_is_removed_in_pieces_of_limited_size(
+def test_large_group_is_removed_in_pieces_of_limited_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 7
@@ -237,21 +240,21 @@ def test_a_large_group_is_removed_in_pieces_of_limited_size(
         nonlocal store
         settings = StoreConfig(compact_after_checkpoints=1)
         store = TrajectoryStore.open(tmp_path / STORE, settings)
-        await batched_in_chunks(store, 0, size=3, chunks=10)
+        await train_in_chunks(store, 0, size=3, chunks=10)
         await checkpoint(store, 1)
         assert store._writer.run(_chunks).result(30) == 0
         await store.close()
 
     asyncio.run(scenario())
     assert changed == [7, 7, 7, 7, 2]
-    assert commits == sorted(set(commits)), "two pieces without a commit between them"
+    assert commits == sorted(set(commits)), "two pieces were removed without a commit between them"
     assert [line["segments"][0]["token_ids"] for line in exported(tmp_path)] == [
         expected(i, 80) for i in range(3)
     ]
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compaction_ends_it(
+def test_next_compaction_completes_a_removal_that_a_kill_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     run, killed = tmp_path / "run", tmp_path / "killed"
@@ -260,14 +263,14 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
 
     async def until_the_kill() -> None:
         store = TrajectoryStore.open(run / STORE, settings)
-        await batched_in_chunks(store, 0, size=3, chunks=10)
+        await train_in_chunks(store, 0, size=3, chunks=10)
         live = store.add_group(prompt(), 1).trajectories[0].trajectory_id
         store.begin_request(live)
         append(store, live, 0, 8)
         await checkpoint(store, 1)
         await store.close()
 
-    async def after_it() -> None:
+    async def after_the_kill() -> None:
         store = TrajectoryStore.open(killed / STORE, settings, lineage=1, step=1)
         assert store._writer.run(_chunks).result(30) == 31 - 7 * pieces
         assert (store.recovery, store.counts()["batched"]) == (None, 3)
@@ -279,23 +282,23 @@ def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compact
         assert store._writer.run(_chunks).result(30) == 1
         await store.close()
 
-    def copied_on_the_way(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
+    def copy_before_removal(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
         if _chunks(connection) == 31 - 7 * pieces:
             snapshot(run, killed)
         remove_parts(connection, kind, keys)
 
     with monkeypatch.context() as patched:
         patched.setattr(compaction, "_PARTS_PER_REMOVAL", 7)
-        patched.setattr(compaction, "remove_parts", copied_on_the_way)
+        patched.setattr(compaction, "remove_parts", copy_before_removal)
         asyncio.run(until_the_kill())
-    asyncio.run(after_it())
+    asyncio.run(after_the_kill())
     assert [line["trajectory_id"] for line in exported(killed)] == [0, 1, 2]
     assert [line["segments"][0]["token_ids"] for line in exported(killed)] == [
         expected(i, 80) for i in range(3)
     ]
 
 
-async def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
+async def test_non_finite_log_prob_is_exported_unchanged(tmp_path: Path) -> None:
     values = np.array([-0.1, -np.inf, -3e-8], dtype=np.float32)
 
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -312,7 +315,7 @@ async def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path
         np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
 
 
-async def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
+async def test_database_size_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
     settings = StoreConfig(compact_after_checkpoints=1, export="none")
     store = TrajectoryStore.open(tmp_path / STORE, settings)
     sizes = []

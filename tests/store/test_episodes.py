@@ -1,4 +1,4 @@
-"""Turns in the store: a tree of them survives a kill, a restart and compaction, and is trained."""
+"""Tests that the store keeps the tree of an episode's turns through kills, restarts and exports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def play(
     before: TurnOutcome | None = None,
     version: PolicyVersion = V1,
 ) -> None:
-    """A turn: the environment's `context`, the policy answers."""
+    """Store one turn of trajectory `i`: the environment's tokens, then the policy's response."""
     call = store.episodes.begin_step(i)
     messages = user(f"turn after {parent}")
     store.episodes.begin_turn(
@@ -74,7 +74,10 @@ def outcome(text: str, reward: float = 0.0) -> TurnOutcome:
 
 
 async def forked(store: TrajectoryStore) -> int:
-    """A group of two episodes: one with a fork after its first turn, one of two turns."""
+    """Store a group of two episodes, and return its id.
+
+    The first episode forks after its first turn; the second has two turns in a row.
+    """
     group = store.add_group(NO_PROMPT, 2)
     one, two = (trajectory.trajectory_id for trajectory in group.trajectories)
     await play(store, one, [1, 2], [3, 4], parent=None)
@@ -98,7 +101,7 @@ FORK = [
 LINE = [([1, 2, 11, 12, 13], [0, 0, 1, 0, 1])]
 
 
-async def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> None:
+async def test_forked_episode_is_packed_and_exported(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     group_id = await forked(store)
     group = store.load_group(group_id)
@@ -112,7 +115,7 @@ async def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> No
     assert batch.rewards_S.tolist() == [1.5, 1.5, 0.0]
     assert batch.prompt_lengths_S.tolist() == [2, 2, 2]
     by_policy = [1 if t in (3, 4, 6, 7, 10, 11, 13) else -1 for t in batch.token_ids_T]
-    assert batch.version_T.tolist() == by_policy, "context of the policy keeps its version"
+    assert batch.version_T.tolist() == by_policy, "context that the policy wrote keeps its version"
     assert batch.first_E.tolist() == [0, 2]
 
     algorithm = build_algorithm(build_config({"algorithm": {"recipe": "copris"}}))
@@ -144,7 +147,7 @@ async def test_a_store_with_a_fork_is_trained_and_exported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("written", [10**30, "\ud800", [[[[1e300, None]]]], float("inf")])
-async def test_whatever_a_policy_gives_to_a_tool_is_exported(
+async def test_any_tool_call_argument_is_exported_unchanged(
     tmp_path: Path, written: object
 ) -> None:
     answer = {"text": "", "tool_calls": [{"name": "add", "arguments": {"a": written}}]}
@@ -162,8 +165,8 @@ async def test_whatever_a_policy_gives_to_a_tool_is_exported(
         assert find(reader, 0).turns[0].answer == answer
 
 
-def test_every_moment_of_an_episode_survives_a_kill(tmp_path: Path) -> None:
-    """What a resume finds after each commit of a two-turn episode."""
+def test_episode_is_restored_when_a_kill_follows_any_of_its_commits(tmp_path: Path) -> None:
+    """For each commit of a two-turn episode, compare what a resume after a kill finds."""
     found: list[tuple[str, list[tuple[list[int], FinishReason | None, bytes | None]]]] = []
 
     async def until(moment: int) -> None:
@@ -220,15 +223,15 @@ def test_every_moment_of_an_episode_survives_a_kill(tmp_path: Path) -> None:
     assert (back.turns[0].reward, back.turns[0].answer) == (0.25, {"text": "x", "tool_calls": []})
 
 
-async def test_a_late_reply_of_an_environment_is_refused(tmp_path: Path) -> None:
+async def test_environment_reply_is_refused_when_its_call_is_superseded(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     store.add_group(NO_PROMPT, 2)
     late = store.episodes.begin_step(0)
     newer = store.episodes.begin_step(0)
-    with pytest.raises(SupersededRequest, match="trajectory 0 is run by t0-2;"):
+    with pytest.raises(SupersededRequest, match="trajectory 0 is owned by request t0-2;"):
         store.episodes.begin_turn(late, [1], [], parent=None)
     store.episodes.begin_turn(newer, [1], [], parent=None)
-    with pytest.raises(ValueError, match="trajectory 0: its turn has no end"):
+    with pytest.raises(ValueError, match="trajectory 0 cannot be called: its newest turn has not"):
         store.episodes.begin_step(0)
     request = store.begin_request(0)
     store.append(request, [2], [-1.0], V1, "e0", end=FinishReason.STOP)
@@ -240,12 +243,12 @@ async def test_a_late_reply_of_an_environment_is_refused(tmp_path: Path) -> None
     store.drop(1, DropReason.ENVIRONMENT)
     with pytest.raises(SupersededRequest, match="trajectory 1 is dropped"):
         store.episodes.begin_turn(dropped, [1], [], parent=None)
-    with pytest.raises(ValueError, match="trajectory 1: it is dropped"):
+    with pytest.raises(ValueError, match="trajectory 1 cannot be called: it is dropped"):
         store.episodes.begin_step(1)
     await store.close()
 
 
-async def test_a_restart_forgets_the_turns_and_a_new_attempt_has_its_own(tmp_path: Path) -> None:
+async def test_restart_deletes_the_turns_of_the_earlier_attempt(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     store.add_group(NO_PROMPT, 1)
     await play(store, 0, [1, 2], [3], parent=None)
@@ -261,7 +264,7 @@ async def test_a_restart_forgets_the_turns_and_a_new_attempt_has_its_own(tmp_pat
         assert connection.execute("SELECT number, attempt FROM turns").fetchall() == [(0, 1)]
 
 
-async def test_the_input_of_a_request_is_the_path_to_its_turn(tmp_path: Path) -> None:
+async def test_request_input_is_the_path_of_turns_to_the_newest_turn(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     await forked(store)
     store.add_group(Prompt(np.array([70, 71], np.int32), "game"), 1)
@@ -277,7 +280,7 @@ async def test_the_input_of_a_request_is_the_path_to_its_turn(tmp_path: Path) ->
     await store.close()
 
 
-async def test_a_damaged_turn_is_noticed(tmp_path: Path) -> None:
+async def test_damaged_turn_is_detected(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     store.add_group(NO_PROMPT, 1)
     await play(store, 0, [1, 2], [3], parent=None)
@@ -289,7 +292,7 @@ async def test_a_damaged_turn_is_noticed(tmp_path: Path) -> None:
     before = content(tmp_path / STORE)
     again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
     assert again.recovery is not None
-    assert "a row of table turns does not have its checksum" in again.recovery.sentence
+    assert "a row of table turns has a wrong checksum" in again.recovery.sentence
     assert again.recovery.damaged_file is not None
     assert content(again.recovery.damaged_file) == before
     await again.close()

@@ -1,4 +1,7 @@
-"""A store on a disk that fills up, or is read-only: a sentence, and nothing promised is lost."""
+"""Tests a store on a disk that fills up or is read-only.
+
+The user gets a message with the remedy, and no acknowledged trajectory is lost.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ from tests.trajectory.builders import STORE, append, expected, prompt, response,
 SETTINGS = StoreConfig()
 COUNT = 300
 SEEDS = 20
-REMEDY = r"; (free space on|look at) its file system"
+REMEDY = r"; (free space on|check) its file system"
 
 
 async def generate_until_full(store: TrajectoryStore, finished: list[int]) -> None:
-    """Finished trajectories, as they are acknowledged. Raises what the store raises."""
+    """Generate trajectories until the store raises an error, which is not caught.
+
+    The id of each trajectory is added to `finished` once the store has acknowledged its end.
+    """
     while True:
         for trajectory in store.add_group(prompt(), 4).trajectories:
             i = trajectory.trajectory_id
@@ -41,7 +47,10 @@ async def generate_until_full(store: TrajectoryStore, finished: list[int]) -> No
 
 
 def resume_on_a_full_disk(path: Path) -> None:
-    """A sentence again, at once or with the first transaction, unless that just fits."""
+    """Resume the run, and check the error message if the full disk causes an error.
+
+    An error may come at once or with the first transaction, unless that transaction just fits.
+    """
 
     async def resume() -> None:
         store = TrajectoryStore.open(path, SETTINGS, lineage=1)
@@ -63,10 +72,10 @@ def assert_kept(path: Path, finished: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whenever_the_disk_is_full_what_was_acknowledged_is_kept(
+def test_acknowledged_trajectories_are_kept_when_the_disk_fills_up(
     disk: SmallDisk, seed: int
 ) -> None:
-    """It fills up at another place of the file's pages, its log or its index each time."""
+    """With each seed the disk fills up during another write: of a page, the log or its index."""
     path = disk.path / STORE
     finished: list[int] = []
 
@@ -80,9 +89,9 @@ def test_whenever_the_disk_is_full_what_was_acknowledged_is_kept(
         with pytest.raises(ComponentFailure):
             await store.close()
 
-    async def go_on() -> None:
+    async def continue_run() -> None:
         store = TrajectoryStore.open(path, SETTINGS, lineage=1)
-        assert store.recovery is None, "a full disk is no damage"
+        assert store.recovery is None, "a full disk was taken for damage"
         await scored_group(store)
         await store.close()
 
@@ -91,14 +100,14 @@ def test_whenever_the_disk_is_full_what_was_acknowledged_is_kept(
     resume_on_a_full_disk(path)
     disk.make_room()
     assert_kept(path, finished)
-    asyncio.run(go_on())
+    asyncio.run(continue_run())
     assert_kept(path, finished)
 
 
-async def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_later(
+async def test_export_is_written_whole_after_an_attempt_on_a_full_disk(
     disk: SmallDisk,
 ) -> None:
-    """In the same process too: what the first attempt left is no part of the file."""
+    """The second attempt is in the same process; it removes what the first attempt has left."""
     path = disk.path / STORE
     export = disk.path / "export" / "trajectories.jsonl"
     settings = StoreConfig(compact_after_checkpoints=1)
@@ -123,7 +132,7 @@ async def test_an_export_that_does_not_fit_is_a_sentence_and_is_written_whole_la
         assert reader.summaries() == []
 
 
-def test_a_read_only_disk_is_a_sentence(disk: SmallDisk) -> None:
+def test_open_raises_user_error_when_the_disk_is_read_only(disk: SmallDisk) -> None:
     path = disk.path / STORE
 
     async def use() -> None:

@@ -1,8 +1,8 @@
-"""A writer process is killed with SIGKILL again and again; what it was promised must hold.
+"""Tests what a store keeps when its writer process is killed with SIGKILL again and again.
 
-After each kill: no finished trajectory is lost, a running one has lost less than a chunk and what
-had just arrived. At the end, along the surviving lineage, each trajectory is in one batch at most,
-and all others are still there.
+After each kill, no finished trajectory is lost, and a running trajectory has lost less than a chunk
+and its newest append. At the end, along the surviving lineage, each trajectory is in at most one
+batch, and all others are still in the store.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron_async.trajectory.types import TrajectoryState
 from tests.store.writer_process import CHUNK, Manager, length_of, newest_manifest
 from tests.trajectory.builders import STORE, expected, response
 
-MOST_AT_ONCE = 16  # tokens of one append
+MOST_AT_ONCE = 16  # Largest number of tokens of one append.
 
 
 @dataclass
 class Printed:
-    """The lines that a life has printed, in order."""
+    """What one writer process has printed: what was appended, finished and batched, by id."""
 
     start: int = -1
     appended: dict[int, int] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     batches: dict[int, list[int]] = field(default_factory=dict)
 
-    def hear(self, line: str) -> None:
+    def parse(self, line: str) -> None:
         word, *rest = line.split()
         numbers = [int(n) for n in rest]
         match word:
@@ -51,8 +51,8 @@ class Printed:
                 self.batches[numbers[0]] = numbers[1:]
 
 
-def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Printed:
-    """Start a writer, let it work for `seconds` from its first word, SIGKILL it."""
+def run_until_killed(run: Path, lineage: int, directory: str, seconds: float) -> Printed:
+    """Start a writer process, kill it `seconds` after its first output; return its output."""
     printed = Printed()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.store.writer_process", str(run)]
@@ -77,7 +77,7 @@ def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Pri
             child.wait(30)
     text = log.read_text()
     for line in text[: text.rfind("\n") + 1].splitlines():
-        printed.hear(line)
+        printed.parse(line)
     return printed
 
 
@@ -93,18 +93,20 @@ def exported_groups(run: Path) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("where", ["in the run directory", "on a disk of the node"])
-def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, where: str) -> None:
+def test_kills_lose_no_finished_trajectory_and_at_most_one_chunk(
+    tmp_path: Path, where: str
+) -> None:
     rng, kills = random.Random(5), 6
     directory = str(tmp_path / "scratch") if where != "in the run directory" else ""
-    lives: list[Printed] = []
+    processes: list[Printed] = []
     for lineage in range(kills):
-        printed = live_and_die(tmp_path, lineage, directory, rng.uniform(0.3, 1.2))
-        lives.append(printed)
+        printed = run_until_killed(tmp_path, lineage, directory, rng.uniform(0.3, 1.2))
+        processes.append(printed)
         reader = StoreReader(tmp_path / STORE)
         kept = {s.trajectory_id: s for s in reader.summaries()}
         for trajectory_id, count in printed.appended.items():
             if trajectory_id not in kept:
-                continue  # consumed and exported: checked below
+                continue  # It is consumed and exported, which is checked below.
             found = reader.trajectory(trajectory_id)
             got = response(found)
             assert got == expected(trajectory_id, len(got))
@@ -117,14 +119,14 @@ def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, w
 
     final = newest_manifest(tmp_path)
     trained: list[int] = []
-    for printed, following in zip(lives, [*lives[1:], None], strict=True):
+    for printed, following in zip(processes, [*processes[1:], None], strict=True):
         end = final["step"] if following is None else following.start
         assert printed.start >= 0
         trained += [g for step, ids in printed.batches.items() if step < end for g in ids]
     assert len(trained) == len(set(trained)), "a group was trained twice"
-    assert len(trained) >= 2 * kills, "too little happened to mean anything"
+    assert len(trained) >= 2 * kills, "too few groups were trained for a meaningful test"
 
-    async def last_life() -> None:
+    async def last_process() -> None:
         manager = Manager(tmp_path, kills, kills, directory)
         state = manager.store._state
         assert manager.store.recovery is None
@@ -134,4 +136,4 @@ def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, w
         assert exported_groups(tmp_path) <= set(trained)
         await manager.store.close()
 
-    asyncio.run(last_life())
+    asyncio.run(last_process())

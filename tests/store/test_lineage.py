@@ -1,4 +1,4 @@
-"""Lineages of a run: what is consumed where, and where they part."""
+"""Tests which batches are consumed on each lineage of a run, and where lineages branch off."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 def two_rollbacks() -> LineageTree:
-    """0 to step 15; 1 from its checkpoint 10; 2 from 1's checkpoint 20; 3 from 0's 10 again."""
+    """Return a tree of lineages that are continued at different checkpoints.
+
+    Lineage 0 reaches step 15. Lineages 1 and 3 continue its checkpoint 10, and lineage 2 continues
+    lineage 1's checkpoint 20.
+    """
     return LineageTree(
         [Lineage(0, None, 0), Lineage(1, 0, 10), Lineage(2, 1, 20), Lineage(3, 0, 10)]
     )
 
 
-def test_branch_points_are_where_the_lineages_part() -> None:
+def test_branch_points_are_the_last_shared_policy_numbers() -> None:
     tree = two_rollbacks()
     assert tree.branch_points(2) == {0: 10, 1: 20, 3: 10}
     assert tree.branch_points(3) == {0: 10, 1: 10, 2: 10}
@@ -25,18 +29,18 @@ def test_branch_points_are_where_the_lineages_part() -> None:
     assert tree.branch_points(4) == {0: 5, 1: 5, 2: 5, 3: 5}
 
 
-def test_line_numbers_grow_and_parents_are_known() -> None:
+def test_lineage_is_refused_without_a_larger_number_and_a_known_parent() -> None:
     tree = two_rollbacks()
-    with pytest.raises(ValueError, match="not newer"):
+    with pytest.raises(ValueError, match="lineage is 3, which is not larger than the newest, 3"):
         tree.add(Lineage(3, 0, 1))
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match="lineage 8, which does not exist"):
         tree.add(Lineage(9, 8, 1))
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
-    """Against a plain simulation that carries the list of batches in each checkpoint."""
+def test_consumed_batches_equal_those_of_a_replayed_run(data: st.DataObject) -> None:
+    """The reference is a simulation that stores the list of consumed batches in each checkpoint."""
     tree = LineageTree([Lineage(0, None, 0)])
     lineage, done = 0, [(0, s) for s in range(data.draw(st.integers(0, 4)))]
     checkpoints = {(0, n): done[:n] for n in range(len(done) + 1)}

@@ -1,4 +1,4 @@
-"""Where a run's store lies: on a disk of the manager's node, with a replica for everybody else."""
+"""Tests where a run's store keeps its database, and what other nodes do with the replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_async.store.location import check_location, location_of_writer, ma
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import Group, PolicyVersion
-from tests.store.disk import needs_compiler, without
+from tests.store.disk import environment_without, needs_compiler
 from tests.trajectory.builders import (
     REPLICA,
     STORE,
@@ -40,7 +40,7 @@ from tests.trajectory.builders import (
 
 
 class Cluster:
-    """Nodes with a disk each and a run directory that they share, on one machine."""
+    """Simulates nodes on one machine; each node has a disk, and they share a run directory."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._patch, self.node = folder, monkeypatch, ""
@@ -56,7 +56,7 @@ class Cluster:
         self.enter("a")
 
     def enter(self, node: str) -> None:
-        """From now on this process is on `node`, which sees no other node's disk."""
+        """Move this process to `node`, on which the disks of other nodes cannot be seen."""
         disk = self.folder / "disk"
         if self.node:
             disk.rename(self.folder / f"disk-of-{self.node}")
@@ -76,31 +76,32 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     yield Cluster(tmp_path, monkeypatch)
 
 
-def offered(store: TrajectoryStore) -> list[int]:
+def unconsumed_ids(store: TrajectoryStore) -> list[int]:
     return [group.group_id for group in store.unconsumed_groups()]
 
 
-async def replicated(store: TrajectoryStore) -> int:
-    """The position of a checkpoint, whose replica is complete."""
+async def replicate(store: TrajectoryStore) -> int:
+    """Write the replica of a checkpoint, wait for it, and return the checkpoint's position."""
     position = await store.sync(durable=True)
     store.replicate()
     await store._replicator.finish()
     return position
 
 
-async def killed(store: TrajectoryStore) -> None:
-    """The process is gone: nothing is written any more, and the kernel releases the lock."""
+async def kill(store: TrajectoryStore) -> None:
+    """Make the store write nothing more and release its lock, as if its process were killed."""
     store._writer.close()
 
 
-async def two_steps(store: TrajectoryStore) -> int:
-    """Batch 0, a checkpoint with its replica, batch 1 (groups 0 and 1), group 2 scored, 3 partial.
+async def train_two_steps(store: TrajectoryStore) -> int:
+    """Train groups 0 and 1 in steps 0 and 1, with a checkpoint and its replica between them.
 
+    Group 2 is scored before the checkpoint and not trained; group 3 is partial and added after it.
     Returns the checkpoint's position.
     """
     groups = [await scored_group(store) for _ in range(3)]
     store.mark_batched([groups[0].group_id], 0)
-    position = await replicated(store)
+    position = await replicate(store)
     store.mark_batched([groups[1].group_id], 1)
     partial: Group = store.add_group(prompt(), 1)
     store.begin_request(partial.trajectories[0].trajectory_id)
@@ -109,12 +110,12 @@ async def two_steps(store: TrajectoryStore) -> int:
     return position
 
 
-async def test_a_shared_run_directory_has_its_database_on_the_managers_node(
+async def test_database_is_on_the_managers_node_when_run_directory_is_shared(
     cluster: Cluster,
 ) -> None:
     store = TrajectoryStore.open(cluster.store)
     await scored_group(store)
-    await replicated(store)
+    await replicate(store)
     assert cluster.database().is_relative_to(cluster.folder / "disk")
     assert cluster.database().exists()
     assert sorted(path.name for path in cluster.run.iterdir()) == [
@@ -124,22 +125,22 @@ async def test_a_shared_run_directory_has_its_database_on_the_managers_node(
     await store.close(leave=True)
 
 
-async def test_store_directory_sets_where_the_database_lies(cluster: Cluster) -> None:
+async def test_store_directory_sets_the_folder_of_the_database(cluster: Cluster) -> None:
     scratch = cluster.folder / "scratch"
     settings = StoreConfig(directory=str(scratch))
     store = TrajectoryStore.open(cluster.store, settings)
     await scored_group(store)
     (database,) = scratch.glob(f"*/{STORE}")
-    assert database.parent.name.startswith("run-"), "runs may share the directory"
+    assert database.parent.name.startswith("run-"), "runs may share store.directory"
     with closing(StoreReader(cluster.store)) as reader:
         assert len(reader.summaries()) == 2
         assert reader.note == ""
     await store.close(leave=True)
 
 
-def test_without_any_local_disk_both_file_systems_are_named(cluster: Cluster) -> None:
+def test_error_names_both_file_systems_when_no_disk_is_local(cluster: Cluster) -> None:
     cluster.kinds[str(cluster.folder)] = "nfs4"
-    with pytest.raises(UserError, match=r"is on lustre .* on nfs4 .*: set store.directory to a"):
+    with pytest.raises(UserError, match=r"is on lustre .* is on nfs4 .* Set store.directory to a"):
         check_location(location_of_writer(cluster.store, ""))
     assert list(cluster.run.iterdir()) == []
 
@@ -155,7 +156,7 @@ def test_without_any_local_disk_both_file_systems_are_named(cluster: Cluster) ->
         ("fuse.anything", "tmpfs", "temporary", False),
     ],
 )
-def test_a_file_system_of_an_unknown_kind_is_used_with_a_warning_when_no_local_one_exists(
+def test_unknown_file_system_is_used_with_warning_when_no_disk_is_local(
     cluster: Cluster,
     caplog: pytest.LogCaptureFixture,
     of_run: str,
@@ -167,13 +168,13 @@ def test_a_file_system_of_an_unknown_kind_is_used_with_a_warning_when_no_local_o
     location = location_of_writer(cluster.store, "")
     assert location.file.is_relative_to(cluster.run if where == "run" else cluster.folder / "disk")
     check_location(location)
-    assert ("if other nodes share that file system" in caplog.text) == warned
+    assert ("if other nodes share that file" in caplog.text) == warned
 
 
-async def test_a_database_on_a_file_system_of_an_unknown_kind_is_found_under_another_host_name(
+async def test_database_on_unknown_file_system_is_found_when_host_name_changes(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container has another name at each start."""
+    """A container has another host name at each start."""
     cluster.kinds = {str(cluster.folder): "9p"}
 
     store = TrajectoryStore.open(cluster.store)
@@ -181,16 +182,16 @@ async def test_a_database_on_a_file_system_of_an_unknown_kind_is_found_under_ano
     await store.close(leave=True)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     again = TrajectoryStore.open(cluster.store)
-    assert len(offered(again)) == 1
+    assert len(unconsumed_ids(again)) == 1
     await again.close()
 
 
-def test_a_directory_that_cannot_be_made_is_named(cluster: Cluster) -> None:
+def test_error_names_the_directory_that_cannot_be_made(cluster: Cluster) -> None:
     (cluster.folder / "file").touch()
     location = location_of_writer(cluster.store, str(cluster.folder / "file" / "below"))
     with pytest.raises(UserError, match=r"cannot be made in /.*/file: Not a directory"):
         check_location(location)
-    with pytest.raises(UserError, match=r"/file/below/.*, for the trajectory store, cannot be m"):
+    with pytest.raises(UserError, match=r"failed to make /.*/file/below/.*, the folder of the"):
         make_folder(location)
 
 
@@ -207,8 +208,8 @@ except UserError as error:
 """
 
 
-def opened(run: Path, directory: str, environment: dict[str, str]) -> str:
-    """The output of a process of this environment that opens the store."""
+def open_in_process(run: Path, directory: str, environment: dict[str, str]) -> str:
+    """Open the store in a process with this environment; return the output of the process."""
     command = [sys.executable, "-c", OPEN, str(run / STORE), directory]
     return subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True, timeout=60
@@ -223,21 +224,21 @@ def opened(run: Path, directory: str, environment: dict[str, str]) -> str:
         ("shm", r"is on \w+ \(mounted at /.*\), which does not support the shared memory of SQL"),
     ],
 )
-def test_a_file_system_that_cannot_have_the_database_is_named(
+def test_error_names_the_file_system_without_locks_or_shared_memory(
     tmp_path: Path, ability: str, sentence: str
 ) -> None:
-    """Lustre without -o flock; a network file system without shared mappings."""
+    """Such as Lustre without -o flock, or a network file system without shared mappings."""
     shared, scratch = tmp_path / "shared", tmp_path / "scratch"
     (shared / "run").mkdir(parents=True)
-    environment = without(shared, ability)
-    output = opened(shared / "run", "", environment)
+    environment = environment_without(shared, ability)
+    output = open_in_process(shared / "run", "", environment)
     assert re.search(sentence, output), output
-    assert "set store.directory to a local disk" in output
-    assert opened(shared / "run", str(scratch), environment) == ""
-    assert (shared / "run" / REPLICA).exists(), "that needs neither"
+    assert "Set store.directory to a local disk" in output
+    assert open_in_process(shared / "run", str(scratch), environment) == ""
+    assert (shared / "run" / REPLICA).exists(), "the replica needs no ability of the file system"
 
 
-def test_a_log_that_sqlite_silently_goes_without_is_noticed(
+def test_store_is_refused_when_sqlite_silently_uses_no_write_ahead_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = sqlite3.connect
@@ -250,94 +251,96 @@ def test_a_log_that_sqlite_silently_goes_without_is_noticed(
         check_location(location_of_writer(tmp_path / STORE, ""))
 
 
-async def test_a_killed_manager_that_comes_back_on_its_node_has_lost_nothing(
+async def test_killed_manager_loses_nothing_when_it_restarts_on_its_node(
     cluster: Cluster,
 ) -> None:
     store = TrajectoryStore.open(cluster.store)
-    await two_steps(store)
-    await killed(store)
+    await train_two_steps(store)
+    await kill(store)
     again = TrajectoryStore.open(cluster.store, step=2)
     assert again.recovery is None
-    assert offered(again) == [2, 3]
+    assert unconsumed_ids(again) == [2, 3]
     assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
     await again.close(leave=True)
 
 
-async def test_a_stopped_run_goes_on_on_another_node_with_everything(cluster: Cluster) -> None:
+async def test_stopped_run_loses_nothing_when_it_resumes_on_another_node(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
-    position = await two_steps(store)
+    position = await train_two_steps(store)
     await store.close(leave=True)
-    assert not cluster.database().exists(), "nothing is left on the node"
+    assert not cluster.database().exists(), "the database was not removed from the node"
     cluster.enter("b")
     again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
     assert again.recovery is None
-    assert offered(again) == [1, 2, 3]
+    assert unconsumed_ids(again) == [1, 2, 3]
     assert response(again.load_group(3).trajectories[0]) == expected(6, 70)
     await again.close(leave=True)
 
 
-async def test_a_lost_node_costs_what_came_after_the_checkpoint_and_nothing_is_trained_twice(
+async def test_lost_node_costs_only_what_followed_the_checkpoint(
     cluster: Cluster,
 ) -> None:
     store = TrajectoryStore.open(cluster.store)
-    position = await two_steps(store)
-    await killed(store)
+    position = await train_two_steps(store)
+    await kill(store)
     cluster.enter("b")
     again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
     assert again.recovery is not None
     assert not again.recovery.behind
-    assert "on a, which this node does not reach; its replica" in again.recovery.sentence
+    assert "on host a, which this node cannot reach; it is replaced" in again.recovery.sentence
     assert "trajectories from 6 on are lost" in again.recovery.sentence
-    assert offered(again) == [1, 2]  # group 0 is consumed at the checkpoint
+    assert unconsumed_ids(again) == [1, 2]  # Group 0 is consumed at the checkpoint.
     assert again.prompts_read == 3, "the prompt of the lost group is read again"
     assert again.add_group(prompt(), 1).trajectories[0].trajectory_id > 6
     await again.close(leave=True)
 
 
-async def test_a_database_from_before_the_run_went_on_elsewhere_is_not_used(
+async def test_outdated_database_is_not_used_when_a_run_returns_to_its_node(
     cluster: Cluster,
 ) -> None:
     store = TrajectoryStore.open(cluster.store)
-    position = await two_steps(store)
-    await killed(store)
+    position = await train_two_steps(store)
+    await kill(store)
     cluster.enter("b")
     other = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
     other.mark_batched([2], 1)
-    later = await replicated(other)
-    await killed(other)
+    later = await replicate(other)
+    await kill(other)
     cluster.enter("a")
     assert cluster.database().exists()
     again = TrajectoryStore.open(cluster.store, lineage=2, step=2, parent=1, position=later)
-    assert offered(again) == [1]
+    assert unconsumed_ids(again) == [1]
     await again.close(leave=True)
 
 
-async def test_a_node_that_has_another_name_now_has_the_same_database(cluster: Cluster) -> None:
+async def test_database_is_found_when_its_node_has_a_new_name(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
-    await two_steps(store)
-    await killed(store)
+    await train_two_steps(store)
+    await kill(store)
     cluster._patch.setattr(socket, "gethostname", lambda: "a-new-name")
     again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
     assert again.recovery is None
-    assert offered(again) == [2, 3]
+    assert unconsumed_ids(again) == [2, 3]
     await again.close(leave=True)
 
 
-async def test_the_database_moves_with_the_setting(tmp_path: Path) -> None:
+async def test_database_moves_when_store_directory_changes(tmp_path: Path) -> None:
     directories = ("", str(tmp_path / "scratch"), str(tmp_path / "other"), "")
     for lineage, directory in enumerate(directories):
         settings = StoreConfig(directory=directory)
         path = tmp_path / "run" / STORE
         store = TrajectoryStore.open(path, settings, lineage=lineage)
         assert store.recovery is None
-        assert offered(store) == list(range(lineage))
+        assert unconsumed_ids(store) == list(range(lineage))
         await scored_group(store, version=PolicyVersion(lineage, 0))
-        await (killed(store) if lineage % 2 else store.close(leave=True))
+        await (kill(store) if lineage % 2 else store.close(leave=True))
 
 
-async def test_store_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
+async def test_store_files_have_the_mode_that_the_umask_gives(
+    tmp_path: Path, new_file_mode: int
+) -> None:
     store = TrajectoryStore.open(tmp_path / "run" / STORE)
-    await two_steps(store)
+    await train_two_steps(store)
     files = list((tmp_path / "run").glob("*sqlite*"))
     assert {file.name for file in files} >= {
         STORE,
@@ -348,26 +351,27 @@ async def test_store_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: i
     await store.close(leave=True)
 
 
-async def test_a_run_directory_that_is_moved_takes_its_store_along(tmp_path: Path) -> None:
+async def test_store_is_found_when_the_run_directory_was_moved(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / "run" / STORE)
     await scored_group(store)
     await store.close(leave=True)
     shutil.move(tmp_path / "run", tmp_path / "moved")
     again = TrajectoryStore.open(tmp_path / "moved" / STORE, lineage=1)
-    assert offered(again) == [0]
+    assert unconsumed_ids(again) == [0]
     await again.close(leave=True)
 
 
-async def test_a_reader_on_another_node_has_the_replica_and_reports_it(cluster: Cluster) -> None:
+async def test_reader_on_another_node_reads_the_replica_and_notes_it(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
     with closing(StoreReader(cluster.store)) as here:
         assert here.summaries() == []
-    await store.sync()  # its thread has opened the file: the disk goes away with the node
+    # After this the writer thread has opened the file, which is then moved away with the disk.
+    await store.sync()
     cluster.enter("b")
-    with pytest.raises(UserError, match=r"is /.*sqlite on a, and it has no replica yet"):
+    with pytest.raises(UserError, match=r"is /.*sqlite on a, which .*; it has no replica yet"):
         StoreReader(cluster.store)
     cluster.enter("a")
-    await two_steps(store)
+    await train_two_steps(store)
     with closing(StoreReader(cluster.store)) as here:
         assert len(here.summaries()) == 7
     cluster.enter("b")
@@ -381,9 +385,9 @@ async def test_a_reader_on_another_node_has_the_replica_and_reports_it(cluster: 
         assert (len(elsewhere.summaries()), elsewhere.note) == (7, "")
 
 
-async def test_a_group_of_a_stopped_run_is_dropped_from_any_node(cluster: Cluster) -> None:
+async def test_group_of_a_stopped_run_is_dropped_from_another_node(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
-    await two_steps(store)
+    await train_two_steps(store)
     await store.close(leave=True)
     cluster.enter("b")
     assert drop_group_of(cluster.store, 4, PolicyVersion(0, 1)) == [4, 5]
@@ -391,55 +395,55 @@ async def test_a_group_of_a_stopped_run_is_dropped_from_any_node(cluster: Cluste
     cluster.enter("c")
     again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
     assert again.recovery is None
-    assert offered(again) == [3]
+    assert unconsumed_ids(again) == [3]
     await again.close(leave=True)
 
 
-async def test_a_group_of_a_store_on_another_node_is_not_dropped(cluster: Cluster) -> None:
+async def test_drop_is_refused_when_the_database_is_on_another_node(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
-    await two_steps(store)
-    await killed(store)
+    await train_two_steps(store)
+    await kill(store)
     cluster.enter("b")
-    with pytest.raises(UserError, match=r"cannot be changed: it is /.* on a, which this node"):
+    with pytest.raises(UserError, match=r"its database is /.* on host a, which this node cannot"):
         drop_group_of(cluster.store, 4, PolicyVersion(0, 1))
 
 
-async def test_a_group_that_was_dropped_does_not_come_back_with_the_replica(tmp_path: Path) -> None:
+async def test_dropped_group_stays_dropped_when_the_replica_is_restored(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
-    position = await two_steps(store)
+    position = await train_two_steps(store)
     await store.close()
     drop_group_of(tmp_path / STORE, 4, PolicyVersion(0, 1))
     (tmp_path / STORE).write_bytes(b"damage")
     again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1, parent=0, position=position)
     assert again.recovery is not None
-    assert offered(again) == [1, 3]
+    assert unconsumed_ids(again) == [1, 3]
     await again.close()
 
 
-async def test_a_replica_that_cannot_be_written_costs_no_run(
+async def test_run_continues_when_the_replica_cannot_be_written(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = TrajectoryStore.open(cluster.store)
     (cluster.run / REPLICA).mkdir()
-    await two_steps(store)
+    await train_two_steps(store)
     assert "replica" in caplog.text
-    assert "the one before it stays" in caplog.text
+    assert "keeping the previous replica" in caplog.text
     assert cluster.database().exists()
     await store.close(leave=True)
-    assert cluster.database().exists(), "it is the only one there is"
+    assert cluster.database().exists(), "the only copy of the data was removed"
     again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
-    assert offered(again) == [2, 3]
+    assert unconsumed_ids(again) == [2, 3]
     (cluster.run / REPLICA).rmdir()
     await again.close(leave=True)
     assert not cluster.database().exists()
 
 
-async def test_a_record_that_is_no_record_leaves_the_replica(cluster: Cluster) -> None:
+async def test_replica_is_restored_when_store_json_is_invalid(cluster: Cluster) -> None:
     store = TrajectoryStore.open(cluster.store)
-    await two_steps(store)
+    await train_two_steps(store)
     await store.close(leave=True)
     (cluster.run / "store.json").write_text(json.dumps(["nothing"]))
     again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
     assert again.recovery is not None
-    assert offered(again) == []  # it may not be all
+    assert unconsumed_ids(again) == []  # The replica may be incomplete.
     await again.close(leave=True)

@@ -1,6 +1,7 @@
-"""The store against a plain in-memory model: random lives, crashes, rollbacks, compaction.
+"""Compares the store with a plain model in memory under random actions.
 
-The model has no lineages: it keeps, with each checkpoint, a copy of what was consumed then.
+The actions are those of a run: generation, crashes, rollbacks, compaction and others. The model has
+no lineages: with each checkpoint it keeps a copy of what was consumed then.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ T = TypeVar("T")
 CHUNK = 8
 STARTED = (S.RUNNING, S.PARTIAL, S.FINISHED, S.SCORED)
 DROPPABLE = (S.PENDING, S.RUNNING, S.PARTIAL, S.SCORED)
-MOST_GROUPS = 6  # in work at a time, so that each gets its share of what happens
+# Largest number of unfinished groups; with few groups, each takes part in many actions.
+MOST_GROUPS = 6
 
 
 @dataclass
-class Life:
-    """What is true of one trajectory, on every lineage."""
+class ModelTrajectory:
+    """The model of one trajectory: what must be true of it on every lineage."""
 
     group: int
     state: TrajectoryState = S.PENDING
@@ -61,21 +63,23 @@ class Life:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    happened: ClassVar[Counter[str]] = Counter()
+    executed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.root = Path(tempfile.mkdtemp(prefix="store-model-"))
-        self.lives_lived = 0
+        self.resumes = 0
         self.lineage, self.step = 0, 0
-        self.lives: dict[int, Life] = {}
+        self.trajectories: dict[int, ModelTrajectory] = {}
         self.members: dict[int, list[int]] = {}
-        self.consumed: dict[int, int] = {}  # trajectory -> step, on the current lineage
+        # The step in which each trajectory was consumed, on the current lineage.
+        self.consumed: dict[int, int] = {}
         self.checkpoints: dict[PolicyVersion, dict[int, int]] = {PolicyVersion(0, 0): {}}
-        self.committed = 0  # the newest step that a checkpoint of this lineage, or its start, holds
+        # Step of the newest checkpoint on this lineage, or the step at which the lineage began.
+        self.committed = 0
         self.position = 0
-        self.requests: list[RequestKey] = []  # all that there were
+        self.requests: list[RequestKey] = []  # All requests so far.
         self.clock = 0
         self.acts = 0
 
@@ -87,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @property
     def run_dir(self) -> Path:
-        return self.root / str(self.lives_lived)
+        return self.root / str(self.resumes)
 
     @initialize(compact_after=st.integers(1, 2))
     def start(self, compact_after: int) -> None:
@@ -99,62 +103,65 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def act(self, seed: int) -> None:
-        """Something that can happen now. One rule: hypothesis would else switch rules off."""
-        self.acts += 1  # hypothesis likes the same few numbers
+        """Do one random action of those that are possible now.
+
+        All actions are one rule, since hypothesis would switch some of several rules off.
+        """
+        self.acts += 1  # Varies the seed, as hypothesis tends to choose the same few seeds.
         rng = random.Random(seed * 1009 + self.acts)
         can: dict[Callable[[random.Random], None], float] = {
             self.add_group: 3 * (len(self.unfinished()) < MOST_GROUPS),
-            self.run: 6 * bool(self.having(S.PENDING, S.PARTIAL)),
-            self.append: 8 * bool(self.having(S.RUNNING)),
-            self.superseded: 2 * bool(self.requests),
-            self.pause: 2 * bool(self.having(S.RUNNING)),
-            self.finish: 2 * bool(self.having(S.RUNNING)),
-            self.score: 2 * bool(self.having(S.FINISHED)),
+            self.run: 6 * bool(self.in_states(S.PENDING, S.PARTIAL)),
+            self.append: 8 * bool(self.in_states(S.RUNNING)),
+            self.late_write: 2 * bool(self.requests),
+            self.pause: 2 * bool(self.in_states(S.RUNNING)),
+            self.finish: 2 * bool(self.in_states(S.RUNNING)),
+            self.score: 2 * bool(self.in_states(S.FINISHED)),
             self.complete: 3 * bool(self.unfinished()),
-            self.restart: 1 * bool(self.having(*STARTED)),
-            self.drop: 0.5 * bool(self.having(*DROPPABLE)),
+            self.restart: 1 * bool(self.in_states(*STARTED)),
+            self.drop: 0.5 * bool(self.in_states(*DROPPABLE)),
             self.train: 4 * bool(self.ready()),
             self.nonfinite: 1 * self.newest_batch_is_not_committed(),
             self.checkpoint: 1.5,
             self.resume: 1,
         }
         (action,) = rng.choices(list(can), list(can.values()))
-        self.happened[action.__name__] += 1
+        self.executed[action.__name__] += 1
         action(rng)
 
-    # ------------------------------------------------------------ a trajectory's life
+    # ------------------------------------------------------------ a trajectory's states
 
     def unfinished(self) -> list[int]:
-        """Groups with a trajectory that is not scored, consumed or dropped."""
+        """Return the groups with a trajectory that is neither scored, consumed nor dropped."""
         done = (S.BATCHED, S.DROPPED, S.SCORED)
         return [g for g, ids in self.members.items() if any(self.shown(i) not in done for i in ids)]
 
     def add_group(self, rng: random.Random) -> None:
         group = self.store.add_group(prompt(), rng.randint(1, 2))
         ids = [t.trajectory_id for t in group.trajectories]
-        assert not set(ids) & set(self.lives)
+        assert not set(ids) & set(self.trajectories)
         self.members[group.group_id] = ids
-        self.lives.update((i, Life(group.group_id)) for i in ids)
+        self.trajectories.update((i, ModelTrajectory(group.group_id)) for i in ids)
 
-    def having(self, *states: TrajectoryState) -> list[int]:
-        return [i for i in self.lives if self.shown(i) in states]
+    def in_states(self, *states: TrajectoryState) -> list[int]:
+        return [i for i in self.trajectories if self.shown(i) in states]
 
     def pick(self, rng: random.Random, *states: TrajectoryState) -> int:
-        return rng.choice(self.having(*states))
+        return rng.choice(self.in_states(*states))
 
     def shown(self, i: int) -> TrajectoryState:
-        return S.BATCHED if i in self.consumed else self.lives[i].state
+        return S.BATCHED if i in self.consumed else self.trajectories[i].state
 
     def run(self, rng: random.Random) -> None:
-        self.begin(self.pick(rng, S.PENDING, S.PARTIAL))
+        self.begin_request_of(self.pick(rng, S.PENDING, S.PARTIAL))
 
-    def begin(self, i: int) -> None:
+    def begin_request_of(self, i: int) -> None:
         self.requests.append(self.store.begin_request(i))
-        self.lives[i].state = S.RUNNING
+        self.trajectories[i].state = S.RUNNING
 
-    def superseded(self, rng: random.Random) -> None:
-        """What a request writes that does not run its trajectory any more is refused whole."""
-        running = {current(self.store, i) for i in self.having(S.RUNNING)}
+    def late_write(self, rng: random.Random) -> None:
+        """Check that the store refuses every write of requests that are not current any more."""
+        running = {current(self.store, i) for i in self.in_states(S.RUNNING)}
         for request in self.requests:
             if request in running:
                 continue
@@ -173,53 +180,53 @@ class StoreMachine(RuleBasedStateMachine):
         version = PolicyVersion(self.lineage, max(0, self.step - behind))
         tokens, logprobs = tokens_of(i, self.clock * 100, count)
         self.store.append(current(self.store, i), tokens, logprobs, version, "e0")
-        self.lives[i].tokens += [(int(token), version) for token in tokens]
+        self.trajectories[i].tokens += [(int(token), version) for token in tokens]
 
     def pause(self, rng: random.Random) -> None:
         i = self.pick(rng, S.RUNNING)
         self.store.end_request(current(self.store, i))
-        self.lives[i].state = S.PARTIAL
+        self.trajectories[i].state = S.PARTIAL
 
     def finish(self, rng: random.Random) -> None:
         i = self.pick(rng, S.RUNNING)
         self.store.end(i, FinishReason.STOP)
         self.wait(self.store.sync())
-        self.lives[i].state = S.FINISHED
+        self.trajectories[i].state = S.FINISHED
 
     def score(self, rng: random.Random) -> None:
         i = self.pick(rng, S.FINISHED)
         self.wait(self.store.set_reward(i, i / 2))
-        self.lives[i].state, self.lives[i].reward = S.SCORED, i / 2
+        self.trajectories[i].state, self.trajectories[i].reward = S.SCORED, i / 2
 
     def complete(self, rng: random.Random) -> None:
-        """The usual end of a group, so that batches are not rare."""
+        """Generate and score all trajectories of a group, so that batches are not rare."""
         for i in self.members[rng.choice(self.unfinished())]:
-            life = self.lives[i]
+            model = self.trajectories[i]
             if self.shown(i) in (S.PENDING, S.PARTIAL):
-                self.begin(i)
+                self.begin_request_of(i)
             if self.shown(i) is S.RUNNING:
                 self.add_tokens(i, rng)
                 self.store.end(i, FinishReason.STOP)
                 self.wait(self.store.sync())
-                life.state = S.FINISHED
+                model.state = S.FINISHED
             if self.shown(i) is S.FINISHED:
                 self.wait(self.store.set_reward(i, 1.0))
-                life.state, life.reward = S.SCORED, 1.0
+                model.state, model.reward = S.SCORED, 1.0
 
     def restart(self, rng: random.Random) -> None:
         i = self.pick(rng, *STARTED)
         self.store.restart(i)
-        self.lives[i] = Life(self.lives[i].group)
+        self.trajectories[i] = ModelTrajectory(self.trajectories[i].group)
 
     def drop(self, rng: random.Random) -> None:
         i, reason = self.pick(rng, *DROPPABLE), rng.choice(list(DropReason))
         self.store.drop(i, reason)
-        self.lives[i].state, self.lives[i].drop = S.DROPPED, reason
+        self.trajectories[i].state, self.trajectories[i].drop = S.DROPPED, reason
 
     # ------------------------------------------------------------ batches, checkpoints, crashes
 
     def ready(self) -> list[int]:
-        """Groups that are complete: scored but for dropped members, at least one scored."""
+        """Return the groups whose trajectories are all scored or dropped, and not all dropped."""
         return [
             group
             for group, ids in self.members.items()
@@ -237,21 +244,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.step += 1
 
     def nonfinite(self, rng: random.Random) -> None:
-        """The newest batch cannot be used."""
+        """Drop the newest batch, as a trainer does that cannot use it."""
         self.step -= 1
         self.store.drop_batch(self.step, DropReason.NONFINITE)
         for i in [i for i, step in self.consumed.items() if step == self.step]:
             del self.consumed[i]
-            self.lives[i].state, self.lives[i].drop = S.DROPPED, DropReason.NONFINITE
+            self.trajectories[i].state, self.trajectories[i].drop = S.DROPPED, DropReason.NONFINITE
 
     def newest_batch_is_not_committed(self) -> bool:
-        """Whether it was made on the current lineage and is in no checkpoint."""
+        """Return whether a batch was made on the current lineage since its newest checkpoint."""
         return self.step > self.committed
 
     def checkpoint(self, rng: random.Random) -> None:
         self.position = self.wait(self.store.sync(durable=True))
         here = PolicyVersion(self.lineage, self.step)
-        older = [v for v in self.checkpoints if v.number != self.step]  # one directory for a step
+        older = [v for v in self.checkpoints if v.number != self.step]  # A step has one directory.
         kept = [v for v in older if rng.random() < 0.6]
         self.checkpoints = {v: self.checkpoints[v] for v in kept}
         self.checkpoints[here] = dict(self.consumed)
@@ -261,35 +268,35 @@ class StoreMachine(RuleBasedStateMachine):
         self.forget_exported()
 
     def forget_exported(self) -> None:
-        """Compare what left with the rule, then leave it out of the model."""
+        """Check that compaction exported what it may export, and remove it from the model."""
         file = self.run_dir / "export" / "trajectories.jsonl"
         text = file.read_text() if file.exists() else ""
         lines = [json.loads(line) for line in text.splitlines()]
         assert len({line["trajectory_id"] for line in lines}) == len(lines)
         for line in lines:
             i = line["trajectory_id"]
-            life = self.lives.get(i)
-            if life is None:
+            model = self.trajectories.get(i)
+            if model is None:
                 continue
-            if life.drop is None or i in self.consumed:
+            if model.drop is None or i in self.consumed:
                 assert i in self.consumed
-            if life.drop is None:
+            if model.drop is None:
                 assert all(i in consumed for consumed in self.checkpoints.values())
             got = [token for segment in line["segments"] for token in segment["token_ids"]]
-            assert got == [token for token, _ in life.tokens]
-            del self.lives[i]
-            self.happened["exported"] += 1
+            assert got == [token for token, _ in model.tokens]
+            del self.trajectories[i]
+            self.executed["exported"] += 1
             self.consumed.pop(i, None)
             for consumed in self.checkpoints.values():
                 consumed.pop(i, None)
             self.members.pop(line["group_id"], None)
 
     def resume(self, rng: random.Random) -> None:
-        """End or kill the process, then go on from any kept checkpoint."""
+        """Close or kill the store, then resume from a random kept checkpoint and compare."""
         crash, newest = rng.random() < 0.6, rng.random() < 0.5
         self.wait(self.store.sync())
         old = self.run_dir
-        self.lives_lived += 1
+        self.resumes += 1
         if crash:
             snapshot(old, self.run_dir)
         self.wait(self.store.close())
@@ -310,27 +317,27 @@ class StoreMachine(RuleBasedStateMachine):
             position=self.position,
         )
         assert self.store.recovery is None
-        for i, life in self.lives.items():
+        for i, model in self.trajectories.items():
             found = self.store.load_trajectory(i)
-            if life.state is S.RUNNING:
-                lost = len(life.tokens) - found.response_length
-                assert 0 <= lost < (CHUNK if crash else 1), "more than a chunk is lost"
-                life.tokens = life.tokens[: found.response_length]
-                life.state = S.PARTIAL
+            if model.state is S.RUNNING:
+                lost = len(model.tokens) - found.response_length
+                assert 0 <= lost < (CHUNK if crash else 1), "more than a chunk was lost"
+                model.tokens = model.tokens[: found.response_length]
+                model.state = S.PARTIAL
             self.compare(i)
 
     def compare(self, i: int) -> None:
-        life, found = self.lives[i], self.store.load_trajectory(i)
+        model, found = self.trajectories[i], self.store.load_trajectory(i)
         assert found.state is self.shown(i)
         assert found.batched_step == self.consumed.get(i)
-        assert found.reward == life.reward
+        assert found.reward == model.reward
         if i not in self.consumed:
-            assert found.drop_reason is life.drop
+            assert found.drop_reason is model.drop
         got = [(int(token), s.version) for s in found.segments for token in s.token_ids]
-        assert got == life.tokens
+        assert got == model.tokens
 
     @invariant()
-    def unconsumed_groups_are_those_of_the_model(self) -> None:
+    def unconsumed_groups_equal_those_of_the_model(self) -> None:
         if not hasattr(self, "store"):
             return
         wanted = [
@@ -346,7 +353,9 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         assert found == wanted
         assert sum(self.store.counts().values()) == self.store._state.counters.next_trajectory
-        assert self.store.counts() == state.counts(), "what is kept is not what is there"
+        assert self.store.counts() == state.counts(), (
+            "the maintained counts differ from recounted ones"
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -366,9 +375,9 @@ SETTINGS = settings(
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_the_store_equals_the_model() -> None:
-    StoreMachine.happened.clear()
+def test_store_equals_the_model_after_random_actions() -> None:
+    StoreMachine.executed.clear()
     run_state_machine_as_test(StoreMachine, settings=SETTINGS)
-    happened = StoreMachine.happened
-    for name in ("append", "resume", "restart", "superseded", "train", "nonfinite", "exported"):
-        assert happened[name] >= 5, f"the model hardly saw {name}: {happened}"
+    executed = StoreMachine.executed
+    for name in ("append", "resume", "restart", "late_write", "train", "nonfinite", "exported"):
+        assert executed[name] >= 5, f"the action {name} was executed too rarely: {executed}"

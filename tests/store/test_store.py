@@ -1,4 +1,4 @@
-"""The store as its user sees it: lives, chunks, durability, resumes, bad input, formats."""
+"""Tests the public methods of `TrajectoryStore`: states, chunks, resumes, bad input and formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.trajectory.builders import (
 S = TrajectoryState
 
 
-async def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
+async def test_further_columns_are_restored_with_their_tokens(
     tmp_path: Path,
 ) -> None:
     routes, teacher = np.dtype([("routes", "<i2", (2, 4))]), np.dtype([("teacher", "<f4")])
@@ -74,13 +74,13 @@ async def test_further_columns_come_back_with_their_tokens_and_what_has_none_has
     reader.close()
 
 
-async def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
+async def test_trajectory_is_restored_as_it_was_written(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     (trajectory,) = store.add_group(prompt(3), 1).trajectories
     i = trajectory.trajectory_id
     store.begin_request(i)
     append(store, i, 0, 70)
-    append(store, i, 70, 5, PolicyVersion(0, 1))  # weights changed in flight
+    append(store, i, 70, 5, PolicyVersion(0, 1))  # The weights changed during the request.
     turn = [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env"
     store.append(current(store, i), *turn, from_environment=True)
     append(store, i, 75, 3, PolicyVersion(0, 1))
@@ -108,8 +108,8 @@ async def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None
         np.testing.assert_array_equal(found.prompt.token_ids, prompt(3).token_ids)
 
 
-async def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path: Path) -> None:
-    """More rows than one statement has."""
+async def test_all_tokens_are_written_when_hundreds_of_requests_end_at_once(tmp_path: Path) -> None:
+    """There are more rows than one SQL statement writes."""
 
     store = TrajectoryStore.open(tmp_path / STORE)
     groups = [store.add_group(prompt(i), 8) for i in range(90)]
@@ -132,7 +132,7 @@ async def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path:
 
 
 def on_disk(path: Path) -> dict[int, int]:
-    """Tokens of each trajectory in the file, as another process sees them."""
+    """Return the number of committed tokens of each trajectory, as another process sees them."""
     reader = StoreReader(path)
     try:
         return {s.trajectory_id: s.tokens for s in reader.summaries()}
@@ -140,15 +140,16 @@ def on_disk(path: Path) -> dict[int, int]:
         reader.close()
 
 
-async def test_a_wait_for_the_disk_that_is_canceled_as_it_ends_counts_as_cancelled(
+async def test_sync_is_canceled_when_the_cancellation_comes_as_it_completes(
     tmp_path: Path,
 ) -> None:
-    """A request that went on in spite of it would add its tokens to those of its successor."""
+    """A request that ignored its cancellation would add tokens to those of its successor."""
 
     store = TrajectoryStore.open(tmp_path / STORE)
     waiting = asyncio.create_task(store.sync())
     await asyncio.sleep(0)
-    store._writer.barrier().result(10)  # the one before it is done, which was not acknowledged yet
+    # The barrier of `waiting`, which comes before this one, is then done but not acknowledged.
+    store._writer.barrier().result(10)
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -156,7 +157,7 @@ async def test_a_wait_for_the_disk_that_is_canceled_as_it_ends_counts_as_cancell
     await store.close()
 
 
-async def test_a_chunk_is_written_when_full_when_old_or_when_asked(
+async def test_chunk_is_written_when_full_old_or_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers, "CHUNK_SECONDS", 0.2)
@@ -181,10 +182,10 @@ async def test_a_chunk_is_written_when_full_when_old_or_when_asked(
 
 
 @pytest.mark.parametrize("count", [3, 64, 200])
-async def test_the_end_is_in_the_transaction_of_the_last_tokens(
+async def test_end_is_committed_in_the_transaction_of_the_last_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """A process that is killed at any moment leaves both, or neither."""
+    """A process that is killed at any moment leaves the end and the last tokens, or neither."""
 
     store = TrajectoryStore.open(tmp_path / "run" / STORE)
     i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
@@ -210,7 +211,7 @@ async def test_the_end_is_in_the_transaction_of_the_last_tokens(
     assert response(found) == expected(i, 10 + count)
 
 
-async def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(
+async def test_trajectories_batched_after_the_restored_checkpoint_are_scored_again(
     tmp_path: Path,
 ) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
@@ -242,14 +243,14 @@ async def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(
     await back.close()
 
 
-async def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(
+async def test_batch_is_stored_when_made_again_as_its_lineage_continues(
     tmp_path: Path,
 ) -> None:
-    """The record that is taken back and the new one are written in one transaction."""
+    """The deletion of the undone batch and the new batch are written in one transaction."""
 
     store = TrajectoryStore.open(tmp_path / STORE)
     store.mark_batched([(await scored_group(store)).group_id], 0)
-    await store.close()  # the trainer never saw it
+    await store.close()  # The trainer never received the batch.
 
     store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=0)
     store.mark_batched([0], 0)
@@ -261,7 +262,7 @@ async def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(
     await store.close()
 
 
-async def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) -> None:
+async def test_mark_batched_accepts_only_complete_groups_and_only_once(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     group = store.add_group(prompt(), 2)
     a, b = (t.trajectory_id for t in group.trajectories)
@@ -279,7 +280,7 @@ async def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) ->
     await store.close()
 
 
-async def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
+async def test_state_change_is_refused_when_it_is_not_allowed(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
     with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
@@ -298,7 +299,7 @@ async def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
+async def test_second_writer_is_refused_but_readers_are_not(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
     store.add_group(prompt(), 2)
     await store.sync()
@@ -324,14 +325,14 @@ except UserError as error:
     await store.close()
 
 
-async def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None:
+async def test_invalid_files_and_lineages_are_refused(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, lineage=3)
     await store.close()
-    with pytest.raises(UserError, match="lineage 2 cannot be begun"):
+    with pytest.raises(UserError, match="lineage is 2, but"):
         TrajectoryStore.open(tmp_path / STORE, lineage=2)
-    with pytest.raises(UserError, match="holds no lineage 7"):
+    with pytest.raises(UserError, match="has no lineage 7"):
         TrajectoryStore.open(tmp_path / STORE, lineage=8, parent=7)
-    with pytest.raises(UserError, match="there is no trajectory store"):
+    with pytest.raises(UserError, match=r"trajectory store .* does not exist"):
         StoreReader(tmp_path / "missing.sqlite")
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE t (x)")
@@ -352,7 +353,7 @@ def content(path: Path) -> list[str]:
     [lambda path: TrajectoryStore.open(path, lineage=1), StoreReader],
     ids=["run", "reader"],
 )
-async def test_another_format_is_refused_by_a_sentence_that_names_both(
+async def test_store_of_another_format_is_refused_naming_both_formats(
     tmp_path: Path, version: int, open_: Callable[[Path], object]
 ) -> None:
     path = tmp_path / STORE
@@ -364,7 +365,7 @@ async def test_another_format_is_refused_by_a_sentence_that_names_both(
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = content(path)
-    sentence = rf"has format {version}, and this version of megatron_async reads 7; go on"
+    sentence = rf"has format {version}; this version of megatron_async reads format 7\. Con"
     with pytest.raises(UserError, match=sentence):
         open_(path)
     assert content(path) == before

@@ -1,4 +1,4 @@
-"""The store's writer when it fails or hangs: every waiter hears of it, and none waits for ever."""
+"""Tests that every caller gets the error of a writer that fails, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.store.test_compaction import train
 from tests.trajectory.builders import STORE, append, expected, prompt, response
 
 
-class GivenUp(Future[int]):
-    """Its waiter gives it up between the question whether it is done and what follows from it."""
+class CanceledWhenAsked(Future[int]):
+    """A future that is canceled just after it was asked whether it is done."""
 
     def done(self) -> bool:
         was = super().done()
@@ -30,14 +30,14 @@ class GivenUp(Future[int]):
         return was
 
 
-def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_others(
+def test_writer_error_reaches_other_futures_when_one_is_canceled(
     tmp_path: Path,
 ) -> None:
     (tmp_path / STORE).touch()
     writer = StoreWriter(tmp_path / STORE, 0, lock_store(tmp_path / STORE))
     finished, barrier, job = Future[int](), Future[int](), Future[int]()
     finished.set_result(1)
-    futures = (finished, GivenUp(), barrier, job)
+    futures = (finished, CanceledWhenAsked(), barrier, job)
     pending = _Pending(jobs=[(lambda _: 0, future) for future in futures])
     writer._fail(OSError("the disk is full"), pending)
     for future in (barrier, job):
@@ -47,21 +47,22 @@ def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_other
         writer.close()
 
 
-async def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> None:
+async def test_compaction_raises_component_failure_when_the_writer_hangs(tmp_path: Path) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
     await train(store, 0)
-    go_on = threading.Event()
+    may_continue = threading.Event()
     await store.checkpoint_finalized(1, [])
     store._writer.stall_seconds = 0.2
-    store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
+    # The compaction's jobs for the writer are queued behind this job.
+    store._writer.run(lambda _: may_continue.wait(20))
     with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
         await asyncio.wait_for(store._compactor.finish(), 5)
     store._writer.stall_seconds = 20.0
-    go_on.set()
+    may_continue.set()
     await store.close()
 
 
-async def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread(
+async def test_store_keeps_rows_and_ends_its_thread_when_compaction_fails(
     tmp_path: Path,
 ) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -78,10 +79,10 @@ async def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_
     reader.close()
 
 
-async def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(
+async def test_store_stays_locked_while_the_thread_of_a_closed_store_hangs(
     tmp_path: Path,
 ) -> None:
-    """A write to a network disk may hang for longer than anybody waits for it."""
+    """A write to a network disk may hang for longer than `close` waits for the writer thread."""
 
     old = TrajectoryStore.open(tmp_path / STORE)
     end_of_write = threading.Event()
@@ -97,7 +98,7 @@ async def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(
     await new.close()
 
 
-async def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(
+async def test_buffered_tokens_are_written_before_close_waits_for_compaction(
     tmp_path: Path,
 ) -> None:
     store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -105,24 +106,24 @@ async def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(
     running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
     store.begin_request(running)
     append(store, running, 0, 10)
-    go_on = asyncio.Event()
+    may_continue = asyncio.Event()
 
     async def long_compaction(kept: object) -> None:
-        await asyncio.wait_for(go_on.wait(), 20)
+        await asyncio.wait_for(may_continue.wait(), 20)
 
     store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
     await store.checkpoint_finalized(1, [])
     closing = asyncio.create_task(store.close())
     await asyncio.sleep(0)
-    await store.sync()  # it is open: the stop waits for the compaction
+    await store.sync()  # The store is still open, because `close` waits for the compaction.
     reader = StoreReader(tmp_path / STORE)
     assert response(reader.trajectory(running)) == expected(running, 10)
     reader.close()
-    go_on.set()
+    may_continue.set()
     await closing
 
 
-def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
+def test_store_stays_locked_while_the_export_of_a_closed_store_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_of_write = threading.Event()
@@ -138,19 +139,19 @@ def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
         await train(old, 0)
         old._writer.stall_seconds = 0.5
         await old.checkpoint_finalized(1, [])
-        with pytest.raises(ComponentFailure, match=r"trajectories.jsonl took no line for 0.5 s"):
+        with pytest.raises(ComponentFailure, match=r"trajectories.jsonl did not end within 0.5 s"):
             await old.close()
         assert not old._writer._thread.is_alive()
         with pytest.raises(UserError, match="in use by this process"):
             TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
         end_of_write.set()
 
-    asyncio.run(scenario())  # which waits for the thread
+    asyncio.run(scenario())  # Returns only once the export thread has ended.
     new = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
     asyncio.run(new.close())
 
 
-def test_all_who_wait_at_once_share_one_acknowledgement(tmp_path: Path) -> None:
+def test_concurrent_waiters_share_one_acknowledgement(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
         group = store.add_group(prompt(), 300)
@@ -172,19 +173,19 @@ def test_all_who_wait_at_once_share_one_acknowledgement(tmp_path: Path) -> None:
                 assert store._writer.is_committed(store._record(trajectory_id).in_flight)
 
         await asyncio.gather(*(stream(trajectory_id) for trajectory_id in ids))
-        assert 1 <= barriers <= 12  # 900 chunks, each of them waited for
+        assert 1 <= barriers <= 12  # Although 900 chunks were waited for.
         await store.close()
 
     asyncio.run(scenario())
 
 
-async def test_all_who_wait_hear_of_a_failure_and_one_that_gave_up_harms_nobody(
+async def test_writer_error_reaches_all_waiters_when_one_was_canceled(
     tmp_path: Path,
 ) -> None:
     store = TrajectoryStore.open(tmp_path / STORE)
-    begun, release = threading.Event(), threading.Event()
-    store._writer.run(lambda _: begun.set() or release.wait(20))
-    await asyncio.to_thread(begun.wait, 20)
+    started, release = threading.Event(), threading.Event()
+    store._writer.run(lambda _: started.set() or release.wait(20))
+    await asyncio.to_thread(started.wait, 20)
     waiting = [asyncio.create_task(store.sync()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()

@@ -1,9 +1,8 @@
-"""One life of a rollout manager with a tiny trainer in it, to be killed: see test_kill.py.
+"""Runs a rollout manager with a tiny trainer in one process, which test_kill.py kills.
 
-`python -m tests.store.writer_process RUN_DIR LINEAGE SEED STORE_DIRECTORY` goes on from the newest
-manifest.
-What it has appended, finished, batched and committed it prints, one unbuffered line each,
-always after the store's promise (never before).
+`python -m tests.store.writer_process RUN_DIR LINEAGE SEED STORE_DIRECTORY` resumes from the newest
+manifest. It prints one unbuffered line for everything that it has appended, finished, batched or
+committed. A line that reports durable data is printed only after the store has confirmed it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ GROUPS_IN_WORK, SIZE, GROUPS_PER_BATCH, CHECKPOINT_EVERY = 8, 2, 2, 3
 
 
 def length_of(trajectory_id: int) -> int:
-    """How long a trajectory gets, tokens."""
+    """Return the number of tokens that a trajectory will have in the end."""
     return 40 + trajectory_id * 7919 % 400
 
 
@@ -35,14 +34,14 @@ def emit(*words: object) -> None:
 
 
 def newest_manifest(run: Path) -> dict[str, int]:
-    """The newest checkpoint: lineage, step and store position."""
+    """Return lineage, step and store position of the newest checkpoint; all are 0 without one."""
     found = [json.loads(path.read_text()) for path in run.glob("checkpoint-*.json")]
     start = {"lineage": 0, "step": 0, "position": 0}
     return max(found, key=lambda m: (m["lineage"], m["step"]), default=start)
 
 
 class Manager:
-    """Generates at random paces, batches what is complete, makes a checkpoint now and then."""
+    """Generates trajectories at random paces, batches complete groups and makes checkpoints."""
 
     def __init__(self, run: Path, lineage: int, seed: int, directory: str) -> None:
         restored = newest_manifest(run)
@@ -58,7 +57,7 @@ class Manager:
         )
 
     async def finish(self, trajectory_id: int) -> None:
-        """From whatever it is to scored."""
+        """Generate the rest of a trajectory, whatever its state, and store its reward."""
         if self.store.load_trajectory(trajectory_id).state is not TrajectoryState.FINISHED:
             await self.generate(trajectory_id)
         await self.store.set_reward(trajectory_id, 1.0)
