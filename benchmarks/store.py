@@ -227,7 +227,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     mended = TrajectoryStore.open(path, lineage=1)
     mending = time.perf_counter() - start
     assert mended.recovery is not None
-    assert "lost" not in mended.recovery.sentence
+    assert "lost" not in mended.recovery.message
     await mended.close()
 
     return [

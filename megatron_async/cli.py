@@ -86,8 +86,8 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _exit_with(sentence: str, code: int) -> None:
-    typer.echo(sentence, err=True)
+def _exit_with(message: str, code: int) -> None:
+    typer.echo(message, err=True)
     raise SystemExit(code)
 
 

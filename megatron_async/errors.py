@@ -23,11 +23,11 @@ class UserError(Exception):
     terminal cannot print are escaped.
     """
 
-    def __init__(self, sentence: str) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(
             "".join(
                 c if c.isprintable() else " " if c == "\n" else c.encode("unicode_escape").decode()
-                for c in sentence
+                for c in message
             )
         )
 

@@ -23,7 +23,7 @@ from megatron_async.config import RunConfig, dump
 from megatron_async.config.files import read_json_object, tokenizer_digest
 from megatron_async.config.load import load_run_config
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.files.disk import CannotWrite, check_room, replacing, writing
+from megatron_async.files.disk import CannotWrite, check_free_space, replacing, writing
 
 _FAILURE_BYTES: Final = 1 << 16
 
@@ -77,7 +77,7 @@ class RunDirectory:
     """Error message of a launch that failed before its first step."""
     outcome_file = _PathOf("outcome")
 
-    def never_began(self) -> bool:
+    def never_trained(self) -> bool:
         """Return whether a launch of this run has failed and no launch has trained a step."""
         return self.failed_start_file.exists() and not self._has_trained()
 
@@ -93,10 +93,10 @@ class RunDirectory:
                 f"(got name {self.path.name!r}){remedy}"
             )
 
-    def note_failed_start(self, sentence: str) -> None:
+    def note_failed_start(self, message: str) -> None:
         """Record the error message of a launch that failed, unless the run has trained a step."""
         if self.path.exists() and not self._has_trained():
-            write_atomically(self.failed_start_file, sentence)
+            write_atomically(self.failed_start_file, message)
 
     def _has_trained(self) -> bool:
         """Return whether the run has trained a step: it has a checkpoint or metrics of a step."""
@@ -260,23 +260,23 @@ class RunDirectory:
             f"last line of {self.metrics_file} has it as 'lineage'; a larger number is safe too)"
         )
 
-    def report_failure(self, sentence: str, exit_code: int, attempt: str = "") -> None:
+    def report_failure(self, message: str, exit_code: int, attempt: str = "") -> None:
         """Write the message of a failure to `failure_file`, for the launcher.
 
         Only the first failure of an attempt is kept; it replaces that of an earlier attempt.
 
         Args:
-            sentence: The message.
+            message: The message.
             exit_code: Exit code of the process.
             attempt: Identity of the attempt (`train_loop.attempt.current_attempt`).
         """
         known = json.loads(self.failure_file.read_text()) if self.failure_file.exists() else None
         if known is not None and known["attempt"] == attempt:
             return
-        content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
+        content = {"message": message, "exit_code": exit_code, "attempt": attempt}
         write_atomically(self.failure_file, json.dumps(content))
 
-    def take_failure(self, except_of: str | None = None) -> dict[str, Any] | None:
+    def pop_failure(self, except_of: str | None = None) -> dict[str, Any] | None:
         """Remove the reported failure and return it; None if there is none.
 
         A failure of the attempt `except_of` is neither removed nor returned.
@@ -305,15 +305,15 @@ class RunDirectory:
             ComponentFailure: If it ended otherwise, or the run directory is missing or cannot be
                 written.
         """
-        self.check_there()
-        left = self.take_failure()
+        self.check_exists()
+        left = self.pop_failure()
         if left is None:
-            return check_room(self.path, _FAILURE_BYTES)
+            return check_free_space(self.path, _FAILURE_BYTES)
         if left["exit_code"] == 2:
-            raise UserError(left["sentence"])
-        raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
+            raise UserError(left["message"])
+        raise ComponentFailure(f"{left['message']}; the log is {log_file}")
 
-    def check_there(self) -> None:
+    def check_exists(self) -> None:
         """Raise a ComponentFailure if the run directory was moved or removed during the run."""
         if not self.config_file.exists():
             raise ComponentFailure(

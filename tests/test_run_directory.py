@@ -72,8 +72,8 @@ def test_lineages_count_up_and_first_failure_is_kept(tmp_path: Path) -> None:
     assert [directory.next_lineage() for _ in range(3)] == [0, 1, 2]
     directory.report_failure("the cause", 1)
     directory.report_failure("a consequence", 2)
-    assert directory.take_failure() == {"sentence": "the cause", "exit_code": 1}
-    assert directory.take_failure() is None
+    assert directory.pop_failure() == {"message": "the cause", "exit_code": 1}
+    assert directory.pop_failure() is None
 
 
 def test_lineages_so_far_is_refused_when_a_digit_is_damaged(tmp_path: Path) -> None:

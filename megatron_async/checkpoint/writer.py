@@ -165,8 +165,8 @@ class SaveJob:
             for path in self._own_files():
                 path.unlink(missing_ok=True)
             # A path may be no UTF-8, and a report is.
-            sentence = reason_and_file(error).encode(errors="backslashreplace").decode()
-            self._report(RankStatus(error=sentence))
+            message = reason_and_file(error).encode(errors="backslashreplace").decode()
+            self._report(RankStatus(error=message))
             raise
         self._report(RankStatus(files, tensors))
 

@@ -52,7 +52,7 @@ def eval_command(
             exported = weights.version()
         name = f"{path} (version {exported})" if exported else f"{path}"
         for result in found.results:
-            typer.echo(f"{name}: {result.sentence()}, {result.seconds:.1f} s")
+            typer.echo(f"{name}: {result.message()}, {result.seconds:.1f} s")
         if samples is not None:
             # The number that the engine was given here means nothing to a reader.
             of = {"model": str(path), "versions": [exported] if exported else []}

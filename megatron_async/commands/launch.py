@@ -163,8 +163,8 @@ def launch_run(
     if resume is not None:
         directory, before = RunDirectory.find(resume, [], "--resume")
         _, config = RunDirectory.find(resume, overrides, "--resume")
-        if from_step is None and (sentence := complete(directory, before, config)):
-            return sentence
+        if from_step is None and (message := complete(directory, before, config)):
+            return message
         preflight.check_resume(directory, config, from_step)
         changed = preflight.check_same_run(directory, before, config)
     else:

@@ -65,7 +65,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
         prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
         few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
-    console.print(f"  {before.results[0].sentence()}", highlight=False)
+    console.print(f"  {before.results[0].message()}", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with timed("SFT"):
         sft = config.with_section("model", path=str(initial), dtype=quick_dtype(config))

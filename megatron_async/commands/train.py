@@ -77,8 +77,8 @@ def resume_command(
     directory, before = RunDirectory.find(run, [], "--resume")
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
     with nullcontext() if dry else hold_run_lock(directory, "megatron-async train --resume"):
-        if from_step is None and (sentence := complete(directory, before, settings)):
-            typer.echo(sentence)
+        if from_step is None and (message := complete(directory, before, settings)):
+            typer.echo(message)
             return
         if dry:
             check_unclaimed(directory)

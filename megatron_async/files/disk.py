@@ -126,7 +126,7 @@ def translating_disk_errors() -> Iterator[None]:
         raise failure from error
 
 
-def check_room(directory: Path, size: int) -> None:
+def check_free_space(directory: Path, size: int) -> None:
     """Raise a CannotWrite unless `directory` has free space for files of `size` bytes in total.
 
     This writes a file of that size, and removes it.
@@ -273,7 +273,7 @@ class JsonLinesFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_EXCL if self._new else 0)
             file = os.open(self._path, flags, 0o666)
             try:
-                _mend_last_line(file)
+                _repair_last_line(file)
             except BaseException:
                 os.close(file)
                 raise
@@ -363,7 +363,7 @@ def _append(file: int, data: bytes) -> None:
         raise
 
 
-def _mend_last_line(file: int) -> None:
+def _repair_last_line(file: int) -> None:
     """Repair a last line without a newline: add the newline if the line is JSON, else remove it."""
     rest = _after_last_newline(file)
     if not rest:

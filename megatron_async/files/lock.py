@@ -54,7 +54,7 @@ class Holder:
         """Whether the holder's process is, or was, on this host."""
         return self.host == socket.gethostname()
 
-    def lives_here(self) -> bool:
+    def is_running_here(self) -> bool:
         """Return whether the holder's process is running on this host.
 
         A process with the same ID but another start time does not count.
@@ -98,7 +98,7 @@ class FileLock:
         open_files.add(file)
 
     @classmethod
-    def take(cls, path: Path, holder: Holder) -> "FileLock":
+    def acquire(cls, path: Path, holder: Holder) -> "FileLock":
         """Acquire the lock on the file `path` without waiting, and write `holder` into the file.
 
         Raises:
@@ -149,7 +149,7 @@ def check_lock(path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         holder = read_holder(path)
-        if error.errno in _HELD or (holder is not None and holder.lives_here()):
+        if error.errno in _HELD or (holder is not None and holder.is_running_here()):
             raise LockHeld(holder) from error
     finally:
         os.close(file)

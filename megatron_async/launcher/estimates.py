@@ -59,7 +59,7 @@ class Checkpoints:
             )
         return cls(size, write, min(settings.keep + 1, -(-config.steps // settings.every_steps)))
 
-    def check_room(self, directory: RunDirectory) -> None:
+    def check_free_space(self, directory: RunDirectory) -> None:
         """Check that there is room for them, beside those that lie there. Raises UserError."""
         place = directory.checkpoints
         room = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
@@ -135,7 +135,7 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
     except UserError:  # a family of the user's own, with names of its own in config.json
         return None
     found = Checkpoints.of(config, shape)
-    found.check_room(directory)
+    found.check_free_space(directory)
     return found
 
 

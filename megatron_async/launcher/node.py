@@ -207,7 +207,7 @@ def _run_trainer(node: Node) -> int:
     earlier = node.directory.outcome_stamp()
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
-        node.directory.take_failure()  # of an earlier session
+        node.directory.pop_failure()  # of an earlier session
     node.use_token()
     with (
         node.ray_node(

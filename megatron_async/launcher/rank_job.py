@@ -45,7 +45,7 @@ class RankJob:
         """
         first = node is None or node.index == 0
         if first:
-            directory.take_failure()
+            directory.pop_failure()
         with torchrun(
             config.parallel.ranks // (1 if node is None else node.count),
             self.module,

@@ -72,7 +72,7 @@ class RolloutSide:
 
         Raises UserError or ComponentFailure when the rollout side has failed.
         """
-        self._directory.check_there()
+        self._directory.check_exists()
         try:
             status = self._manager.call_blocking(lambda host: host.status(), limit=_CALL_SECONDS)
         except CallTimeout:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.files.disk import CannotWrite, check_room, remove_unfinished, writing
+from megatron_async.files.disk import CannotWrite, check_free_space, remove_unfinished, writing
 from megatron_async.files.lock import (
     FileLock,
     Holder,
@@ -73,7 +73,7 @@ def hold_run_lock(
                     if time.monotonic() >= deadline:
                         raise RunInUse(directory, held.holder) from held
                 time.sleep(_POLL_SECONDS)
-            check_room(directory.path, _ROOM_BYTES)
+            check_free_space(directory.path, _ROOM_BYTES)
             with writing(directory.logs):
                 directory.logs.mkdir(exist_ok=True)
                 remove_unfinished(directory.path)
@@ -92,7 +92,7 @@ def check_unclaimed(directory: RunDirectory) -> None:
 
 def check_new(directory: RunDirectory) -> None:
     """Refuse a place that `new_run` would, for a dry run. Raises UserError."""
-    if not directory.never_began():
+    if not directory.never_trained():
         directory.check_free()
     check_unclaimed(directory)
 
@@ -107,7 +107,7 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
     directory = RunDirectory.of(config)
     with contextlib.ExitStack() as stack:
         try:
-            if directory.never_began():
+            if directory.never_trained():
                 with hold_run_lock(directory, what):
                     place = directory.set_aside()
                 logger.warning("the start of %s before has failed: it is %s now", what, place)
@@ -143,7 +143,7 @@ def _remove_unfinished(directory: RunDirectory) -> None:
 def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
     """Lock the run. Raises LockHeld or CannotWrite."""
     try:
-        lock = FileLock.take(directory.lock_file, holder)
+        lock = FileLock.acquire(directory.lock_file, holder)
     except LocksUnsupported as error:
         _check_holder(directory, holder, str(error))
         try:
@@ -159,7 +159,7 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
 def _check_holder(directory: RunDirectory, holder: Holder, error: str) -> None:
     """Without locks, a living process of this host that the file names counts. Raises LockHeld."""
     before = read_holder(directory.lock_file)
-    if before is not None and before.lives_here():
+    if before is not None and before.is_running_here():
         raise LockHeld(before)
     logger.warning(
         "%s cannot be locked (%s): nothing keeps a launch of the same run on another host out",

@@ -28,7 +28,7 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
     # It imports what `--help` and a refused config must not wait for.
     from megatron_async.launcher.rollout_side import RolloutSide, backend_of_run
 
-    directory.take_failure()
+    directory.pop_failure()
     with (
         backend_of_run(config, directory, gpus=devices.engines) as backend,
         closing(RolloutSide(config, directory, backend)) as rollout,
@@ -40,7 +40,7 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         if code != 0:
             directory.raise_failure(ranks.log)
             raise ranks.failure("the trainer")
-        directory.take_failure()  # torchrun's next attempt has mended what it reports
+        directory.pop_failure()  # torchrun's next attempt has mended what it reports
 
 
 def trainers(

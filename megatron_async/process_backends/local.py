@@ -176,8 +176,8 @@ class LocalRemoteObject(RemoteCalls[T]):
         why = f", or its socket {self._path} was removed"
         if self._process is not None:
             why = self._process.death_after(deaths)
-        sentence = f"{self._path.name} has died (waiting for {method}){why}"
-        return RemoteObjectLost(sentence) if self._path.exists() else RemoteObjectDead(sentence)
+        message = f"{self._path.name} has died (waiting for {method}){why}"
+        return RemoteObjectLost(message) if self._path.exists() else RemoteObjectDead(message)
 
 
 class _Process:

@@ -149,11 +149,11 @@ class RayRemoteObject(RemoteCalls[T]):
     def _failed(self, method: str, error: RayError) -> ComponentFailure:
         if not isinstance(error, RayActorError):
             return ComponentFailure(f"{self._name} cannot be asked {method}: {one_line(error)}")
-        sentence = f"{self._name} has died (waiting for {method}): {one_line(error)}"
+        message = f"{self._name} has died (waiting for {method}): {one_line(error)}"
         if isinstance(error, ActorUnavailableError) or not isinstance(error, ActorDiedError):
             self._dead_since = None
-            return RemoteObjectLost(sentence)
+            return RemoteObjectLost(message)
         now = time.monotonic()
         self._dead_since = self._dead_since or now
         dead = now - self._dead_since >= self._patience
-        return RemoteObjectDead(sentence) if dead else RemoteObjectLost(sentence)
+        return RemoteObjectDead(message) if dead else RemoteObjectLost(message)

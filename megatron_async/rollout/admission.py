@@ -66,7 +66,7 @@ class FilterStreak:
         self._members += 1
         return self._members == self._batch
 
-    def sentence(self) -> str:
+    def message(self) -> str:
         """The warning as a sentence."""
         rounds = self._members / self._batch
         return (
@@ -111,9 +111,9 @@ class Admission:
     def filtered(self, complete_groups: int) -> None:
         """Count a response of a group without reward variance; others wait for a batch."""
         if self._filtered.dropped(complete_groups):
-            self._statistics.warned("all_filtered", self._filtered.sentence())
+            self._statistics.warned("all_filtered", self._filtered.message())
         if self._filtered.too_many_refusals:
-            self._fail(ComponentFailure(self._filtered.sentence()))
+            self._fail(ComponentFailure(self._filtered.message()))
 
     def batch_emitted(self) -> None:
         """Groups were kept."""
@@ -234,8 +234,8 @@ class Admission:
         )
         if last:
             self._hopeless = True
-            sentence = f"{in_row} prompts in a row were refused and none was accepted; the last: "
-            self._fail(ComponentFailure(sentence + why))
+            message = f"{in_row} prompts in a row were refused and none was accepted; the last: "
+            self._fail(ComponentFailure(message + why))
 
 
 def _spec(group: Group) -> ev.GroupSpec:

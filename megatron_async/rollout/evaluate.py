@@ -146,7 +146,7 @@ class EvalResult:
             metrics[f"{prefix}{name}_high"] = estimate.high
         return metrics
 
-    def sentence(self) -> str:
+    def message(self) -> str:
         """The result as a line."""
         shares = ", ".join(
             f"{name.replace('_at_', '@')} {100 * e.value:.1f} % "

@@ -182,7 +182,7 @@ class RolloutManager:
         evaluations = Evaluations(self._config, self._evaluator, driver)
         self._session = _Session(resume, store, driver, prompts, recorder, evaluations)
         if store.recovery is not None:
-            driver.statistics.warned("store_recovered", store.recovery.sentence)
+            driver.statistics.warned("store_recovered", store.recovery.message)
         driver.start()
         self._fleet.attach(driver)
         await self._devices.offload(driver.engines())

@@ -29,7 +29,7 @@ class ChunkBuffers:
         self._due: dict[int, tuple[float, TrajectoryRecord]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, record: TrajectoryRecord, now: float) -> None:
+    def start_timing(self, record: TrajectoryRecord, now: float) -> None:
         """Record `now` as the time at which the empty buffer of `record` gets its first tokens."""
         self._due[record.row.trajectory_id] = now, record
 
@@ -41,8 +41,8 @@ class ChunkBuffers:
             with_row: Whether the trajectory's row (its state) is written too, in the same
                 transaction as the chunk.
         """
-        self.forget(record)
-        chunk = record.take_chunk()
+        self.untrack(record)
+        chunk = record.pop_chunk()
         if chunk is not None:
             record.in_flight = self._writer.add_chunk(chunk, record.row if with_row else None)
         elif with_row:
@@ -70,12 +70,12 @@ class ChunkBuffers:
                 return
             self._timer = loop.call_later(CHUNK_SECONDS, self._on_timer)
 
-    def added(self, record: TrajectoryRecord) -> None:
+    def flush_if_full(self, record: TrajectoryRecord) -> None:
         """Flush the buffer of trajectory `record` if it has at least `CHUNK_TOKENS` tokens."""
         if record.buffered >= CHUNK_TOKENS:
             self.flush(record)
 
-    def forget(self, record: TrajectoryRecord) -> None:
+    def untrack(self, record: TrajectoryRecord) -> None:
         """Stop tracking the age of the buffer of trajectory `record`, without writing its tokens.
 
         Call this when that buffer has been flushed or is to be discarded.

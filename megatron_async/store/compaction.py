@@ -13,7 +13,7 @@ Invariants
   next time that the store is opened.
 - Neither commits nor the event loop wait for compaction: lines are read and written on a separate
   thread with a separate connection. The writer thread only removes rows, in pieces of a few
-  milliseconds (`apply_removal`, `remove_parts`, `vacuum_pages`), between commits.
+  milliseconds (`apply_removal`, `delete_chunks_or_turns`, `vacuum_pages`), between commits.
 - A group is never removed by halves: its rows are deleted in one transaction, which also records
   the length of the export file. Its chunks and turns are deleted after that, a limited number at a
   time. A chunk or turn whose trajectory does not exist can belong to no other trajectory, since ids
@@ -46,7 +46,7 @@ from megatron_async.store.documents import Exported
 from megatron_async.store.lineage import Consumption, LineageTree
 from megatron_async.store.location import StoreLocation
 from megatron_async.store.reader import consumed_by, read_group
-from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
+from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, with_checksum, write_rows
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
@@ -147,7 +147,7 @@ def horizon(
     at which it left them. Returns None if the path has fewer than `compact_after` checkpoints.
     """
     here = Consumption.at(tree, lineage)
-    on_path = {p.number: p for p in sorted(checkpoints) if here.reaches(p.lineage, p.number)}
+    on_path = {p.number: p for p in sorted(checkpoints) if here.descends_from(p.lineage, p.number)}
     numbers = sorted(on_path, reverse=True)
     return on_path[numbers[compact_after - 1]] if len(numbers) >= compact_after else None
 
@@ -186,7 +186,7 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
     """Delete the rows of the groups of `change` and of their trajectories, in one transaction.
 
     The same transaction writes the new batches and totals of `change`. Chunks and turns remain, for
-    `remove_parts`.
+    `delete_chunks_or_turns`.
 
     Raises:
         DamagedStore: The row of a group is missing or damaged.
@@ -200,8 +200,8 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
                 "DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds
             )
             connection.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
-        write_rows(connection, BatchRow, [sealed(batch) for batch in change.batches])
-        write_rows(connection, DocumentRow, [sealed(change.exported.to_row())])
+        write_rows(connection, BatchRow, [with_checksum(batch) for batch in change.batches])
+        write_rows(connection, DocumentRow, [with_checksum(change.exported.to_row())])
 
 
 def orphaned_keys(file: Path, kind: schema.Kind) -> list[int]:
@@ -218,18 +218,20 @@ def orphaned_keys(file: Path, kind: schema.Kind) -> list[int]:
     with closing(schema.connect(file, read_only=True)) as connection:
         found = connection.execute(
             # Without the index SQLite would read the tokens of all chunks.
-            f"SELECT {schema.PARTS[kind]} FROM {table} INDEXED BY {table}_of "
+            f"SELECT {schema.PART_KEYS[kind]} FROM {table} INDEXED BY {table}_of "
             "WHERE trajectory_id NOT IN (SELECT trajectory_id FROM trajectories)"
         )
         return sorted(row[0] for row in found)
 
 
-def remove_parts(connection: sqlite3.Connection, kind: schema.Kind, keys: Sequence[int]) -> None:
+def delete_chunks_or_turns(
+    connection: sqlite3.Connection, kind: schema.Kind, keys: Sequence[int]
+) -> None:
     """Delete the chunks or turns that have these `keys`, in one transaction.
 
     `kind` is `ChunkRow` for chunks and `TurnRow` for turns.
     """
-    rows = f"{schema.TABLES[kind]} WHERE {schema.PARTS[kind]}"
+    rows = f"{schema.TABLES[kind]} WHERE {schema.PART_KEYS[kind]}"
     chosen = "SELECT value FROM json_each(?)"
     connection.execute(f"DELETE FROM {rows} IN ({chosen})", (json.dumps(keys),))
 
@@ -277,8 +279,7 @@ class Compactor:
                 await task
             except sqlite3.Error as error:
                 raise ComponentFailure(
-                    f"compaction of trajectory store {self._location.file} failed: "
-                    f"{reason(error)}"
+                    f"compaction of trajectory store {self._location.file} failed: {reason(error)}"
                 ) from error
 
     async def _compact(self, kept: Sequence[PolicyVersion]) -> None:
@@ -308,12 +309,12 @@ class Compactor:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:
                     del state.records[trajectory_id]
         state.forget_emptied_batches()
-        for kind in schema.PARTS:
+        for kind in schema.PART_KEYS:
             find = partial(orphaned_keys, self._location.file, kind)
             left = await self._on_thread(find, f"a query for removed {schema.TABLES[kind]}")
             for start in range(0, len(left), _PARTS_PER_REMOVAL):
                 keys = left[start : start + _PARTS_PER_REMOVAL]
-                await self._run(partial(remove_parts, kind=kind, keys=keys))
+                await self._run(partial(delete_chunks_or_turns, kind=kind, keys=keys))
         while await self._run(vacuum_pages):
             pass
 

@@ -18,7 +18,12 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption
-from megatron_async.store.location import has_store, leave, lock_store, prepared_location
+from megatron_async.store.location import (
+    has_store,
+    lock_store,
+    prepared_location,
+    remove_replicated_database,
+)
 from megatron_async.store.reader import StoreContent, read_content
 from megatron_async.store.recovery import checked, copy_database, fetch_database
 from megatron_async.store.schema import DamagedStore, TrajectoryRow
@@ -59,7 +64,7 @@ def drop_group_of(
             copy_database(location.file, location.replica)
             if location.is_external:
                 # A stop leaves such a store as a replica only, so this command does the same.
-                leave(location, content.tree.newest, content.position)
+                remove_replicated_database(location, content.tree.newest, content.position)
         except (DamagedStore, sqlite3.Error, OSError) as error:
             raise UserError(f"failed to change trajectory store {path}: {error}") from error
     return [row.trajectory_id for row in rows]
@@ -108,5 +113,5 @@ def _write(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> None:
     ]
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("BEGIN IMMEDIATE")
-    schema.write_rows(connection, TrajectoryRow, [schema.sealed(row) for row in dropped])
+    schema.write_rows(connection, TrajectoryRow, [schema.with_checksum(row) for row in dropped])
     connection.execute("COMMIT")

@@ -131,7 +131,7 @@ class EpisodeWriter:
         self._note(record, outcome)
         rows = [record.turn_row()] if record.turns else []
         record.add_turn(next(self._state.turn_keys), parent, messages, state)
-        with self._writer.together():
+        with self._writer.transaction():
             if len(token_ids):
                 record.begin_segment(_ENVIRONMENT)
                 record.add((token_ids, np.zeros(len(token_ids), LOGPROBS)))
@@ -148,7 +148,7 @@ class EpisodeWriter:
         appended.
         """
         record.change_turn(end=reason)
-        with self._writer.together():
+        with self._writer.transaction():
             self._move(record, TrajectoryState.WAITING)
             self._flush(record)
             self._writer.put(record.turn_row())
@@ -177,7 +177,7 @@ class EpisodeWriter:
         for number in left:
             answer = {**(record.turns[number].answer or {}), LEFT: True}
             record.change_turn(number, answer=answer)
-        with self._writer.together():
+        with self._writer.transaction():
             self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
             self._flush(record)
             for number in {*left, len(record.turns) - 1} if record.turns else ():

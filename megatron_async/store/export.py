@@ -184,7 +184,7 @@ def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
     Raises:
         UserError: Neither has the trajectory, or one of them cannot be read.
     """
-    if not reader.holds(trajectory_id):
+    if not reader.contains(trajectory_id):
         for found in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
             return found
     # If the trajectory is missing, this raises an error that gives the reason.

@@ -152,11 +152,11 @@ class Consumption:
         """Return the set of batches on which the weights of `checkpoint` were trained."""
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 
-    def holds(self, lineage: int, step: int) -> bool:
+    def contains(self, lineage: int, step: int) -> bool:
         """Return whether the batch of update `step` on lineage `lineage` is consumed."""
         return step < self.limits.get(lineage, 0)
 
-    def reaches(self, lineage: int, number: int) -> bool:
+    def descends_from(self, lineage: int, number: int) -> bool:
         """Return whether the set's policy version descends from version (`lineage`, `number`).
 
         A policy version descends from every version on the path of updates to it, and from itself.

@@ -123,7 +123,7 @@ def prepared_location(run_file: Path, directory: str) -> StoreLocation:
 
 
 def check_location(location: StoreLocation) -> None:
-    """Check that SQLite can make a working database at `place`, by making one and removing it.
+    """Check that SQLite can make a working database at `location`, by making one and removing it.
 
     Logs a warning if the file system may be shared by other nodes.
 
@@ -155,7 +155,7 @@ def check_location(location: StoreLocation) -> None:
 
 
 def make_folder(location: StoreLocation) -> None:
-    """Make the folder of the database at `place`.
+    """Make the folder of the database at `location`.
 
     A folder outside the run directory gets a mode by which only this user can enter it.
 
@@ -180,7 +180,7 @@ def make_folder(location: StoreLocation) -> None:
 
 
 @dataclass(frozen=True)
-class Record:
+class StoreRecord:
     """Content of store.json, which names the current database of a run's store.
 
     Attributes:
@@ -197,7 +197,7 @@ class Record:
     closed_at: int | None = None
 
     def names(self, location: StoreLocation) -> bool:
-        """Return whether store.json names the database at `place` (its path; not its node)."""
+        """Return whether store.json names the database at `location` (its path; not its node)."""
         return not location.is_external if self.file is None else self.file == str(location.file)
 
     def database(self, run_file: Path) -> Path:
@@ -218,14 +218,14 @@ class Record:
         return here and file.exists()
 
 
-def read_record(run_file: Path) -> Record | None:
+def read_record(run_file: Path) -> StoreRecord | None:
     """Read which database is current from the run's store.json; return None without that file.
 
     A new run has no store.json, nor has a run of a version that did not write it. A file that
     cannot be read counts as missing, with a warning.
     """
     try:
-        return Record(**json.loads(_record_file(run_file).read_text()))
+        return StoreRecord(**json.loads(_record_file(run_file).read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -234,10 +234,10 @@ def read_record(run_file: Path) -> Record | None:
 
 
 def write_record(location: StoreLocation, lineage: int, closed_at: int | None = None) -> None:
-    """Write store.json durably, which makes the database at `place` the run's current database.
+    """Write store.json durably, which makes the database at `location` the run's current database.
 
     Args:
-        place: Where the database is.
+        location: Where the database is.
         lineage: Number of the newest lineage in the database.
         closed_at: Number of transactions ever committed, if the replica is complete and the
             database is closed; else None.
@@ -246,15 +246,15 @@ def write_record(location: StoreLocation, lineage: int, closed_at: int | None = 
         CannotWrite: The disk refuses the file.
     """
     file = str(location.file) if location.is_external else None
-    record = Record(socket.gethostname(), file, lineage, closed_at)
+    record = StoreRecord(socket.gethostname(), file, lineage, closed_at)
     write_atomically(_record_file(location.run_file), json.dumps(asdict(record)), durable=True)
 
 
-def leave(location: StoreLocation, lineage: int, position: int) -> None:
-    """Delete the database at `place`, after recording in store.json that the replica is complete.
+def remove_replicated_database(location: StoreLocation, lineage: int, position: int) -> None:
+    """Record in store.json that the replica is complete; then delete the database at `location`.
 
     Args:
-        place: Where the database is; its replica must already be a complete copy.
+        location: Where the database is; its replica must already be a complete copy.
         lineage: Number of the newest lineage in the database.
         position: Number of transactions ever committed to the database.
 
@@ -305,7 +305,7 @@ def location_of_reader(run_file: Path) -> ReadableStore:
     Raises:
         UserError: The run has no store, or its database is not on this node and has no replica.
     """
-    record = read_record(run_file) or Record(socket.gethostname(), None, 0)
+    record = read_record(run_file) or StoreRecord(socket.gethostname(), None, 0)
     if record.reachable(run_file):
         return ReadableStore(record.database(run_file))
     replica = StoreLocation(run_file, run_file).replica
@@ -349,7 +349,7 @@ def lock_store(path: Path) -> FileLock:
     """
     file = path.with_name(path.name + ".lock")
     try:
-        return FileLock.take(file, Holder.this_process("trajectory store"))
+        return FileLock.acquire(file, Holder.this_process("trajectory store"))
     except CannotWrite as error:
         raise UserError(str(error)) from error
     except LocksUnsupported as error:

@@ -84,17 +84,17 @@ class StoreContent:
         return {i: batch.step for i, batch in consumed_by(self.batches, consumption).items()}
 
 
-def consumed_by(batches: Iterable[BatchRow], location: Consumption) -> dict[int, BatchRow]:
+def consumed_by(batches: Iterable[BatchRow], consumption: Consumption) -> dict[int, BatchRow]:
     """Return the batch that consumed each trajectory, by trajectory id.
 
     Args:
         batches: Batches to look at, of any lineage.
-        place: The batches that are consumed at one policy version; other batches are ignored.
+        consumption: The batches that are consumed at one policy version; other batches are ignored.
     """
     return {
         trajectory_id: batch
         for batch in batches
-        if location.holds(batch.lineage, batch.step)
+        if consumption.contains(batch.lineage, batch.step)
         for trajectory_id in batch.ids()
     }
 
@@ -371,7 +371,7 @@ class StoreReader:
         """
         return at_one_moment(self._connection)
 
-    def holds(self, trajectory_id: int) -> bool:
+    def contains(self, trajectory_id: int) -> bool:
         """Return whether the database has this trajectory (an exported trajectory is not in it)."""
         query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
         return bool(self._found(query))

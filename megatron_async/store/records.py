@@ -219,7 +219,7 @@ class TrajectoryRecord:
         self._buffer.append(arrays)
         self.buffered += count
 
-    def take_chunk(self) -> ChunkRow | None:
+    def pop_chunk(self) -> ChunkRow | None:
         """Empty the buffer, and return its tokens as the row of the trajectory's next chunk.
 
         The chunk is counted in `row`. Returns None if the buffer is empty.

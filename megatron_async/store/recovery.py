@@ -39,7 +39,12 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.documents import Counters
 from megatron_async.store.lineage import Lineage
-from megatron_async.store.location import Record, StoreLocation, leave, read_record
+from megatron_async.store.location import (
+    StoreLocation,
+    StoreRecord,
+    read_record,
+    remove_replicated_database,
+)
 from megatron_async.store.reader import read_position, read_rows
 from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
@@ -56,12 +61,12 @@ class Recovery:
     """What was wrong with a store when it was opened, and what replaced it.
 
     Attributes:
-        sentence: Message for the user that names the damage, the replacement and the losses.
+        message: Message for the user that names the damage, the replacement and the losses.
         damaged_file: New name of the damaged database; None if there was no file to keep.
         behind: Whether the opened store may lack transactions that the trainer has seen.
     """
 
-    sentence: str
+    message: str
     damaged_file: Path | None
     behind: bool
 
@@ -121,7 +126,7 @@ def fetch_database(location: StoreLocation) -> str | None:
     if record is None:  # The run is new, or is of a version without store.json.
         if file.exists() or not (location.run_file.exists() or location.replica.exists()):
             return None
-        record = Record(socket.gethostname(), None, 0)
+        record = StoreRecord(socket.gethostname(), None, 0)
     elif record.names(location) and file.exists():
         here = record.file is None or record.host == socket.gethostname()
         # The file at that path may be outdated, from before the run moved to another node.
@@ -144,7 +149,7 @@ def fetch_database(location: StoreLocation) -> str | None:
 
 
 def restore(location: StoreLocation, copy: Path) -> bool:
-    """Copy the replica of the store at `place` to the path `copy`, replacing any database there.
+    """Copy the replica of the store at `location` to the path `copy`, replacing any database there.
 
     Returns:
         False if there is no replica or it cannot be copied, else True.
@@ -160,7 +165,7 @@ def restore(location: StoreLocation, copy: Path) -> bool:
     return True
 
 
-def set_aside(file: Path) -> Path | None:
+def keep_damaged(file: Path) -> Path | None:
     """Rename the damaged database `file` and its log to an unused name with suffix `.damaged-N`.
 
     Returns:
@@ -314,7 +319,7 @@ class Replicator:
         else:
             self._task = asyncio.create_task(self._replicate())
 
-    async def last(self) -> None:
+    async def replicate_finally(self) -> None:
         """Copy the whole database to the replica, as the last copy before the writer is closed.
 
         Waits until everything written so far is committed and copied. Keeps the store locked until
@@ -332,7 +337,7 @@ class Replicator:
             self._complete_at = position
 
     def leave(self) -> None:
-        """Delete the database if `last` made a complete replica of it; release the lock of `last`.
+        """Delete the database if `replicate_finally` made a complete replica; release its lock.
 
         Call this after the writer is closed.
 
@@ -343,7 +348,7 @@ class Replicator:
             return
         with closing(self._lock):
             if self._complete_at is not None:
-                leave(self._location, self._lineage, self._complete_at)
+                remove_replicated_database(self._location, self._lineage, self._complete_at)
 
     async def finish(self) -> bool:
         """Wait for the running copy to the replica, if any; return whether that copy succeeded.

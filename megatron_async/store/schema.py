@@ -241,7 +241,7 @@ TABLES: dict[Kind, str] = {
     ChunkRow: "chunks",
     TurnRow: "turns",
 }
-PARTS: dict[Kind, str] = {ChunkRow: "chunk_id", TurnRow: "turn_id"}
+PART_KEYS: dict[Kind, str] = {ChunkRow: "chunk_id", TurnRow: "turn_id"}
 """Row classes of what a trajectory consists of (chunks and turns), with the names of their keys."""
 _TYPES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 
@@ -267,7 +267,7 @@ def checksum(table: str, values: Sequence[Value]) -> int:
     return zlib.crc32(repr((table, *values)).encode())
 
 
-def sealed(row: NamedTuple) -> Row:
+def with_checksum(row: NamedTuple) -> Row:
     """Return the values of `row` with its CRC appended, as they are written to the database."""
     return (*row, checksum(TABLES[type(row)], row))
 
@@ -287,7 +287,7 @@ def opened(kind: type[R], values: Sequence[Value]) -> R:
 def write_rows(connection: sqlite3.Connection, kind: Kind, rows: Sequence[Row]) -> None:
     """Insert `rows` into the table of `kind`; each replaces an existing row with the same key.
 
-    The rows must have their CRCs (`sealed`). Many rows are written by each SQL statement.
+    The rows must have their CRCs (`with_checksum`). Many rows are written by each SQL statement.
     """
     into = f"INSERT OR REPLACE INTO {TABLES[kind]} ({columns(kind)})"
     for start in range(0, len(rows), _ROWS_PER_INSERT):
@@ -395,7 +395,7 @@ def create_tables(connection: sqlite3.Connection) -> None:
         connection.execute(
             f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(definitions)}, crc INTEGER)"
         )
-    for part in PARTS:
+    for part in PART_KEYS:
         name, place = f"{TABLES[part]}_of", f"{TABLES[part]} (trajectory_id, attempt)"
         connection.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {place}")
     connection.execute(f"PRAGMA application_id={APPLICATION_ID}")

@@ -104,7 +104,7 @@ class StoreState:
         return {
             batch.step: len(batch.ids())
             for batch in self.batches.values()
-            if on_path.holds(batch.lineage, batch.step)
+            if on_path.contains(batch.lineage, batch.step)
             and (batch.trajectory_ids or batch.drop_reason is not None)
         }
 
@@ -161,12 +161,12 @@ def load_state(
 ) -> StoreState:
     """Load a store's content from its database, and begin or continue lineage `lineage`.
 
-    A database that is elsewhere is first copied to `place`. If it is damaged, missing, or ends
+    A database that is elsewhere is first copied to `location`. If it is damaged, missing, or ends
     before transaction `position`, the replica or an empty store may replace it;
     `StoreState.recovery` then says what is lost.
 
     Args:
-        place: Where the database belongs on this node.
+        location: Where the database belongs on this node.
         lineage: Number of the lineage. A number that the store has already must be the newest.
         step: Policy number at which the lineage begins or continues.
         parent: Lineage of the restored checkpoint; None means the newest lineage of the store.
@@ -240,7 +240,7 @@ def _choose_copy(
     empty store replaces both if neither is usable. `recovery` of the result says what is lost.
 
     Args:
-        place: Where the database is.
+        location: Where the database is.
         read: Loads the state from a database file.
         found: State of the database; None if it is damaged or missing.
         reason: What is wrong with the database, as the end of a sentence about it.
@@ -256,12 +256,12 @@ def _choose_copy(
     if replica is not None and (found is None or replica.position > found.position):
         state = replica
         instead = f"it is replaced by its replica, which ends at transaction {state.position}"
-        damaged = recovery.set_aside(location.file)
+        damaged = recovery.keep_damaged(location.file)
         replace_durably(copy, location.file)
     elif found is not None:
         state, instead = found, "the run continues from that transaction"
     else:
-        damaged = recovery.set_aside(location.file)
+        damaged = recovery.keep_damaged(location.file)
         state, instead = read(location.file), "it has no usable replica, so the store starts empty"
     behind = state.position < needed or (unknown and state is not found)
     if state.position < needed:
@@ -273,19 +273,19 @@ def _choose_copy(
     aside = [i for group in _set_aside(state) for i in group.trajectory_ids] if behind else []
     lost = 0 if known is None else state.counters.next_trajectory - first
     state.position = max(state.position, needed)
-    sentence = f"trajectory store {location.file} {reason}; {instead}"
+    message = f"trajectory store {location.file} {reason}; {instead}"
     if known is None:
-        sentence += f"; trajectories from {first} on are lost"
+        message += f"; trajectories from {first} on are lost"
     elif lost:
-        sentence += f"; trajectories {first} to {first + lost - 1} are lost"
+        message += f"; trajectories {first} to {first + lost - 1} are lost"
     if aside:
-        sentence += (
+        message += (
             f"; {len(aside)} trajectories ({min(aside)} to {max(aside)}) are excluded from "
             "training, since they may have been trained already"
         )
     if damaged is not None:
-        sentence += f"; the damaged file is kept as {damaged}"
-    state.recovery = Recovery(sentence, damaged, behind)
+        message += f"; the damaged file is kept as {damaged}"
+    state.recovery = Recovery(message, damaged, behind)
     return state
 
 
@@ -371,7 +371,7 @@ def check_serves(
             f"{restored.lineage}"
         )
     consumed = Consumption.at_checkpoint(tree, restored)
-    if exported.at and not any(consumed.reaches(*point) for point in exported.at):
+    if exported.at and not any(consumed.descends_from(*point) for point in exported.at):
         oldest = " or ".join(map(str, exported.at))
         raise UserError(
             f"checkpoint {restored} cannot be resumed from: trajectory store {path} has exported "

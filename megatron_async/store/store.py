@@ -98,7 +98,7 @@ class TrajectoryStore:
 
         Args:
             path: The store's name, RUN/trajectories.sqlite; the database may be elsewhere
-                (`place`).
+                (`location`).
             settings: The section `store` of the run's settings.
             lineage: Number of the lineage; a number that the store already has must be its newest.
             step: Policy number at which the lineage begins or continues; on a resume, the step of
@@ -119,7 +119,7 @@ class TrajectoryStore:
                 location, lineage=lineage, step=step, parent=parent, position=position
             )
             if state.recovery is not None:
-                logger.warning("%s", state.recovery.sentence)
+                logger.warning("%s", state.recovery.message)
             cut_uncommitted(location.export_file, state.exported.bytes)
             write_record(location, lineage)
         except BaseException as error:
@@ -178,7 +178,7 @@ class TrajectoryStore:
         """
         self._buffers.close()
         last = (
-            self._replicator.last
+            self._replicator.replicate_finally
             if leave and self._location.is_external
             else self._replicator.finish
         )
@@ -299,12 +299,12 @@ class TrajectoryStore:
             author = PolicyVersion(int(version[0]), int(version[1]))
             record.begin_segment(Author(author, engine_id, from_environment, types))
         if not record.buffered:
-            self._buffers.begin(record, now)
+            self._buffers.start_timing(record, now)
         record.add(arrays)
         if end is not None:
             self.end(trajectory_id, end)
         else:
-            self._buffers.added(record)
+            self._buffers.flush_if_full(record)
         self._buffers.flush_due(now)
 
     async def written(self, trajectory_id: int) -> None:
@@ -367,9 +367,9 @@ class TrajectoryStore:
         record = self._record(trajectory_id)
         with self._counted(record):
             record.restart()
-        self._buffers.forget(record)
+        self._buffers.untrack(record)
         self._writer.put(record.row)
-        for kind in schema.PARTS:
+        for kind in schema.PART_KEYS:
             earlier = f"{schema.TABLES[kind]} WHERE trajectory_id = ? AND attempt < ?"
             self._writer.execute(f"DELETE FROM {earlier}", (trajectory_id, record.row.attempt))
 
@@ -458,7 +458,7 @@ class TrajectoryStore:
 
         Only the first call after the loss returns the path; later calls return None.
         """
-        if self._loss_reported or not self._writer.lost:
+        if self._loss_reported or not self._writer.database_replaced:
             return None
         self._loss_reported = True
         return self._location.file

@@ -97,7 +97,7 @@ class StoreWriter:
     # ------------------------------------------------------------ called by the event loop
 
     @property
-    def lost(self) -> bool:
+    def database_replaced(self) -> bool:
         """Whether the database file was removed or replaced while it is open.
 
         What is written then goes to a file without a name, which ends with this process.
@@ -129,7 +129,7 @@ class StoreWriter:
             self._changed.notify()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Make everything that the block queues part of one transaction.
 
         If the block queues a chunk, that must come first, because `add_chunk` may wait for space in
@@ -152,7 +152,7 @@ class StoreWriter:
             ComponentFailure: The writer has failed or is closed, or the queue stays full for
                 `stall_seconds`.
         """
-        row = schema.sealed(chunk)
+        row = schema.with_checksum(chunk)
         with self._gathering():
             # Waiting releases the queue to the thread, so this comes before anything is queued.
             self._wait_for_space()
@@ -167,7 +167,7 @@ class StoreWriter:
 
         Of several rows with the same key in one transaction, only the last is written.
         """
-        values = schema.sealed(row)
+        values = schema.with_checksum(row)
         with self._gathering() as pending:
             pending.rows[type(row), row[0]] = values
             pending.size += 64
@@ -353,7 +353,7 @@ class StoreWriter:
             rows: dict[Kind, list[Row]] = {ChunkRow: pending.chunks}
             for (kind, _), row in pending.rows.items():
                 rows.setdefault(kind, []).append(row)
-            rows[ProgressRow] = [schema.sealed(ProgressRow(1, self.position + 1))]
+            rows[ProgressRow] = [schema.with_checksum(ProgressRow(1, self.position + 1))]
             for kind in rows:
                 schema.write_rows(connection, kind, rows[kind])
             for statement, parameters in pending.statements:

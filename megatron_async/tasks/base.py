@@ -182,7 +182,9 @@ class ProblemSource(Protocol):
         """
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Remove problems, given by their locations from `longer`, from training and evaluation.
+        """Remove problems from training and evaluation, given their locations.
+
+        `problems_longer_than` returns such locations.
 
         Raises:
             UserError: If the source cannot remove problems.

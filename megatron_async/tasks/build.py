@@ -32,7 +32,7 @@ def build_task(
         model_path: A Hugging Face model folder.
         evaluation: The settings under `eval`. Problems of its evaluation sets are never trained on.
             None for no evaluation sets.
-        plays: Whether an environment opens each episode; prompts then have no tokens.
+        has_episodes: Whether an environment opens each episode; prompts then have no tokens.
 
     Raises:
         UserError: If a setting or a data file is not usable.

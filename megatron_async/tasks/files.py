@@ -27,7 +27,7 @@ from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.evaluation import HELDOUT_SEED
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Problem, ProblemLocation, is_heldout_key, stable_hash
-from megatron_async.tasks.index_cache import LEAST_ROWS, Index, kept
+from megatron_async.tasks.index_cache import MIN_CACHED_ROWS, Index, cached_index
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
 from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
@@ -63,10 +63,10 @@ class ProblemFile:
         self._rows = open_rows(file.path, file.split, setting)
         self._columns = Columns.of(file.layout, file.columns, template)
         self.what = f"{setting} {file.path}"
-        large = len(self._rows) >= LEAST_ROWS
+        large = len(self._rows) >= MIN_CACHED_ROWS
         make = partial(self._index, file)
         state = template if prompts is None else f"{template}\n{prompts.identity()}"
-        index = kept(file, state, make) if large else make()
+        index = cached_index(file, state, make) if large else make()
         self.places, self.keys, self.sizes = index
         if 0 in self.sizes:
             self._report_bad(mode)
@@ -318,7 +318,9 @@ class FileProblems:
                     yield (number, index), file[index]
 
     def exclude(self, places: Collection[ProblemLocation]) -> None:
-        """Remove problems, given by their locations from `longer`, from training and evaluation.
+        """Remove problems from training and evaluation, given their locations.
+
+        `problems_longer_than` returns such locations.
 
         Raises:
             UserError: If a file has no training problem left.

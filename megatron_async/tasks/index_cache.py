@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from megatron_async.config.data import FileConfig
 
-LEAST_ROWS = 100_000
+MIN_CACHED_ROWS = 100_000
 """Number of rows from which on a file's index is cached."""
 _COLUMNS = 3
 
@@ -30,7 +30,7 @@ Index: TypeAlias = "tuple[array[int], array[int], array[int]]"
 """The row number, key and size of each problem of a file, as three arrays of equal length."""
 
 
-def kept(file: FileConfig, template: str, make: Callable[[], Index]) -> Index:
+def cached_index(file: FileConfig, template: str, make: Callable[[], Index]) -> Index:
     """Return the index of `file` from the cache if it is up to date, else from `make`.
 
     A result of `make` is written to the cache, where it replaces the index of an earlier state of

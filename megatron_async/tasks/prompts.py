@@ -162,8 +162,8 @@ class PromptRenderer:
         config: The task's settings.
         tokenizer: A transformers tokenizer.
         vocabulary: Number of tokens that the model has embeddings for; None if it is not known.
-        plays: Whether an environment makes the first prompt of an episode. Then `check` looks only
-            at the question.
+        has_episodes: Whether an environment makes the first prompt of an episode. Then `check`
+            looks only at the question.
     """
 
     def __init__(

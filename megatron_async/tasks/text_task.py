@@ -52,8 +52,8 @@ class TextTask:
         prompts: Renders problems as prompts.
         stop_token_ids: Tokens that end a response.
         evaluated: Evaluation sets that have their own files, by name.
-        plays: Whether an environment opens each episode. Then a prompt has no tokens, and its
-            payload also has the prompt's `messages`, and as `chat` whether the row has messages
+        has_episodes: Whether an environment opens each episode. Then a prompt has no tokens, and
+            its payload also has the prompt's `messages`, and as `chat` whether the row has messages
             instead of a text.
     """
 

@@ -47,8 +47,8 @@ def begin_attempt(directory: RunDirectory) -> str:
         print(ATTEMPT_LINE, flush=True)
     if os.environ.get("RANK", "0") != "0":
         return ""
-    failure = directory.take_failure(except_of=current_attempt())
-    return str(failure["sentence"]) if failure else ""
+    failure = directory.pop_failure(except_of=current_attempt())
+    return str(failure["message"]) if failure else ""
 
 
 def restarts(lineage: int) -> int:

@@ -356,7 +356,7 @@ def _stored(
         for batch in content.batches
         if batch.drop_reason is None
         and consumption is not None
-        and consumption.holds(batch.lineage, batch.step)
+        and consumption.contains(batch.lineage, batch.step)
         for trajectory_id in batch.ids()
     }
     with closing(connect(store_file, read_only=True)) as connection:

@@ -73,7 +73,7 @@ def assert_trained_once(directory: RunDirectory, content: StoreContent) -> None:
     steps = [int(line["step"]) for line in read_metrics(directory.metrics_file)]
     assert steps == list(range(len(steps)))
     consumption = Consumption.at(content.tree, content.tree.newest)
-    batches = [b for b in content.batches if consumption.holds(b.lineage, b.step)]
+    batches = [b for b in content.batches if consumption.contains(b.lineage, b.step)]
     trained = [trajectory_id for batch in batches for trajectory_id in batch.ids()]
     assert len(trained) == len(set(trained))
     assert sorted({batch.step for batch in batches}) == sorted(batch.step for batch in batches)

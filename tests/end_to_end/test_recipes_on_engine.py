@@ -105,7 +105,7 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
         content = reader.content()
     consumption = Consumption.at(content.tree, content.tree.newest)
     # A batch that generation had ready when the last step ended was never trained on.
-    batches = [b for b in content.batches if consumption.holds(b.lineage, b.step)]
+    batches = [b for b in content.batches if consumption.contains(b.lineage, b.step)]
     trained = [i for b in batches if b.step < STEPS for i in b.ids()]
     size = config.schedule.groups_per_batch * config.schedule.group_size
     assert len(trained) == len(set(trained)) == STEPS * size

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megatron_async.files.disk import (
     CannotWrite,
     JsonLinesFile,
-    check_room,
+    check_free_space,
     disk_failure,
     json_lines,
     reason,
@@ -85,15 +85,15 @@ def test_writing_explains_safetensors_error_when_disk_is_full(disk: SmallDisk) -
 
 
 def test_check_room_raises_when_disk_is_full_and_leaves_no_file(disk: SmallDisk) -> None:
-    check_room(disk.path, 1 << 20)
+    check_free_space(disk.path, 1 << 20)
     disk.fill(leave=1 << 19)
     with pytest.raises(CannotWrite, match=f"^{disk.path} cannot be written: No space left"):
-        check_room(disk.path, 1 << 20)
+        check_free_space(disk.path, 1 << 20)
     assert disk.free_bytes() == 1 << 19
     disk.make_room()
     disk.read_only()
     with pytest.raises(CannotWrite, match="Read-only file system; mount"):
-        check_room(disk.path, 1)
+        check_free_space(disk.path, 1)
 
 
 class TestLineFile:

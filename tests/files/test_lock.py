@@ -15,7 +15,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from megatron_async.files.lock import FileLock, Holder
-lock = FileLock.take(Path(sys.argv[1]), Holder.this_process("a test"))
+lock = FileLock.acquire(Path(sys.argv[1]), Holder.this_process("a test"))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -38,22 +38,22 @@ def test_file_lock_names_its_holder_when_another_process_holds_it(tmp_path: Path
     process = hold(path)
     try:
         with pytest.raises(LockHeld) as refusal:
-            FileLock.take(path, Holder.this_process("another"))
+            FileLock.acquire(path, Holder.this_process("another"))
         holder = refusal.value.holder
-        assert holder is not None and holder.is_here and holder.lives_here()
+        assert holder is not None and holder.is_here and holder.is_running_here()
         assert (holder.pid, holder.what) == (process.pid, "a test")
         assert str(refusal.value).startswith(f"process {process.pid} on host {os.uname().nodename}")
     finally:
         process.kill()
         process.wait(30)
-    assert not holder.lives_here()
-    FileLock.take(path, Holder.this_process("another")).close()
+    assert not holder.is_running_here()
+    FileLock.acquire(path, Holder.this_process("another")).close()
 
 
 def test_file_lock_is_released_when_a_forked_child_has_its_descriptor(tmp_path: Path) -> None:
     """Between fork and exec, a child has a copy of every descriptor, for long on a busy machine."""
     path = tmp_path / "lock"
-    lock = FileLock.take(path, Holder.this_process("a test"))
+    lock = FileLock.acquire(path, Holder.this_process("a test"))
     other = lock.share()
     go_on, end = os.pipe()
     child = os.fork()
@@ -64,9 +64,9 @@ def test_file_lock_is_released_when_a_forked_child_has_its_descriptor(tmp_path: 
     try:
         lock.close()
         with pytest.raises(LockHeld):
-            FileLock.take(path, Holder.this_process("too early"))
+            FileLock.acquire(path, Holder.this_process("too early"))
         other.close()
-        FileLock.take(path, Holder.this_process("the next")).close()
+        FileLock.acquire(path, Holder.this_process("the next")).close()
     finally:
         os.close(end)
         os.waitpid(child, 0)
@@ -74,20 +74,20 @@ def test_file_lock_is_released_when_a_forked_child_has_its_descriptor(tmp_path: 
 
 def test_file_lock_is_held_in_its_own_process_until_all_shares_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    first = FileLock.take(path, Holder.this_process("first"))
+    first = FileLock.acquire(path, Holder.this_process("first"))
     with pytest.raises(LockHeld, match="first"):
-        FileLock.take(path, Holder.this_process("second"))
+        FileLock.acquire(path, Holder.this_process("second"))
     other = first.share()
     first.close()
     first.close()
     with pytest.raises(LockHeld, match="first"):
-        FileLock.take(path, Holder.this_process("second"))
+        FileLock.acquire(path, Holder.this_process("second"))
     other.close()
-    FileLock.take(path, Holder.this_process("second")).close()
+    FileLock.acquire(path, Holder.this_process("second")).close()
 
 
 def test_holder_does_not_live_here_when_start_time_or_host_differs() -> None:
     me = Holder.this_process("me")
-    assert me.lives_here()
-    assert not Holder(me.pid, me.host, me.started - 1.0, "me").lives_here()
-    assert not Holder(me.pid, "elsewhere", me.started, "me").lives_here()
+    assert me.is_running_here()
+    assert not Holder(me.pid, me.host, me.started - 1.0, "me").is_running_here()
+    assert not Holder(me.pid, "elsewhere", me.started, "me").is_running_here()

@@ -120,6 +120,6 @@ def test_checkpoints_that_lie_there_need_no_further_room(
     held.write_bytes(bytes(2000))
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    Checkpoints(1000.0, 1.0, 3).check_room(directory)
+    Checkpoints(1000.0, 1.0, 3).check_free_space(directory)
     with pytest.raises(UserError, match=r"lower checkpoint\.keep"):
-        Checkpoints(1001.0, 1.0, 3).check_room(directory)
+        Checkpoints(1001.0, 1.0, 3).check_free_space(directory)

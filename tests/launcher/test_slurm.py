@@ -244,7 +244,7 @@ def assert_trained_once(directory: RunDirectory) -> None:
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     consumption = Consumption.at(content.tree, content.tree.newest)
-    batches = [b for b in content.batches if consumption.holds(b.lineage, b.step)]
+    batches = [b for b in content.batches if consumption.contains(b.lineage, b.step)]
     trained = [trajectory_id for batch in batches for trajectory_id in batch.ids()]
     assert len(trained) == len(set(trained))
     assert len(trained) == STEPS * GROUPS * GROUP_SIZE

@@ -141,6 +141,6 @@ def test_a_column_declared_in_one_line_comes_from_the_engine_to_a_batch(tmp_path
         )
     with closing(StoreReader(tmp_path / STORE_FILE)) as reader:
         trained = [int(i) for batch in batches for i in batch.trajectory_ids_S]
-        assert not any(reader.holds(i) for i in trained)
+        assert not any(reader.contains(i) for i in trained)
         for i in trained:
             check(find(reader, i))

@@ -151,15 +151,15 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "as the model gets it"
     assert (metrics["eval/reward_mean"], metrics["eval/reward_max"]) == (0.5, 1.0)
     assert (metrics["eval/temperature"], metrics["eval/aime/temperature"]) == (0.0, 0.6)
-    assert "aime: accuracy 40.0 % (" in found.results[1].sentence()
-    assert ", temperature 0.6; mean reward 0.400; 20 answers, " in found.results[1].sentence()
+    assert "aime: accuracy 40.0 % (" in found.results[1].message()
+    assert ", temperature 0.6; mean reward 0.400; 20 answers, " in found.results[1].message()
 
 
 def test_an_unreached_threshold_is_named_in_the_result() -> None:
     result = evaluated(prompts=4, solved_at=1.5)[0].results[0]
     assert (result.accuracy, result.reward_mean) == (0.0, 0.5)
-    assert "the largest reward is 1, below eval.solved_at 1.5" in result.sentence()
-    assert "below" not in evaluated(prompts=4)[0].results[0].sentence()
+    assert "the largest reward is 1, below eval.solved_at 1.5" in result.message()
+    assert "below" not in evaluated(prompts=4)[0].results[0].message()
 
 
 def test_without_held_out_problems_there_are_the_named_sets_only() -> None:
@@ -273,7 +273,7 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
     assert (result.accuracy, result.responses) == (0.5, 12)
     assert (result.score_failures, result.refused) == (0, 6), "no scorer has failed"
-    assert "6 prompts were too long for the engines" in result.sentence()
+    assert "6 prompts were too long for the engines" in result.message()
 
 
 REWARD = '''

@@ -181,4 +181,4 @@ def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept(
     for _ in range(12):
         rounds.dropped(0)
     assert rounds.too_many_refusals
-    assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()
+    assert "dropped the last 12 responses (3 batches' worth)" in rounds.message()

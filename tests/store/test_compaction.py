@@ -18,7 +18,7 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import buffers, compaction, export
-from megatron_async.store.compaction import remove_parts
+from megatron_async.store.compaction import delete_chunks_or_turns
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.schema import Kind
@@ -225,12 +225,12 @@ def test_large_group_is_removed_in_pieces_of_limited_size(
 
     def counted(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
         before = connection.total_changes
-        remove_parts(connection, kind, keys)
+        delete_chunks_or_turns(connection, kind, keys)
         changed.append(connection.total_changes - before)
         commits.append(store.position())
         store._writer.put(store._state.counters.to_row())
 
-    monkeypatch.setattr(compaction, "remove_parts", counted)
+    monkeypatch.setattr(compaction, "delete_chunks_or_turns", counted)
 
     store: TrajectoryStore
 
@@ -285,11 +285,11 @@ def test_next_compaction_completes_a_removal_that_a_kill_interrupted(
     def copy_before_removal(connection: sqlite3.Connection, kind: Kind, keys: list[int]) -> None:
         if _chunks(connection) == 31 - 7 * pieces:
             snapshot(run, killed)
-        remove_parts(connection, kind, keys)
+        delete_chunks_or_turns(connection, kind, keys)
 
     with monkeypatch.context() as patched:
         patched.setattr(compaction, "_PARTS_PER_REMOVAL", 7)
-        patched.setattr(compaction, "remove_parts", copy_before_removal)
+        patched.setattr(compaction, "delete_chunks_or_turns", copy_before_removal)
         asyncio.run(until_the_kill())
     asyncio.run(after_the_kill())
     assert [line["trajectory_id"] for line in exported(killed)] == [0, 1, 2]

@@ -165,10 +165,10 @@ def test_recovery_message_names_file_damage_and_losses(healthy: Healthy, tmp_pat
     kept = tmp_path / (STORE + ".damaged-1")
     assert recovery.damaged_file == kept
     assert kept.read_bytes()[100:] == damaged[100:]
-    assert f"trajectory store {path} is damaged (" in recovery.sentence
-    assert "it is replaced by its replica, which ends at transaction" in recovery.sentence
-    assert "trajectories from 48 on are lost" in recovery.sentence
-    assert str(kept) in recovery.sentence
+    assert f"trajectory store {path} is damaged (" in recovery.message
+    assert "it is replaced by its replica, which ends at transaction" in recovery.message
+    assert "trajectories from 48 on are lost" in recovery.message
+    assert str(kept) in recovery.message
     assert resume_and_compare(path, healthy.checkpoint, lineage=2).recovery is None
 
 
@@ -196,8 +196,8 @@ def test_live_groups_are_excluded_when_the_replica_is_behind_the_trainer(
     assert result.recovery is not None
     assert result.recovery.behind
     assert result.groups == 0
-    assert "(24 to 47) are excluded from training" in result.recovery.sentence
-    assert f"(the trainer has seen transaction {healthy.end})" in result.recovery.sentence
+    assert "(24 to 47) are excluded from training" in result.recovery.message
+    assert f"(the trainer has seen transaction {healthy.end})" in result.recovery.message
     again = resume_and_compare(path, healthy.end + 1, lineage=1, step=8)
     assert (again.groups, again.recovery) == (0, None)
 
@@ -215,8 +215,8 @@ def test_damaged_store_starts_empty_when_it_has_no_usable_replica(
     result = resume_and_compare(path, healthy.checkpoint)
     assert result.recovery is not None
     assert (result.groups, result.recovery.behind) == (0, True)
-    assert "the store starts empty" in result.recovery.sentence
-    assert ("and its replica is damaged" in result.recovery.sentence) == (replica == "damaged")
+    assert "the store starts empty" in result.recovery.message
+    assert ("and its replica is damaged" in result.recovery.message) == (replica == "damaged")
 
 
 @pytest.mark.slow
@@ -256,8 +256,8 @@ def test_flipped_bit_in_tokens_is_detected(healthy: Healthy, tmp_path: Path) -> 
     path.write_bytes(data)
     result = resume_and_compare(path, healthy.checkpoint)
     assert result.recovery is not None
-    assert "a row of table chunks has a wrong checksum" in result.recovery.sentence
-    assert "trajectories 48 to 59 are lost" in result.recovery.sentence
+    assert "a row of table chunks has a wrong checksum" in result.recovery.message
+    assert "trajectories 48 to 59 are lost" in result.recovery.message
     assert result.intact == (REPLICATED - BATCHED) * SIZE
 
 
@@ -268,7 +268,7 @@ def test_missing_chunk_is_detected(healthy: Healthy, tmp_path: Path) -> None:
         connection.commit()
     result = resume_and_compare(path, healthy.checkpoint)
     assert result.recovery is not None
-    assert "tokens of trajectory 40 are missing" in result.recovery.sentence
+    assert "tokens of trajectory 40 are missing" in result.recovery.message
     assert result.intact == (REPLICATED - BATCHED) * SIZE
 
 
@@ -291,7 +291,7 @@ async def test_truncated_log_is_detected_by_the_position_of_the_checkpoint(tmp_p
         file.truncate(log.stat().st_size // 3)
     again = TrajectoryStore.open(crashed / STORE, lineage=1, step=1, position=position)
     assert again.recovery is not None
-    assert f"(the trainer has seen transaction {position})" in again.recovery.sentence
+    assert f"(the trainer has seen transaction {position})" in again.recovery.message
     # Group 0 was trained, so no group that may be group 0 is returned.
     assert again.unconsumed_groups() == []
     assert (await again.sync()) > position
@@ -307,5 +307,5 @@ def test_replacement_by_replica_is_repeated_when_a_kill_interrupted_it(
     (tmp_path / (STORE + ".restored")).write_bytes(b"half")
     result = resume_and_compare(path, healthy.checkpoint)
     assert result.recovery is not None
-    assert "no longer exists; it is replaced by its replica" in result.recovery.sentence
+    assert "no longer exists; it is replaced by its replica" in result.recovery.message
     assert result.intact == (REPLICATED - BATCHED) * SIZE

@@ -128,7 +128,7 @@ async def test_forked_episode_is_packed_and_exported(tmp_path: Path) -> None:
     await store.checkpoint_finalized(2, [])
     await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
-        assert not reader.holds(0)
+        assert not reader.contains(0)
         exported = find(reader, 0)
         assert shape(exported) == FORK
         assert [turn.parent for turn in exported.turns] == [None, 0, 0]
@@ -161,7 +161,7 @@ async def test_any_tool_call_argument_is_exported_unchanged(
     await store.checkpoint_finalized(2, [])
     await store.close()
     with closing(StoreReader(tmp_path / STORE)) as reader:
-        assert not reader.holds(0)
+        assert not reader.contains(0)
         assert find(reader, 0).turns[0].answer == answer
 
 
@@ -292,7 +292,7 @@ async def test_damaged_turn_is_detected(tmp_path: Path) -> None:
     before = content(tmp_path / STORE)
     again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
     assert again.recovery is not None
-    assert "a row of table turns has a wrong checksum" in again.recovery.sentence
+    assert "a row of table turns has a wrong checksum" in again.recovery.message
     assert again.recovery.damaged_file is not None
     assert content(again.recovery.damaged_file) == before
     await again.close()

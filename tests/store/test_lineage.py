@@ -55,8 +55,8 @@ def test_consumed_batches_equal_those_of_a_replayed_run(data: st.DataObject) -> 
             every.append((new, step))
             checkpoints[new, step + 1] = list(done)
         here = Consumption.at(tree, new)
-        assert [b for b in every if here.holds(*b)] == [b for b in every if b in done]
+        assert [b for b in every if here.contains(*b)] == [b for b in every if b in done]
         lineage = new
     for (at, number), batches in checkpoints.items():
-        location = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
-        assert {b for b in every if location.holds(*b)} == set(batches)
+        consumption = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
+        assert {b for b in every if consumption.contains(*b)} == set(batches)

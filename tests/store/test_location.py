@@ -287,8 +287,8 @@ async def test_lost_node_costs_only_what_followed_the_checkpoint(
     again = TrajectoryStore.open(cluster.store, lineage=1, step=1, parent=0, position=position)
     assert again.recovery is not None
     assert not again.recovery.behind
-    assert "on host a, which this node cannot reach; it is replaced" in again.recovery.sentence
-    assert "trajectories from 6 on are lost" in again.recovery.sentence
+    assert "on host a, which this node cannot reach; it is replaced" in again.recovery.message
+    assert "trajectories from 6 on are lost" in again.recovery.message
     assert unconsumed_ids(again) == [1, 2]  # Group 0 is consumed at the checkpoint.
     assert again.prompts_read == 3, "the prompt of the lost group is read again"
     assert again.add_group(prompt(), 1).trajectories[0].trajectory_id > 6

@@ -165,7 +165,7 @@ def test_other_parquet_rows_are_used_when_one_row_is_bad(tmp_path: Path) -> None
 
 
 def test_cached_index_includes_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 20)
+    monkeypatch.setattr("megatron_async.tasks.files.MIN_CACHED_ROWS", 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = write(tmp_path / "data.jsonl", 60, 12)
     for _ in range(2):
@@ -303,7 +303,7 @@ def test_cached_index_is_rebuilt_when_tokenizer_or_template_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 1)
+    monkeypatch.setattr("megatron_async.tasks.files.MIN_CACHED_ROWS", 1)
     rows = [{"prompt": f"{i}+1", "hint": "a"} for i in range(20)]
     path = write_answered(tmp_path / "rows.jsonl", [*rows, {"prompt": "a<new>b", "hint": "a"}])
     task_of(tmp_path, path)
@@ -311,4 +311,4 @@ def test_cached_index_is_rebuilt_when_tokenizer_or_template_changes(
         task_of(tmp_path, path, extra=("<new>",))
     with pytest.raises(UserError, match="no system role"):
         task_of(tmp_path, path, system_prompt="Be brief.")
-    assert index_cache.LEAST_ROWS > 1
+    assert index_cache.MIN_CACHED_ROWS > 1

@@ -104,7 +104,7 @@ def test_saved_dataset_is_read_without_the_datasets_library() -> None:
 def test_index_of_a_large_file_is_cached_until_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 90)
+    monkeypatch.setattr("megatron_async.tasks.files.MIN_CACHED_ROWS", 90)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read: list[str] = []
     problem = Columns.problem

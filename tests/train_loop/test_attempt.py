@@ -57,11 +57,11 @@ def test_begin_attempt_removes_only_failures_of_earlier_attempts(
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert begin_attempt(directory) == "the disk was full"
     assert capfd.readouterr().out == f"{ATTEMPT_LINE}\n"
-    assert directory.take_failure() is None
+    assert directory.pop_failure() is None
     directory.report_failure("no room again", 1, current_attempt())
     begin_attempt(directory)
-    left = directory.take_failure()
-    assert left is not None and left["sentence"] == "no room again", "that of this attempt stays"
+    left = directory.pop_failure()
+    assert left is not None and left["message"] == "no room again", "that of this attempt stays"
 
 
 def test_a_tracker_gets_every_setting_but_the_engines_key(
