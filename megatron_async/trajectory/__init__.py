@@ -1,9 +1,10 @@
-"""Trajectories and packed batches.
+"""Provides the data types of trajectories, and packs complete groups into training batches.
 
-- columns: what each token has, declared by name and type.
-- types: policy versions, segments, trajectories, groups and their states.
-- batch: `TokenBatch`, one optimizer batch as packed streams without padding.
-- packing: complete groups to one batch; every token has its version, lag and mask.
-- token_checks: values that a token of the policy can have.
-- sample_lag: lag in samples.
+- columns: the arrays that a token can have besides its id and log-prob, and how they are stored.
+- types: policy versions, segments, turns, trajectories, branches, groups, and their states.
+- batch: `TokenBatch`, the packed token streams of one optimizer batch, without padding.
+- packing: packs complete groups into one `TokenBatch`, with the version, lag and loss mask of every
+  token.
+- token_checks: detects token ids and log-probs that no policy can produce.
+- sample_lag: counts the lag of trajectories in samples.
 """

@@ -1,17 +1,18 @@
-"""`TokenBatch`: what one optimizer batch is, as packed token streams.
+"""Provides `TokenBatch`, the packed token streams that one optimizer batch consists of.
 
 Invariants
-- Names end in the shape: fields in `_T` have an entry for each token, those in `_S` for each
-  sequence (algorithms/device_batch.py goes by it).
-- All per-token arrays, those of `columns` too, have length T (prompts and responses of S sequences
-  end to end) and are aligned to the token itself: `rollout_logprobs_T[t]` is the behavior policy's
-  log-prob of token t given the earlier tokens of its sequence.
-- `loss_mask_T` is 1 exactly on trained response tokens; prompts, environment tokens and tokens
-  masked for staleness carry 0 and a zero log-prob. The first token of a sequence is never trained.
+- Field names end in their shape: a field in `_T` has one entry for each token, a field in `_S` one
+  entry for each sequence. `algorithms/device_batch.py` relies on these names.
+- All per-token arrays, including those in `columns`, have length T: the prompts and responses of S
+  sequences, one after the other. They are aligned to the token itself: `rollout_logprobs_T[t]` is
+  the behavior policy's log-prob of token t given the earlier tokens of its sequence.
+- `loss_mask_T` is 1 exactly on trained response tokens. Prompts, environment tokens and tokens that
+  are masked for staleness have mask 0 and log-prob 0. The first token of a sequence is never
+  trained.
 - `cu_seqlens_S1` has S + 1 entries, starts with 0, ends with T and never decreases.
-- Sequences of a group are neighbors, so that minibatches of whole groups are slices; so are those
-  of an episode, its branches, which have one trajectory id.
-- There is no padding anywhere.
+- The sequences of a group are adjacent, so that a minibatch of whole groups is a slice. The
+  branches of an episode, which share one trajectory id, are adjacent too.
+- There is no padding.
 """
 
 from collections.abc import Mapping
@@ -26,12 +27,19 @@ from megatron_async.trajectory.types import FloatArray, IntArray
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """S sequences, T tokens. `version_T`: policy numbers along the current lineage (-1 = none).
+    """One optimizer batch: S sequences with T tokens in total, packed end to end.
 
-    `columns`, by name, are what tokens have beside ids and log-probs: [T, *inner], 0 where a token
-    has none. `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness
-    keeps its number in `version_T`.
-    `store_position`: where the store stood when the batch was durable, for the next `attach`.
+    Attributes:
+        step: Number of the update that trains the batch.
+        version_T: For each token of the policy, the number of the policy version that generated it,
+            counted along the current lineage; -1 for other tokens. A policy token that is masked
+            for staleness keeps its number.
+        lag_T: `step - version_T` for trained tokens, 0 for all others.
+        temperature: Sampling temperature of the log-probs.
+        columns: Further per-token arrays by name, each of shape [T, *inner]; 0 where a token has no
+            value.
+        store_position: Position of the trajectory store when the batch was made durable. The
+            trainer passes it to `attach` when it connects again.
     """
 
     step: int
@@ -58,7 +66,7 @@ class TokenBatch:
 
     @property
     def first_E(self) -> npt.NDArray[np.int64]:
-        """The first sequence of each trajectory."""
+        """Index of the first sequence of each trajectory, [E] for E trajectories."""
         return np.flatnonzero(np.diff(self.trajectory_ids_S, prepend=-1))
 
     @property
@@ -70,5 +78,5 @@ class TokenBatch:
         return int(self.loss_mask_T.sum())
 
     def lengths_S(self) -> IntArray:
-        """Tokens of each sequence, prompt included, [S]."""
+        """Return the number of tokens of each sequence, prompt included, [S]."""
         return np.diff(self.cu_seqlens_S1)

@@ -1,17 +1,18 @@
-"""Columns of tokens: what is known of each, declared once with name, type and inner shape.
+"""Provides token columns: arrays with one entry per token, declared once with name, type and shape.
 
-Every token has an id and a log-prob. A further column is declared in one line, as a structured type
-of one field, here or where its shape is known:
+Every token has an id and a log-prob. A further column is declared in one line, as a structured
+dtype with one field, in this module or where the column's shape is known:
 
     ROUTES = np.dtype([("routes", "<i2", (2, 4))])
 
-An engine puts an array of that type beside ids and log-probs (`TokenChunk.columns`). It brings its
-declaration along: reports, the store, its export, segments and batches go by it, and hold nothing
-where tokens have no such column.
+An engine returns an array of that dtype beside the ids and log-probs (`TokenChunk.columns`). The
+dtype is stored with the array. Token reports, the store, its export file, segments and batches read
+the declaration from there, so a new column needs no change in them.
 
 Invariants
-- The arrays of n tokens have the shape [n], in this order: ids, log-probs, further columns.
-- A blob holds one column behind the other, each with the values of all tokens, little-endian.
+- The arrays of n tokens have shape [n], in this order: ids, log-probs, further columns.
+- A blob contains the columns one after the other, each with the values of all tokens,
+  little-endian.
 """
 
 import json
@@ -31,7 +32,7 @@ NO_TOKENS: Final[Arrays] = (np.zeros(0, TOKEN_IDS), np.zeros(0, LOGPROBS))
 
 
 def find_mismatch(arrays: Arrays) -> str | None:
-    """Return what is wrong with columns of the same tokens; None where nothing is."""
+    """Check that all arrays have one entry per token; return what is wrong, or None."""
     for array in arrays:
         if array.shape != (arrays[0].size,):
             return f"columns have the shapes {[array.shape for array in arrays]}"
@@ -39,17 +40,26 @@ def find_mismatch(arrays: Arrays) -> str | None:
 
 
 def joined(parts: Sequence[Arrays]) -> Arrays:
-    """The tokens of several parts, which have the same columns, end to end."""
+    """Concatenate several lists of token columns along the tokens; all have the same columns."""
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
 def blob(parts: Sequence[Arrays]) -> bytes:
-    """The bytes of several parts, which have the same columns."""
+    """Serialize several lists of token columns, concatenated along the tokens, as one bytes object.
+
+    All lists must have the same columns. `unpacked` is the inverse.
+    """
     return b"".join([part.tobytes() for column in zip(*parts, strict=True) for part in column])
 
 
 def unpacked(blobs: Sequence[bytes], stored: str | None) -> Arrays:
-    """Inverse of `blob`, for several end to end, whose further columns are `stored`."""
+    """Read token columns from `blobs`, which `blob` wrote, and concatenate them along the tokens.
+
+    Args:
+        blobs: Blobs that all have the same columns.
+        stored: Declarations of the columns after ids and log-probs, as `text` returns them; None if
+            there are none.
+    """
     found, start, size = [], 0, token_bytes(stored)
     for kind in _types(stored):
         end = start + kind.itemsize
@@ -60,12 +70,13 @@ def unpacked(blobs: Sequence[bytes], stored: str | None) -> Arrays:
 
 
 def text(further: Types) -> str | None:
-    """The declarations of further columns as they are stored; None for none."""
+    """Return the declarations of the column types `further` as JSON text; None if there are no
+    types."""
     return json.dumps([kind.descr[0] for kind in further]) if further else None
 
 
 def token_bytes(stored: str | None) -> int:
-    """Bytes of a token in a blob whose further columns are `stored`."""
+    """Return the number of bytes of one token in a blob; `stored` declares its further columns."""
     return sum(kind.itemsize for kind in _types(stored))
 
 

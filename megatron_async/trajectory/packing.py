@@ -1,14 +1,15 @@
-"""From complete groups to one packed `TokenBatch`: versions, lags and masks of every token.
+"""Packs complete groups into one `TokenBatch`, with the version, lag and loss mask of every token.
 
 Invariants
-- The policy number of a token is counted along the current lineage: a token of version (l, a)
-  whose lineage parted from that one at n0 counts as number min(a, n0), so that its lag in update n
-  is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
-- Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks, each in one
-  sequence. Everything else has mask 0, log-prob 0 and lag 0. A token of the policy that is not
-  trained keeps its number in `version_T`, prompt and environment tokens have -1.
-- Groups stay in the order given and their trajectories are neighbors, as are the branches of one.
-  Dropped trajectories of a group are left out; any other without a reward is an error.
+- The policy number of a token is counted along the current lineage: a token of version (l, a),
+  whose lineage l parted from the current one at n0, counts as number min(a, n0). Its lag in update
+  n is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
+- Tokens are trained (mask 1) exactly if the policy generated them and no staleness rule masks them,
+  each in one sequence. All other tokens have mask 0, log-prob 0 and lag 0. A policy token that is
+  not trained keeps its number in `version_T`; prompt and environment tokens have -1.
+- Groups stay in the given order. The trajectories of a group are adjacent, and so are the branches
+  of a trajectory. Dropped trajectories of a group are left out. Every other trajectory needs a
+  reward.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from megatron_async.trajectory.types import (
 
 NO_VERSION = -1
 TURN_RETURNS = "turn_returns"
-"""The column of what the turn of a trained token returns: the reward from there on."""
+"""Name of the column with each trained token's return: the discounted reward from its turn on."""
 
 
 def pack_groups(
@@ -44,14 +45,23 @@ def pack_groups(
     mask_before: int | None = None,
     discount: float | None = None,
 ) -> TokenBatch:
-    """The batch of update `step` on `lineage`, from complete and scored groups.
+    """Pack complete and scored groups into the batch of update `step` on lineage `lineage`.
 
-    `branch_points[l]` is the policy number at which lineage l parted from the current one. Tokens
-    of a policy number below `mask_before` are not trained. With `discount`, episodes have what
-    each of their turns returns (`TURN_RETURNS`), and the first turn's as their reward.
-    Raises ValueError for a trajectory that cannot be trained on (no reward, a sequence that does
-    not begin with a token of the environment, an unknown lineage, or tokens of a policy newer than
-    `step`), naming it.
+    Args:
+        groups: The groups, in the order of the batch.
+        step: Number of the update that will train the batch.
+        lineage: The current lineage.
+        branch_points: For every earlier lineage, the policy number at which it parted from the
+            current lineage.
+        temperature: Sampling temperature of the log-probs.
+        mask_before: Tokens of a policy number below this one are not trained; None trains all.
+        discount: Discount per turn. If set and a trajectory has turns, the batch gets the column
+            `TURN_RETURNS`, and the reward of an episode is the return of its first turn.
+
+    Raises:
+        ValueError: If a trajectory cannot be trained on: it has no reward, a sequence does not
+            begin with a prompt or environment token, a lineage is unknown, or tokens are of a newer
+            policy than `step`. The message names the trajectory or the version.
     """
     chosen = [
         (trajectory, runs)
@@ -102,7 +112,12 @@ def pack_groups(
 def _numbers(
     segments: Sequence[Segment], step: int, lineage: int, branch_points: Mapping[int, int]
 ) -> IntArray:
-    """Return the policy number of each segment. Raises ValueError for one above `step`."""
+    """Return the policy number of each segment, counted along the current lineage; -1 for the
+    environment.
+
+    Raises:
+        ValueError: If a number is above `step`.
+    """
     version_R = np.array(
         [
             NO_VERSION
@@ -114,7 +129,7 @@ def _numbers(
     )
     if version_R.size and int(version_R.max()) > step:
         raise ValueError(
-            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
+            f"batch {step} has a token of policy number {int(version_R.max())}, which does not "
             "exist before that update"
         )
     return version_R
@@ -123,9 +138,12 @@ def _numbers(
 def number_on_lineage(
     version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]
 ) -> int:
-    """The policy number of `version` counted along `lineage`: min(a, n0) off it.
+    """Return the policy number of `version` counted along `lineage`.
 
-    Raises ValueError for a lineage that `branch_points` does not know.
+    For a version (l, a) of another lineage, which parted from `lineage` at n0, this is min(a, n0).
+
+    Raises:
+        ValueError: If `branch_points` has no entry for the version's lineage.
     """
     if version.lineage == lineage:
         return version.number
@@ -138,7 +156,12 @@ def number_on_lineage(
 
 
 def _trainable(trajectory: Trajectory) -> list[tuple[BranchRun, ...]]:
-    """The branches of a trajectory. Raises ValueError where they cannot be trained."""
+    """Return the branches of a trajectory.
+
+    Raises:
+        ValueError: If the trajectory has no reward or an empty prompt, so that it cannot be trained
+            on.
+    """
     name = f"trajectory {trajectory.trajectory_id}"
     if trajectory.reward is None:
         raise ValueError(f"{name} is {trajectory.state} and has no reward; it cannot be batched")
@@ -149,7 +172,8 @@ def _trainable(trajectory: Trajectory) -> list[tuple[BranchRun, ...]]:
 
 
 def _opening(runs: Sequence[BranchRun]) -> int:
-    """Tokens of the prompt and of the environment before the policy's first one."""
+    """Return the number of tokens before a branch's first policy token: prompt and environment
+    tokens."""
     later = enumerate(runs[1:], start=1)
     own = (i for i, run in later if run.turn is None or not run.segment.from_environment)
     return sum(len(run.segment) for run in runs[: next(own, len(runs))])
@@ -158,9 +182,10 @@ def _opening(runs: Sequence[BranchRun]) -> int:
 def _returns(
     chosen: Sequence[tuple[Trajectory, Sequence[BranchRun]]], discount: float
 ) -> tuple[list[float | None], list[np.float32]]:
-    """The reward from its first turn on for each sequence, that from its turn on for each run.
+    """Return the return of each sequence's first turn, and the return of the turn of each segment.
 
-    Both in the type of rewards in a batch, so that a first turn's are equal.
+    Both are computed in the type that a batch stores rewards in, so that the values of a first turn
+    are equal in both. Segments that are not trained have return 0.
     """
     rewards: list[float | None] = []
     of_runs: list[np.float32] = []
@@ -172,7 +197,12 @@ def _returns(
 
 
 def _columns(segments: Sequence[Segment]) -> dict[str, Array]:
-    """The further columns of any, 0 elsewhere. Raises TypeError where two of a name differ."""
+    """Collect the further columns of all segments by name, [T, *inner]; 0 where a segment lacks the
+    column.
+
+    Raises:
+        TypeError: If two segments have columns with the same name and different types.
+    """
     found: dict[str, Array] = {}
     ends = list(itertools.accumulate(map(len, segments)))
     for segment, end in zip(segments, ends, strict=True):

@@ -1,17 +1,17 @@
-"""Lag in samples: how many trajectories were trained between a version and the batch that uses it.
+"""Counts lag in samples: the trajectories trained between a policy version and the batch that uses
+it.
 
-PipelineRL counts lag so: a bound in samples does not move when the batch size does.
+PipelineRL counts lag in samples, because a bound in samples does not change with the batch size.
 
 Invariants
-- The lag of a trajectory is that of its oldest trained token (docs/semantics.md section 1).
-  Version a in batch n: the trajectories of batches a .. n - 1 on the current lineage, which is 0
-  on-policy.
-- A batch that the trainer could not use has trained nothing, for the batches that are packed after
-  it was dropped.
+- The lag of a trajectory is the lag of its oldest trained token (docs/semantics.md section 1). If
+  that token is of version a and in batch n, the lag is the number of trajectories in the batches a
+  to n - 1 of the current lineage. On-policy, this is 0.
+- A batch that the trainer could not use counts 0 for batches that are packed after it was dropped.
 
-After a resume, the size of a batch that compaction has taken is not known: it counts with the usual
-size, and one of which a part was taken with what is left. Lags that reach back over such a batch
-are estimates.
+After a resume, the size of a batch that compaction has removed is not known, so the usual batch
+size is assumed. A batch that compaction has removed in part counts only its remaining trajectories.
+Lags that include such a batch are estimates.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from megatron_async.trajectory.batch import TokenBatch
 
 
 class SamplesTrained:
-    """Counts trajectories by the step that trains them."""
+    """Counts the trajectories that each training step has trained."""
 
     def __init__(
         self,
@@ -32,27 +32,36 @@ class SamplesTrained:
         batch_size: int = 0,
         sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """`sizes` of the batches before `first_step`; one that is not there counts `batch_size`."""
+        """Start counting at batch `first_step`.
+
+        Args:
+            first_step: Number of the first batch that will be added.
+            batch_size: Size that is assumed for an earlier batch without an entry in `sizes`.
+            sizes: Number of trajectories of earlier batches, by step.
+        """
         self._before = [0]  # [n]: in batches 0 .. n - 1
         for step in range(first_step):
             self.add(sizes.get(step, batch_size))
 
     def add(self, samples: int) -> None:
-        """Take the size of the next batch."""
+        """Add the next batch, which has `samples` trajectories."""
         self._before.append(self._before[-1] + samples)
 
     def drop(self, step: int) -> None:
-        """Take back batch `step`, of which nothing was trained."""
+        """Set the size of batch `step` to 0, because the trainer could not train it."""
         samples = self._before[step + 1] - self._before[step]
         for later in range(step + 1, len(self._before)):
             self._before[later] -= samples
 
     def between(self, version: int, step: int) -> int:
-        """Trained by updates `version` .. `step` - 1."""
+        """Return the number of trajectories in the batches `version` to `step` - 1."""
         return self._before[step] - self._before[version]
 
     def lag_E(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
-        """Return the lag of each trained trajectory; `batch` is the next or an earlier one."""
+        """Return the lag in samples of each trajectory of `batch` that has trained tokens.
+
+        `batch` must be the next batch to be added, or an earlier one.
+        """
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:
             return np.zeros(0, np.int64)

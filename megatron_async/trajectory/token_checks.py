@@ -1,7 +1,8 @@
-"""Values that a token of the policy can have: what trains, whoever has stored it.
+"""Detects token ids and log-probs that no policy can produce, so that such values are never trained
+on.
 
-A log-prob of a sampled token is at most 0, but for rounding, and above what a float32 probability
-of 0 would have: the smallest one is 2^-149, whose logarithm is -103.3.
+The log-prob of a sampled token is at most 0, apart from rounding. It is at least -103.3, the
+logarithm of 2^-149, which is the smallest positive float32 probability.
 """
 
 from typing import Any, Final
@@ -16,9 +17,13 @@ SMALLEST_LOGPROB: Final = -104.0
 def find_invalid_token(
     token_ids_T: npt.NDArray[Any], logprobs_T: npt.NDArray[Any], vocabulary: int | None
 ) -> str | None:
-    """Return what is wrong with the first impossible token; None where all can be trained.
+    """Return a description of the first token that no policy can produce; None if all tokens are
+    valid.
 
-    `vocabulary`: tokens of the model's embedding; None: not known.
+    Args:
+        token_ids_T: The token ids.
+        logprobs_T: The log-prob of each token.
+        vocabulary: Number of tokens in the model's embedding; None if it is not known.
     """
     if not len(token_ids_T):
         return None

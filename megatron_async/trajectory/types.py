@@ -1,17 +1,20 @@
-"""Data types of a rollout: policy versions, segments, turns, trajectories, branches.
+"""Provides the data types of a rollout: policy versions, segments, turns, trajectories and
+branches.
 
 Invariants
-- A segment was written by exactly one author: one policy version on one engine, or the
-  environment (whose tokens are never trained).
-- All columns of a segment have the same length (`columns.py`). A policy segment's log-probs are
-  those of the behavior policy at the sampling temperature actually used; an environment segment's
-  are zeros.
-- A trajectory's response is the concatenation of its segments, in order. Segments are only ever
-  appended; a restart drops them all.
-- An episode is a trajectory with turns: a tree, since a turn may follow any one before it. Turn n
-  has the segments from its `segment` to that of turn n + 1: the environment's, then the policy's.
-- Each branch is a training sequence. A token of the policy in several of them is trained in the
-  first to be written; in the others it is context (docs/semantics.md section 7).
+- A segment is written by exactly one author: one policy version on one engine, or the environment,
+  whose tokens are never trained.
+- All columns of a segment have the same length (`columns.py`). The log-probs of a policy segment
+  are those of the behavior policy at the sampling temperature; those of an environment segment are
+  0.
+- The response of a trajectory is the concatenation of its segments, in order. Segments are only
+  appended. A restart of the trajectory removes all of them.
+- An episode is a trajectory with turns. The turns form a tree, since a turn may follow any earlier
+  one. Turn n has the segments from index `segment` up to the `segment` of turn n + 1: first those
+  of the environment, then those of the policy.
+- Each branch of that tree is a training sequence. A policy token that is in several branches is
+  trained in the branch that was written first; in the others it is context (docs/semantics.md
+  section 7).
 """
 
 import enum
@@ -28,14 +31,21 @@ from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, joine
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 LEFT: Final = "left"
-"""In a stored answer: `Turn.left`."""
+"""Key in a stored answer that makes `Turn.left` true."""
 CHUNK_TOKENS: Final = 64
-"""Tokens that the store writes at once. An engine's host holds fewer of a response unacknowledged.
-So a kill costs a response one chunk at most. Smaller chunks cost more writes for each token."""
+"""Number of tokens that the store writes as one chunk.
+
+The host of an engine keeps fewer unacknowledged tokens of a response than this, so that a kill
+costs a response at most one chunk. Smaller chunks would cost more writes per token.
+"""
 
 
 class PolicyVersion(NamedTuple):
-    """Weights at the start of update `number` of `lineage` (docs/semantics.md section 1)."""
+    """The weights at the start of update `number` on lineage `lineage` (docs/semantics.md section
+    1).
+
+    The lineage grows by one at every resume of the run.
+    """
 
     lineage: int
     number: int
@@ -45,7 +55,11 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PolicyVersion":
-        """Inverse of `str`. Raises ValueError for anything but `lineage.number`."""
+        """Parse a version of the form `lineage.number`, which `str` returns.
+
+        Raises:
+            ValueError: If `text` has another form.
+        """
         lineage, dot, number = text.partition(".")
         if not dot:
             raise ValueError(f"policy version {text!r} is not of the form lineage.number")
@@ -53,7 +67,7 @@ class PolicyVersion(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """A generation request of a trajectory: only its newest one may append to it."""
+    """Identity of a generation request; only the newest one of a trajectory may append tokens."""
 
     lineage: int
     trajectory_id: int
@@ -61,14 +75,16 @@ class RequestKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name for engines. The terminator keeps any name from being a prefix of another."""
+        """Name of the request on engines. It ends in `;`, so no name is a prefix of another."""
         return f"t{self.trajectory_id}-{self.serial};"
 
 
 class TrajectoryState(enum.StrEnum):
-    """pending -> running <-> partial -> finished -> scored -> batched, or dropped.
+    """State of a trajectory: pending -> running <-> partial -> finished -> scored -> batched, or
+    dropped.
 
-    An episode is `waiting` between a turn's end and the first token of the next one.
+    A trajectory is partial when its generation was interrupted and can be resumed. An episode is
+    `waiting` from the end of a turn until its next request has the first token.
     """
 
     PENDING = "pending"
@@ -82,7 +98,10 @@ class TrajectoryState(enum.StrEnum):
 
 
 class DropReason(enum.StrEnum):
-    """Every way out of a run other than a batch (docs/semantics.md section 2)."""
+    """Reason for which a trajectory is dropped: leaves the run without being in a batch.
+
+    docs/semantics.md section 2 explains each reason.
+    """
 
     OVERFLOW = "overflow"
     STALE = "stale"
@@ -95,7 +114,7 @@ class DropReason(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for which generation of a trajectory ended."""
+    """Reason for which generation of a response ended: a stop token, or the length limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -103,7 +122,11 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens written by one author. Arrays are [n] (tokens), the further columns too."""
+    """Consecutive tokens of a response that have one author: one policy version, or the
+    environment.
+
+    All arrays, including further columns, have one entry for each of the segment's n tokens.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray
@@ -114,7 +137,7 @@ class Segment:
 
     @property
     def arrays(self) -> Arrays:
-        """All columns."""
+        """All token columns: ids, log-probs, further columns."""
         return self.token_ids, self.logprobs, *self.columns
 
     def __len__(self) -> int:
@@ -123,10 +146,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A problem: the tokens that the policy sees and what the scorer needs beside the response.
+    """A problem of a task: the prompt's tokens, and the data that its scorer or environment needs.
 
-    `payload` is JSON-serializable and opaque to everything but the task that made it. Of what waits
-    for a slot, the higher `priority` is submitted first.
+    Attributes:
+        payload: Data for the scorer or the environment, JSON-serializable. Only the task reads it.
+        priority: Among trajectories that wait for free request capacity, the one with the highest
+            priority is submitted first.
     """
 
     token_ids: IntArray
@@ -137,11 +162,17 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """News of the environment since turn `parent` (None: a beginning), then the policy's answer.
+    """One turn of an episode: new input of the environment, and then the policy's response to it.
 
-    `segment`: its first one. `end`: how the answer ended; None: it has not. `reward` is the
-    environment's for this answer, `answer` its text and tool calls, `messages` are what was new.
-    `state` is the environment's newest snapshot, of the newest turn only.
+    Attributes:
+        number: Index of the turn in its trajectory.
+        parent: Number of the turn that this turn follows; None for the start of a conversation.
+        segment: Index of the turn's first segment in `Trajectory.segments`.
+        messages: The chat messages that are new in this turn.
+        end: Why the policy's response ended; None while it is incomplete.
+        reward: The environment's reward for the response.
+        answer: The response as text and tool calls.
+        state: Newest snapshot of the environment; only the newest turn has one.
     """
 
     number: int
@@ -155,17 +186,23 @@ class Turn:
 
     @property
     def left(self) -> bool:
-        """Return whether its answer reached no agent that ended: it is not trained."""
+        """Whether the response never reached the agent program; such a turn is not trained."""
         return bool((self.answer or {}).get(LEFT))
 
 
 def last_of(turns: Sequence[Turn]) -> Turn:
-    """The last turn whose answer counts."""
+    """Return the last turn whose response reached the agent program; the last turn if there is
+    none."""
     return next((turn for turn in reversed(turns) if not turn.left), turns[-1])
 
 
 class BranchRun(NamedTuple):
-    """A segment as it stands in a branch; `turn`: the number of its turn, None outside turns."""
+    """A segment as part of a branch.
+
+    Attributes:
+        trained: Whether the segment's tokens are trained in this branch.
+        turn: Number of the turn that has the segment; None for the prompt and without turns.
+    """
 
     segment: Segment
     trained: bool
@@ -174,9 +211,13 @@ class BranchRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A training sequence, all [n]. `mask` is 1 where a token is trained, else `logprobs` are 0.
+    """A training sequence: all tokens from the prompt to the end of one branch, arrays of shape
+    [n].
 
-    `versions`: that of each token of the policy, None where the environment wrote.
+    Attributes:
+        mask: 1 where a token is trained in this branch, else 0.
+        logprobs: Log-probs of the behavior policy, 0 where `mask` is 0.
+        versions: Policy version of each policy token, None for tokens of prompt and environment.
     """
 
     token_ids: IntArray
@@ -187,7 +228,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A response to one prompt, in whatever state; `segments` in order of generation."""
+    """A response to one prompt, in any state; `segments` are in order of generation."""
 
     trajectory_id: int
     group_id: int
@@ -203,15 +244,16 @@ class Trajectory:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, environment segments included."""
+        """Number of tokens after the prompt, including tokens of the environment."""
         return sum(len(segment) for segment in self.segments)
 
     @property
     def resumed(self) -> bool:
-        """Return whether more than one policy version or more than one request wrote the response.
+        """Whether more than one policy version, or more than one request for one turn, wrote the
+        response.
 
-        Turns of a conversation (policy segments with an environment segment between them) made by
-        one version do not count as resumed.
+        Several turns of one version (policy segments separated by an environment segment) do not
+        count.
         """
         pairs = zip(self.segments, self.segments[1:], strict=False)
         if any(not a.from_environment and not b.from_environment for a, b in pairs):
@@ -219,25 +261,37 @@ class Trajectory:
         return len({s.version for s in self.segments if not s.from_environment}) > 1
 
     def segments_of(self, turn: Turn) -> tuple[Segment, ...]:
-        """The segments of one turn."""
+        """Return the segments of `turn`, those of the environment first."""
         later = self.turns[turn.number + 1 : turn.number + 2]
         return self.segments[turn.segment : later[0].segment if later else None]
 
     def path(self, turn: Turn) -> list[Turn]:
-        """The turns from a beginning to this one."""
+        """Return the turns that lead to `turn`, from the start of its conversation, with `turn` as
+        the last."""
         found = [turn]
         while found[-1].parent is not None:
             found.append(self.turns[found[-1].parent])
         return found[::-1]
 
     def branch_length(self, turn: Turn | None) -> int:
-        """Tokens of the prompt, and up to the end of this turn's answer in its branch."""
+        """Return the number of tokens from the start of the prompt to the end of `turn`, along its
+        branch.
+
+        If `turn` is None, return the number of tokens of the prompt.
+        """
         path = [] if turn is None else self.path(turn)
         turns = sum(len(s) for one in path for s in self.segments_of(one))
         return len(self.prompt.token_ids) + turns
 
     def input_parts(self) -> tuple[list[IntArray], list[IntArray]]:
-        """Token ids that the answer under way follows, and those of it that are there."""
+        """Return the input of the current response, and the part of the response that exists
+        already.
+
+        Returns:
+            Two lists of token id arrays. The first list is the context that the policy sees: the
+            prompt and, for episodes, the current branch up to the newest input of the environment.
+            The second list is what the policy has generated after it.
+        """
         prompt, answer = [self.prompt.token_ids], list(self.segments)
         if self.turns:
             *before, last = self.path(self.turns[-1])
@@ -248,9 +302,12 @@ class Trajectory:
         return prompt, [segment.token_ids for segment in answer]
 
     def runs(self) -> list[tuple[BranchRun, ...]]:
-        """The branches in the order in which they were written, one if there are no turns.
+        """Return each branch as a tuple of segments, prompt first; branches are in the order of
+        their writing.
 
-        A turn that is left, or without a token of the policy, is in none, unless there is no other.
+        A trajectory without turns has one branch. Turns whose response never reached the agent
+        (`Turn.left`) and turns without policy tokens are in no branch, unless the trajectory has no
+        other turn.
         """
         ids = np.asarray(self.prompt.token_ids, TOKEN_IDS)
         nobody = PolicyVersion(0, 0)
@@ -283,11 +340,15 @@ class Trajectory:
         return branches
 
     def branches(self) -> tuple[Branch, ...]:
-        """The training sequences."""
+        """Return the training sequences of the trajectory, one for each branch."""
         return tuple(map(_branch, self.runs()))
 
     def returns(self, discount: float) -> list[float]:
-        """The reward from each turn on, discounted by turns; the scorers' belongs to the last."""
+        """Return, for each turn, the sum of its reward and all later rewards, discounted once for
+        each turn.
+
+        The reward of the scorers counts as part of the last turn's reward.
+        """
         rewards = [turn.reward for turn in self.turns]
         rewards[-1] += (self.reward or 0.0) - sum(rewards)
         found = itertools.accumulate(reversed(rewards), lambda later, r: r + discount * later)
@@ -305,7 +366,7 @@ def _branch(runs: Sequence[BranchRun]) -> Branch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All trajectories of one prompt (N of them), in the order of their ids."""
+    """All trajectories of one prompt, in the order of their ids."""
 
     group_id: int
     prompt: Prompt

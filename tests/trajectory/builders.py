@@ -1,4 +1,4 @@
-"""Prompts, tokens and shortcuts that the store's tests share."""
+"""Provides prompts, tokens and shortcuts for tests of the store."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def prompt(seed: int = 0) -> Prompt:
 
 
 def tokens_of(trajectory_id: int, start: int, count: int) -> tuple[IntArray, FloatArray]:
-    """Tokens `start .. start + count` of a trajectory: a fixed function of id and place."""
-    place = np.arange(start, start + count, dtype=np.int64)
-    tokens = (place * 7919 + trajectory_id * 104729) % 50021
+    """Compute tokens `start` to `start + count` of a trajectory from its id and their index."""
+    index = np.arange(start, start + count, dtype=np.int64)
+    tokens = (index * 7919 + trajectory_id * 104729) % 50021
     return tokens.astype(np.int32), (-(tokens % 97) / 97).astype(np.float32)
 
 
@@ -43,7 +43,7 @@ def append(
 
 
 def current(store: TrajectoryStore, trajectory_id: int) -> RequestKey:
-    """The request that runs it; one that no store has made when none does."""
+    """Return the running request of a trajectory, or a request that the store does not know."""
     request = store._state.records[trajectory_id].request
     return request or RequestKey(store.lineage, trajectory_id, 0)
 
@@ -51,7 +51,7 @@ def current(store: TrajectoryStore, trajectory_id: int) -> RequestKey:
 async def generate(
     store: TrajectoryStore, trajectory_id: int, count: int, version: PolicyVersion = V0
 ) -> None:
-    """From pending to scored, with a reward that is the id."""
+    """Generate `count` tokens for a pending trajectory, end it, and set its id as its reward."""
     store.begin_request(trajectory_id)
     append(store, trajectory_id, 0, count, version)
     store.end(trajectory_id, FinishReason.STOP)
@@ -77,6 +77,6 @@ def expected(trajectory_id: int, count: int) -> list[int]:
 
 
 def snapshot(run: Path, target: Path) -> Path:
-    """What a crash at this moment would leave on disk (the writer must be idle)."""
+    """Copy to `target` the files that a crash would leave now; the store's writer must be idle."""
     shutil.copytree(run, target, ignore=shutil.ignore_patterns("*-shm", "*.lock"))
     return target / STORE

@@ -1,4 +1,4 @@
-"""Branches of random trees of turns: each token of the policy is trained in exactly one."""
+"""Tests of branches, with random trees of turns."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ PROMPT = Prompt(np.array([1], np.int32), "game")
 trees = st.lists(
     st.tuples(st.integers(-1, 30), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=9
 )
-"""By turn: a parent (none before it: a beginning), and the parts that either author has."""
+"""For each turn: its parent, the number of environment tokens, and of policy segments.
+
+A parent that does not come before its turn stands for None: the turn starts a conversation."""
 
 
 def planted(tree: list[tuple[int, int, int]]) -> Trajectory:
-    """Token i of the policy is 100 + i, so that each is one of a kind."""
+    """Return a trajectory with these turns, in which every policy token has a different id."""
     segments: list[Segment] = []
     turns: list[Turn] = []
     made = 100
@@ -50,7 +52,7 @@ def planted(tree: list[tuple[int, int, int]]) -> Trajectory:
 
 
 @given(trees)
-def test_each_token_of_the_policy_is_trained_once_and_in_the_first_branch(
+def test_policy_token_is_trained_once_and_in_its_first_branch(
     tree: list[tuple[int, int, int]],
 ) -> None:
     trajectory = planted(tree)
@@ -71,7 +73,7 @@ def test_each_token_of_the_policy_is_trained_once_and_in_the_first_branch(
 
 
 @given(trees)
-def test_a_batch_holds_the_branches_as_its_sequences(tree: list[tuple[int, int, int]]) -> None:
+def test_batch_has_one_sequence_for_each_branch(tree: list[tuple[int, int, int]]) -> None:
     trajectory = planted(tree)
     branches = trajectory.branches()
     group = Group(0, PROMPT, (trajectory,))
@@ -86,7 +88,7 @@ def test_a_batch_holds_the_branches_as_its_sequences(tree: list[tuple[int, int, 
 
 
 @given(trees)
-def test_a_branch_is_a_path_of_turns_whose_parents_were_before(
+def test_branch_is_a_path_of_turns_whose_parents_are_earlier(
     tree: list[tuple[int, int, int]],
 ) -> None:
     trajectory = planted(tree)

@@ -1,4 +1,4 @@
-"""`pack_groups`: what each token of a batch carries, by hand and at random; lag in samples."""
+"""Tests of `pack_groups`, with hand-written and random groups, and of lag in samples."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def routed(part: Segment, kind: str = "<i2") -> Segment:
-    """With a further column that repeats the tokens."""
+    """Return the segment with a further column that repeats its tokens."""
     column = np.zeros(len(part), [("routes", kind, (2, 4))])
     column["routes"] = part.token_ids[:, None, None]
     return dataclasses.replace(part, columns=(column,))
 
 
-def test_a_further_column_is_packed_and_split_with_its_tokens_and_0_elsewhere() -> None:
+def test_further_column_is_packed_with_its_tokens_and_0_elsewhere() -> None:
     without = segment([6, 7], (0, 1))
     g = group(
         scored(10, 5, PROMPT, routed(segment([3, 4], (0, 1))), without),
@@ -85,7 +85,7 @@ def test_a_further_column_is_packed_and_split_with_its_tokens_and_0_elsewhere() 
     )
 
 
-def test_two_columns_of_one_name_are_not_packed_together() -> None:
+def test_pack_groups_refuses_columns_of_one_name_and_two_types() -> None:
     g = group(
         scored(10, 5, PROMPT, routed(segment([3], (0, 1)))),
         scored(11, 5, PROMPT, routed(segment([8], (0, 1)), "<i4")),
@@ -94,7 +94,7 @@ def test_two_columns_of_one_name_are_not_packed_together() -> None:
         pack_groups([g], step=1, lineage=0, branch_points={})
 
 
-def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() -> None:
+def test_batch_fields_of_prompt_policy_and_environment_tokens() -> None:
     long = scored(11, 5, PROMPT, segment([6], (0, 2)), segment([7], (0, 3)))
     g = group(
         scored(10, 5, PROMPT, segment([3, 4], (0, 1)), segment([9], (0, 1), environment=True)),
@@ -118,7 +118,7 @@ def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() ->
     assert batch.temperature == 0.7
 
 
-def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> None:
+def test_lag_of_abandoned_lineage_counts_from_its_branch_point() -> None:
     g = group(
         scored(1, 1, PROMPT, segment([3], (0, 2)), segment([4], (0, 9)), segment([5], (1, 6)))
     )
@@ -127,7 +127,7 @@ def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> No
     assert batch.lag_T.tolist() == [0, 0, 6, 3, 2]
 
 
-def test_dropped_members_of_a_group_are_left_out() -> None:
+def test_pack_groups_leaves_out_dropped_trajectories() -> None:
     gone = dataclasses.replace(
         scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.SCORER
     )
@@ -140,7 +140,7 @@ def test_dropped_members_of_a_group_are_left_out() -> None:
     assert batch.trajectory_ids_S.tolist() == [1]
 
 
-def test_what_cannot_be_trained_on_is_refused_by_name() -> None:
+def test_pack_groups_names_trajectory_that_cannot_be_trained_on() -> None:
     good = scored(1, 1, PROMPT, segment([3], (0, 4)))
     no_reward = dataclasses.replace(good, reward=None, state=TrajectoryState.FINISHED)
     with pytest.raises(ValueError, match="trajectory 1 is finished and has no reward"):
@@ -173,7 +173,7 @@ segments = st.builds(
     st.integers(12, 20),
     st.one_of(st.none(), st.integers(0, 12)),
 )
-def test_every_token_equals_the_plain_loop_definition(
+def test_pack_groups_equals_a_plain_loop(
     shape: list[list[list[Segment]]], step: int, mask_before: int | None
 ) -> None:
     branch_points = {0: 4, 1: 8}
@@ -227,7 +227,7 @@ def test_every_token_equals_the_plain_loop_definition(
     assert int(batch.cu_seqlens_S1[-1]) == len(rows)
 
 
-def test_turns_of_one_version_are_not_resumed_but_two_requests_are() -> None:
+def test_resumed_is_true_for_two_requests_but_not_for_two_turns() -> None:
     one, env = segment([3], (0, 0)), segment([9], (0, 0), environment=True)
     assert not scored(1, 1, PROMPT, one, env, one).resumed
     assert scored(1, 1, PROMPT, one, one).resumed
@@ -236,9 +236,9 @@ def test_turns_of_one_version_are_not_resumed_but_two_requests_are() -> None:
 
 
 def batch_of(step: int, *versions: list[str], mask_before: int | None = None) -> TokenBatch:
-    """One trajectory for each list, with two tokens by each of its versions, on lineage 2.
+    """Return a batch of lineage 2 with one trajectory per list: two tokens for each version in it.
 
-    Lineage 1 parted from it at step 3.
+    Lineage 1 parted from lineage 2 at step 3.
     """
     prompt = Prompt(np.array([5, 6], np.int32), "t")
     trajectories = tuple(
@@ -271,35 +271,35 @@ def trained(*sizes: int) -> SamplesTrained:
     return counts
 
 
-def test_it_counts_the_batches_from_the_oldest_version_on() -> None:
+def test_sample_lag_counts_batches_since_the_oldest_version() -> None:
     counts = trained(32, 32, 8, 32, 32)
     on_policy, older, resumed = ["2.5"], ["2.4"], ["2.2", "2.4", "2.5"]
     assert counts.lag_E(batch_of(5, on_policy, older, resumed)).tolist() == [0, 32, 8 + 32 + 32]
 
 
-def test_a_token_of_an_abandoned_line_counts_from_where_the_lineages_part() -> None:
-    """Version 9 of lineage 1 was never trained on this one: it is as old as the checkpoint, 3."""
+def test_sample_lag_of_abandoned_lineage_counts_from_its_branch_point() -> None:
+    """Version 9 of lineage 1 counts as version 3, the checkpoint at which the lineages part."""
     counts = trained(*[10] * 5)
     assert counts.lag_E(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
 
 
-def test_tokens_that_are_not_trained_do_not_count() -> None:
+def test_sample_lag_ignores_tokens_that_are_not_trained() -> None:
     counts = trained(*[10] * 5)
     batch = batch_of(5, ["2.0", "2.4"], ["2.0"], mask_before=3)
     assert counts.lag_E(batch).tolist() == [10], "the second one has no trained token at all"
 
 
-def test_a_batch_without_sequences_has_no_lag() -> None:
+def test_sample_lag_is_empty_for_a_batch_without_sequences() -> None:
     assert trained(10).lag_E(batch_of(1)).tolist() == []
 
 
-def test_after_a_resume_it_goes_on_from_what_the_store_holds() -> None:
-    """Batch 0 was compacted, the trainer could not use batch 1, batch 2 was a small one."""
+def test_sample_lag_uses_batch_sizes_of_the_store_after_a_resume() -> None:
+    """Batch 0 was compacted, the trainer could not train batch 1, and batch 2 was small."""
     counts = SamplesTrained(4, 32, {1: 0, 2: 8, 3: 32, 4: 99})
     assert [counts.between(version, 4) for version in range(5)] == [72, 40, 40, 32, 0]
 
 
-def test_a_dropped_batch_has_trained_nothing() -> None:
+def test_sample_lag_counts_dropped_batch_as_empty() -> None:
     counts = trained(10, 20, 30)
     counts.drop(1)
     assert [counts.between(0, step) for step in range(4)] == [0, 10, 10, 40]
