@@ -1,29 +1,34 @@
-"""`concurrency: auto`: a closed loop that finds N' by what it yields, as pure functions of a state.
+"""Implements `schedule.concurrency: auto`: a feedback loop that adjusts N' to maximize throughput.
 
-What is maximized is the rate of trained tokens: the response tokens of batches over the time
-between the moments at which the trainer took them. Prefill of resumed and preempted requests,
-dropped trajectories, idle engines and an idle or a busy trainer all show in it, so none of them
-needs a model. (Tokens as they arrive would mislead: a larger N' first fills the buffer.) Among
-values of N' that yield the same, the smallest is wanted: more requests in flight mean more lag and
-more recomputation.
+All functions are pure: they take a state and return a new state.
 
-The start is feed-forward: as many requests as the KV cache holds at their expected length, at most
-`START_BATCHES`. From there the loop tries: N' is doubled while that pays, then both sides are
-tried in steps of sqrt(2), then it rests for a while at the best and tries again (lengths change
-while a policy learns). The first round has short windows: what it compares differs much.
+The loop maximizes the rate of trained tokens: the response tokens of batches, divided by the time
+between the moments at which the trainer took the batches. This rate reflects prefill of resumed and
+preempted requests, dropped trajectories, idle engines, and an idle or busy trainer, so none of them
+needs a model. The rate of arriving tokens would mislead, because a larger N' first fills the
+buffer. Among values of N' with the same rate, the smallest is best: more requests in flight cause
+more lag and more recomputation.
+
+The loop starts with as many requests as the KV cache has room for at their expected length, at most
+`START_BATCHES` batches. It then doubles N' while that pays, tries both sides in steps of sqrt(2),
+stays at the best N' for a while, and tries again, because lengths change while a policy learns. The
+first round has short windows, because the values that it compares differ much.
 
 Invariants
-- N' stays within [floor, cap].
-- N' is measured by a *window*: first `SETTLING_TURNOVERS` turnovers are let pass (a turnover: as
-  many completions as the larger of the old and the new N'; until then short responses are over- or
-  under-represented in batches), then at least `WINDOW_BATCHES` batches and a turnover are measured.
-- A doubling must pay `GAIN_PER_DOUBLING`, a smaller step its share of that; going down may cost as
-  much. Nothing is compared but with the best that is known, so small losses do not add up.
-- No trial goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
-  than the KV cache allows; a storm of preemptions ends a window at once.
-- Preemptions above `PREEMPTION_LIMIT` are a ceiling for N', which relaxes slowly.
-- Equal inputs give equal outputs: times come from the events, never from a clock. Without times
-  (all zero) N' is never changed but by the guards.
+- N' stays between the floor and the cap.
+- N' is measured in a *window*. First, `SETTLING_TURNOVERS` turnovers pass without measurement. (A
+  turnover is as many completions as the larger of the old and the new N'. Until then, short
+  responses are over- or under-represented in batches.) Then at least `WINDOW_BATCHES` batches and a
+  turnover are measured.
+- A doubling must raise the rate by `GAIN_PER_DOUBLING`, a smaller step by its share of that. A step
+  down may lower it by as much. Every rate is compared with the best known rate, so small losses do
+  not add up.
+- N' is not raised while requests stay free (because of back-pressure, a lag bound, or too few
+  prompts), nor beyond the capacity of the KV cache. A storm of preemptions ends a window at once.
+- More preemptions than `PREEMPTION_LIMIT` set a ceiling for N', which rises again slowly.
+- Equal inputs give equal outputs: times come from events, never from a clock. Without times (all
+  are zero), only the guards against preemptions change N'.
+
 The constants are assumed.
 """
 
@@ -31,44 +36,54 @@ import math
 from dataclasses import dataclass, replace
 
 GAIN_PER_DOUBLING = 0.02
-"""What doubling N' must add to the rate of trained tokens."""
+"""Relative gain in the rate of trained tokens that doubling N' must bring."""
 START_BATCHES = 2
-"""Batches' worth of requests that the start does not exceed, however large the KV cache: each more
-is a step of lag more."""
+"""Number of batches whose requests limit the first N', however large the KV cache is.
+
+Each further batch adds one step of lag.
+"""
 START_FILL = 0.9
-"""Share of the KV cache that the start would fill with requests of the expected length."""
+"""Share of the KV cache that the first N' fills with requests of the expected length."""
 SETTLING_TURNOVERS = (1, 2)
-"""Turnovers after a change of N' that are not measured, in the first round and later."""
+"""Number of turnovers after a change of N' that are not measured, in the first round and later."""
 WINDOW_BATCHES = (3, 6)
-"""Batches that a window spans at least, in the first round and later."""
+"""Smallest number of batches in a window, in the first round and later."""
 COARSE, FINE = 1.0, 0.5
-"""Steps of trials in powers of two."""
+"""Steps of N' in trials, as powers of two."""
 LEAST_STEP = 1.05
-"""A trial that limits shrink below this factor is not worth a window."""
+"""Smallest factor between N' and a trial; a trial that limits bring closer than this is skipped."""
 REST_WINDOWS = 6
-"""Windows between two rounds of trials."""
+"""Number of windows at the best N' between two rounds of trials."""
 MEMORY = 0.5
-"""Weight of a new measurement of the best N' against the older ones."""
+"""Weight of a new measurement of the best N' against the earlier ones."""
 OVERCOMMIT = 1.25
-"""No trial goes beyond this much of the N' at which the KV cache would be full. (Some over it may
-pay: a request that an engine has queued takes the room of another as soon as that ends.)"""
+"""Largest N' of a trial, as a multiple of the N' at which the KV cache would be full.
+
+A value above 1 may pay: a request that an engine has queued starts as soon as another one ends.
+"""
 PREEMPTION_LIMIT = 1.0
-"""Preemptions per completion above which N' is far over the KV capacity, whatever the rate."""
+"""Number of preemptions per completion above which N' is far beyond the KV capacity, whatever the
+rate."""
 SATURATED = 0.9
-"""Share of N' that must have been in flight for more of it to be of use."""
+"""Share of N' that must have been in flight before a larger N' is tried."""
 BACK_OFF = 0.93
-"""Factor at a ceiling."""
+"""Factor by which N' stays below a ceiling."""
 CEILING_GROWTH = 1.05
-"""Relaxation of the remembered ceiling at each round of trials."""
+"""Factor by which the ceiling rises at each round of trials."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Measurements under one N'.
+    """Measurements under one value of N'.
 
-    `settling`: completions still to pass before anything is measured; `falling`: that is because
-    N' was lowered, so that even the guards see what is past. `began_at` is None until the first
-    batch after that. `busiest`: the most requests in flight at a completion.
+    Attributes:
+        settling: Number of completions that must pass before anything is measured.
+        falling: Whether N' was lowered and still settles, so that load reports show the old N'.
+        began_at: Time of the first batch after settling, in seconds; None before.
+        began_tokens: Number of tokens in all batches up to that time.
+        usage_sum: Sum of the reported shares of the KV caches in use.
+        reports: Number of those load reports.
+        busiest: Largest number of requests in flight at a completion.
     """
 
     settling: int
@@ -84,18 +99,28 @@ class Window:
 
     @property
     def usage(self) -> float:
-        """Mean KV usage; 0 when nothing was reported."""
+        """Mean share of the KV caches in use; 0 without reports."""
         return self.usage_sum / self.reports if self.reports else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AutoConcurrency:
-    """State of the loop. `limit` is N', `first` what it begins with.
+    """State of the feedback loop.
 
-    `batch` is a batch's worth of requests, `expected` the tokens of one request. `best` is the N'
-    with the best known rate, 0 before the first measurement; `step` the next trial from there in
-    powers of two; `refused` the trials in a row that did not pay; `resting` the windows until the
-    next round; `later` is 1 once the first round is over.
+    Attributes:
+        limit: The current N'.
+        floor: Smallest N'.
+        first: N' that a search starts with.
+        batch: Number of requests of one batch.
+        expected: Expected number of tokens of one request.
+        cap: Largest number of requests that the engines run; None if unlimited.
+        ceiling: Value of N' that caused too many preemptions; None if there was none.
+        best: N' with the best known rate; 0 before the first measurement.
+        best_rate: That rate, in trained tokens per second.
+        step: The next trial, as a power of two relative to `best`.
+        refused: Number of consecutive trials that did not pay.
+        resting: Number of windows until the next round of trials.
+        later: 0 in the first round, 1 after it.
     """
 
     limit: int
@@ -115,7 +140,7 @@ class AutoConcurrency:
 
 
 def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoConcurrency:
-    """Return the state before engines are there: requests of one batch, never below one group."""
+    """Return the state before any engine is up: N' is the number of requests of one batch."""
     batch = groups_per_batch * group_size
     return AutoConcurrency(
         batch, group_size, batch, batch, expected_tokens, Window(SETTLING_TURNOVERS[0] * batch)
@@ -123,9 +148,10 @@ def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoC
 
 
 def completed(state: AutoConcurrency, in_flight: int) -> AutoConcurrency:
-    """Count a request that ran to its end; `in_flight` were under way just before it.
+    """Count a request whose response is complete; `in_flight` requests ran just before its end.
 
-    Load reports would not do for that: between two of them short responses come and go unseen.
+    Load reports could not replace this count, because short responses come and go between two
+    reports.
     """
     window = state.window
     if window.settling:
@@ -138,10 +164,14 @@ def completed(state: AutoConcurrency, in_flight: int) -> AutoConcurrency:
 
 
 def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcurrency:
-    """Engines came or went; `cap` is what they run together, None = no limit known.
+    """Start a new search, because engines came up or went down.
 
-    Together they hold `kv_tokens`. What was measured with other engines does not count any more: a
-    search begins, from here or, if nothing was measured, from what the KV cache should hold.
+    The search starts at the current N' or, if nothing was measured yet, at the N' that fills the KV
+    caches. Measurements with other engines are forgotten.
+
+    Args:
+        cap: Number of requests that the engines together run at most; None if unlimited.
+        kv_tokens: Number of tokens that their KV caches have room for.
     """
     room = START_FILL * kv_tokens / state.expected
     first = round(min(START_BATCHES * state.batch, room)) if kv_tokens else state.batch
@@ -153,7 +183,7 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
 
 
 def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoConcurrency:
-    """A load report of one engine."""
+    """Add the load report of one engine to the window; lower N' after a storm of preemptions."""
     window = state.window
     if preemptions >= max(1, state.limit // 2) and not window.falling:
         return _over(state)
@@ -171,7 +201,11 @@ def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoCon
 
 
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
-    """The trainer took a batch at this time; `batched_tokens` is what all so far have held."""
+    """Add a batch that the trainer took at `at_seconds` to the window; change N' if that completes
+    it.
+
+    `batched_tokens` is the number of tokens of all batches so far.
+    """
     window = state.window
     if window.settling:
         return state
@@ -194,7 +228,7 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
 
 
 def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
-    """A window under the present N' is complete."""
+    """Compare the `rate` of a complete window with the best one, and choose the next N'."""
     if not state.best:
         return _trial(replace(state, best=state.limit, best_rate=rate))
     if state.limit == state.best:
@@ -206,19 +240,19 @@ def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
         return _trial(_refuse(state))
     rate = rate if step > 0 else max(rate, state.best_rate)
     state = replace(state, best=state.limit, best_rate=rate, refused=0)
-    # A fine step has measured the side that it came from.
+    # The other side of a fine step is the N' from which the step started, and is already measured.
     return _trial(replace(state, refused=1) if abs(state.step) == FINE else state)
 
 
 def _refuse(state: AutoConcurrency) -> AutoConcurrency:
-    """The trial does not pay: a smaller one, then the other side, then a rest."""
+    """Reject a trial that does not pay: try a smaller step next, then the other side, then rest."""
     if abs(state.step) == COARSE:
         return replace(state, step=FINE)
     return replace(state, step=-state.step, refused=state.refused + 1)
 
 
 def _trial(state: AutoConcurrency) -> AutoConcurrency:
-    """The next N' to try, or a rest at the best one when both sides were refused."""
+    """Start a window at the next N' to try; if both sides were rejected, rest at the best N'."""
     while state.refused < 2:
         wanted = _reachable(state, state.best * 2.0**state.step)
         factor = wanted / state.best
@@ -231,7 +265,8 @@ def _trial(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _reachable(state: AutoConcurrency, wanted: float) -> float:
-    """`wanted` within all limits; upwards only if the slots there are have been used."""
+    """Return the N' nearest to `wanted` that all limits allow; above `best` only if requests were
+    used up."""
     window = state.window
     if wanted > state.best:
         if window.busiest < SATURATED * state.limit:
@@ -254,7 +289,7 @@ def _over(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _at(state: AutoConcurrency, wanted: float) -> AutoConcurrency:
-    """A new window under N' = `wanted`."""
+    """Start a new window with N' = `wanted`, within the limits."""
     limit, before = _clamp(state, wanted), state.limit
     if limit == before:
         left = state.window

@@ -1,12 +1,14 @@
-"""Choice of an engine for a trajectory: fewest KV tokens, with prefix affinity for groups.
+"""Chooses an engine for each trajectory: fewest KV tokens, and members of a group on the same
+engine.
 
 Invariants
-- Only engines that hold the current version and have room are chosen.
-- An engine's load counts the prompt of a group once (the engines share prefixes) and what else it
-  holds of every running trajectory.
-- An episode's next turn prefers the engine of the last one, which has its prefix in the cache,
-  while weights are the same and the surplus load is not above what that saves.
-- Ties are broken by running requests and then by order of arrival: the choice is deterministic.
+- Only engines that have loaded the current version and may run one more request are chosen.
+- The load of an engine is the number of tokens of its running trajectories. The prompt of a group
+  counts once, because engines share prefixes.
+- The next turn of an episode prefers the engine of its last turn, whose KV cache has its prefix. It
+  does so while the weights are the same and the additional load is not above what the prefix saves.
+- Equal loads are decided by the number of running requests and then by the order of arrival, so the
+  choice is deterministic.
 """
 
 import heapq
@@ -18,7 +20,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class ServingEngines:
-    """The engines that are up and what runs on each."""
+    """The engines that are up, and the trajectories that run on each."""
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineEntry] = {}
@@ -27,7 +29,7 @@ class ServingEngines:
         self._arrivals = 0
 
     def add(self, event: EngineUp) -> None:
-        """A new engine, idle."""
+        """Add an engine that has come up, with nothing running."""
         self._arrivals += 1
         self._serving = None
         self.engines[event.engine_id] = EngineEntry(
@@ -39,7 +41,7 @@ class ServingEngines:
         )
 
     def remove(self, engine_id: str) -> list[TrajectoryEntry]:
-        """Take an engine out; returns what ran there, in order of submission."""
+        """Remove an engine; return the trajectories that ran on it, in order of submission."""
         engine = self.engines.pop(engine_id, None)
         if engine is None:
             return []
@@ -50,32 +52,34 @@ class ServingEngines:
         return orphans
 
     def published(self, version: PolicyVersion) -> None:
-        """Every engine that is up holds `version`."""
+        """Record that every engine that is up has loaded `version`."""
         self._serving = None
         for engine in self.engines.values():
             engine.version = version
 
     def _of_version(self, version: PolicyVersion) -> dict[str, EngineEntry]:
-        """Engines that hold `version` by name; kept until engines or versions change."""
+        """Return the engines that have loaded `version`, by name; cached until engines or versions
+        change."""
         if self._serving is None or self._serving[0] != version:
-            holding = {
+            loaded = {
                 name: engine for name, engine in self.engines.items() if engine.version == version
             }
-            self._serving = (version, holding)
+            self._serving = (version, loaded)
         return self._serving[1]
 
     def request_limit(self) -> int | None:
-        """Requests that all engines run at once at most; None = no limit known."""
+        """Return the largest number of requests that all engines together run at once; None if
+        unlimited."""
         limits = [engine.max_running for engine in self.engines.values()]
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known and len(known) == len(limits) else None
 
     def kv_capacity(self) -> int:
-        """Tokens that the KV caches of all engines hold together."""
+        """Return the number of tokens that the KV caches of all engines have room for."""
         return sum(engine.kv_capacity for engine in self.engines.values())
 
-    def room(self, version: PolicyVersion) -> int | None:
-        """Requests that engines of `version` can still take; None = no limit."""
+    def free_requests(self, version: PolicyVersion) -> int | None:
+        """Return how many more requests the engines with `version` may run; None if unlimited."""
         total = 0
         for engine in self._of_version(version).values():
             if engine.max_running is None:
@@ -84,22 +88,23 @@ class ServingEngines:
         return total
 
     def placement(self, version: PolicyVersion, concurrency: int) -> "Placement":
-        """Return the order of engines for the next submissions; made anew after any other event."""
+        """Return a `Placement` for the next submissions; it is invalid after any other change of
+        the engines."""
         return Placement(self._of_version(version), concurrency, version.number)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
-        """`entry` runs on `engine` from now on."""
+        """Record that trajectory `entry` runs on `engine`."""
         group, engine_id = entry.group, engine.engine_id
         engine.running[entry.trajectory_id] = entry
         entry.engine = engine
         count = group.serving.get(engine_id, 0)
         group.serving[engine_id] = count + 1
-        held = entry.tokens + entry.extra_context_tokens
-        engine.kv_tokens += held if count else held + group.spec.prompt_tokens
+        stored = entry.tokens + entry.extra_context_tokens
+        engine.kv_tokens += stored if count else stored + group.spec.prompt_tokens
         self.in_flight += 1
 
     def release(self, entry: TrajectoryEntry) -> None:
-        """The request of `entry` has ended."""
+        """Record that the request of trajectory `entry`, if any, has ended."""
         engine = entry.engine
         if engine is None:
             return
@@ -122,30 +127,40 @@ _Key = tuple[float, int, int]
 
 
 class Placement:
-    """Chooses engines for submissions that follow each other with nothing in between.
+    """Chooses engines for consecutive submissions, between which nothing else changes.
 
-    An engine only gets fuller meanwhile, so a place in the heap that is out of date is too early,
-    never too late: it is brought up to date when it surfaces. O(engines) once, then O(log engines)
-    for each submission.
+    During these, the load of an engine only grows. So a heap item with an old load can only be too
+    close to the front, and it is corrected when it gets there. Creating a placement costs
+    O(engines), and each choice O(log engines).
     """
 
     def __init__(self, serving: dict[str, EngineEntry], concurrency: int, number: int) -> None:
-        """`number`: that of the version which they serve."""
+        """Create a placement.
+
+        Args:
+            serving: The engines that have loaded the current version, by name.
+            concurrency: Largest number of requests in flight (N').
+            number: Policy number of the version that the engines have loaded.
+        """
         self._number = number
         self._serving = serving
         self._concurrency = concurrency
         self._heap = [
             (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index, engine)
             for engine in serving.values()
-            if engine.max_running is None or engine.has_room
+            if engine.max_running is None or engine.has_free_request
         ]
         heapq.heapify(self._heap)
 
     def choose(self, entry: TrajectoryEntry) -> EngineEntry:
-        """Engine for `entry`. Raises IndexError when none has room.
+        """Return the engine on which trajectory `entry` should run.
 
-        An engine that serves its group already is preferred while it carries no more than its
-        share of N' and the surplus load is not above what the shared prompt saves.
+        An engine that already runs members of its group is preferred if two conditions hold: it
+        runs no more than its share of N', and its additional load is not above the tokens that the
+        shared prompt saves.
+
+        Raises:
+            IndexError: If no engine may run one more request.
         """
         best, group = self._least_loaded(), entry.group
         last_engine, serving = entry.last_engine, group.serving
@@ -161,8 +176,12 @@ class Placement:
         return shared if within_share and near else best
 
     def _keeps(self, last_engine: EngineEntry, entry: TrajectoryEntry, best: EngineEntry) -> bool:
-        """Return whether an episode stays where its last turn was."""
-        if self._serving.get(last_engine.engine_id) is not last_engine or not last_engine.has_room:
+        """Return whether the next turn of an episode should run on `last_engine`, where its last
+        turn ran."""
+        if (
+            self._serving.get(last_engine.engine_id) is not last_engine
+            or not last_engine.has_free_request
+        ):
             return False
         near = _surplus(last_engine, best) <= entry.tokens + entry.extra_context_tokens
         return near and entry.newest == self._number
@@ -171,25 +190,30 @@ class Placement:
         heap = self._heap
         while True:
             _, running, _, engine = heap[0]
-            if len(engine.running) == running:  # nothing was submitted to it since
+            if len(engine.running) == running:  # Nothing was submitted to the engine since.
                 return engine
-            if engine.max_running is None or engine.has_room:
+            if engine.max_running is None or engine.has_free_request:
                 load = engine.kv_tokens / engine.kv_capacity
                 heapq.heapreplace(heap, (load, len(engine.running), engine.index, engine))
             else:
                 heapq.heappop(heap)
 
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
-        """Return the least loaded of these engines that holds the version and has room."""
-        found = [engine for i in engine_ids if (engine := self._serving.get(i)) and engine.has_room]
+        """Return the least loaded of the named engines with the current version and a free request,
+        if any."""
+        found = [
+            engine
+            for i in engine_ids
+            if (engine := self._serving.get(i)) and engine.has_free_request
+        ]
         return min(found, key=_key, default=None)
 
 
 def _surplus(engine: EngineEntry, best: EngineEntry) -> float:
-    """Tokens that it holds beyond the share that the least loaded one has."""
+    """Return by how many tokens `engine` is loaded more, relative to its capacity, than `best`."""
     return engine.kv_tokens - best.kv_tokens / best.kv_capacity * engine.kv_capacity
 
 
 def _key(engine: EngineEntry) -> _Key:
-    """Least loaded first; `index` makes it unique, so that engines themselves are not compared."""
+    """Return a sort key that puts the least loaded engine first; `index` makes keys unique."""
     return (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index)

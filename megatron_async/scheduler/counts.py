@@ -1,8 +1,8 @@
-"""Running counts of the scheduler, and the snapshot of them that metrics read.
+"""Counts what the scheduler has done, and provides the snapshot that metrics read.
 
 Invariants
 - Counts only grow.
-- A view is never used for decisions.
+- A snapshot (`SchedulerView`) is never used for decisions.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion
 
 
 class Counts:
-    """Counts of what has happened."""
+    """Counts of drops, restarts and tokens since the scheduler was created."""
 
     def __init__(self) -> None:
         self.dropped: Counter[DropReason] = Counter()
@@ -25,31 +25,44 @@ class Counts:
         self.filtered_tokens = 0
 
     def restart(self, entry: TrajectoryEntry) -> None:
-        """Count that `entry` goes back to its prompt."""
+        """Count that trajectory `entry` restarts from its prompt, which wastes its tokens."""
         self.restarted += 1
         self.wasted_tokens += entry.tokens
 
     def drop(self, entry: TrajectoryEntry, reason: DropReason) -> None:
-        """`entry` leaves the run."""
+        """Count that trajectory `entry` is dropped for `reason`, which wastes its tokens."""
         self.dropped[reason] += 1
         self.wasted_tokens += entry.tokens
         if reason is DropReason.FILTERED:
             self.filtered_tokens += entry.tokens
 
     def batch(self, groups: Sequence[GroupEntry]) -> None:
-        """Count the tokens of these complete groups, which make a batch."""
+        """Count the tokens of these complete groups, which are emitted as a batch."""
         self.batched_tokens += sum(entry.tokens for group in groups for entry in group.members)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """A snapshot. Trajectory counts unless the name is of something else.
+    """Snapshot of the scheduler's counts for metrics.
 
-    `unscored`: finished, no score yet. `finished_groups`: groups whose members all are finished or
-    scored, `complete_groups` those of them that have all scores. `wasted_tokens`: of dropped and
-    restarted trajectories; `regenerated` counts restarts because a scorer or an environment failed,
-    which are among the `restarted` ones; `waiting` are those of the `open_episodes` whose
-    environment is asked; `filtered_tokens` is the part for groups without reward variance.
+    Attributes:
+        version: The policy version that the engines shall serve.
+        next_step: Number of the next batch to emit.
+        concurrency: Largest number of requests in flight (N').
+        in_flight: Number of requests in flight.
+        buffered_partial: Number of partial trajectories.
+        unscored: Number of trajectories with a complete response and no score.
+        open_groups: Number of groups that were started and are neither batched nor dropped.
+        finished_groups: Number of open groups whose members all have a complete response.
+        complete_groups: Number of open groups whose members all have a score.
+        dropped: Number of dropped trajectories, by reason.
+        restarted: Number of restarts of trajectories.
+        regenerated: Number of those restarts whose cause was a failed scorer or environment.
+        wasted_tokens: Number of tokens of dropped and restarted trajectories.
+        filtered_tokens: Number of those tokens in groups dropped because all their rewards are
+            equal.
+        open_episodes: Number of episodes whose environment was started and that have not ended.
+        waiting: Number of open episodes whose environment is being called.
     """
 
     version: PolicyVersion

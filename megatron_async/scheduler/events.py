@@ -1,8 +1,9 @@
-"""The scheduler's whole vocabulary: what can happen (events) and what must be done (actions).
+"""Defines all events that the scheduler receives and all actions that it returns.
 
-Events and actions are plain frozen data of ints, strings and tuples: they can be recorded, replayed
-and compared byte for byte. They name trajectories, never hold their tokens. There is no clock
-here: the driver turns time limits into events, and the one time there is came with its event.
+Events and actions are frozen data of integers, strings and tuples, so they can be recorded,
+replayed and compared. They contain ids of trajectories, never their tokens. The scheduler has no
+clock: its driver turns time limits into events. The only time, `BatchTaken.at_seconds`, is part of
+its event.
 """
 
 from typing import Literal
@@ -13,21 +14,22 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 
 
 class Data(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Data that nothing may change, in JSON the array of its fields.
+    """Base of immutable data; in JSON it is the array of its fields.
 
-    `gc=False`: none of it can be part of a circle, so the garbage collector need not look at it.
+    `gc=False`: such objects cannot be part of a reference cycle, so the garbage collector skips
+    them.
     """
 
 
 class Message(Data, frozen=True, tag=True):
-    """An event or an action: in JSON its name comes before its fields."""
+    """Base of events and actions; in JSON their name precedes their fields."""
 
 
 # ---------------------------------------------------------------- events
 
 
 class GroupSpec(Data, frozen=True):
-    """A prompt that became a group: its N trajectories and the prompt's length in tokens."""
+    """A new group: the ids of its N trajectories, and the length of their prompt in tokens."""
 
     group_id: int
     trajectory_ids: tuple[int, ...]
@@ -36,17 +38,22 @@ class GroupSpec(Data, frozen=True):
 
 
 class PromptsAvailable(Message, frozen=True):
-    """New groups may be started (answer to `RequestPrompts`). Empty = the source is exhausted."""
+    """New groups, as a reply to `RequestPrompts`; an empty list means that the source is
+    exhausted."""
 
     groups: tuple[GroupSpec, ...]
 
 
 class RecoveredTrajectory(Data, frozen=True):
-    """A stored trajectory that is unconsumed after a restart.
+    """A trajectory that the store has at a resume and that is not consumed.
 
-    `oldest_version` and `newest_version` are those of its oldest and newest policy token, in
-    numbers of the current lineage. `drop_reason` belongs to state `dropped`: a process that ended
-    in the middle of dropping a group left the others behind.
+    Attributes:
+        oldest_version: Policy number of its oldest policy token, counted along the current lineage;
+            None if it has no policy token.
+        newest_version: The same for its newest policy token.
+        drop_reason: Set if the state is `dropped`. This happens if a process ended while it dropped
+            a
+        group: the other members of the group are dropped at the resume.
     """
 
     trajectory_id: int
@@ -59,26 +66,29 @@ class RecoveredTrajectory(Data, frozen=True):
 
 
 class RecoveredGroup(Data, frozen=True):
-    """A group that the store still holds."""
+    """A group that the store has at a resume."""
 
     group: GroupSpec
     trajectories: tuple[RecoveredTrajectory, ...]
 
 
 class Recovered(Message, frozen=True):
-    """All groups found in the store at a resume, in any order (the older one has the smaller id).
+    """All groups that the store has at a resume, in any order (an older group has a smaller id).
 
-    In one event, so that no batch is emitted before all of them are known.
+    They come in one event, so that no batch is emitted before all of them are known.
     """
 
     groups: tuple[RecoveredGroup, ...]
 
 
 class RecoveredEpisodes(Message, frozen=True):
-    """Groups of a store at a resume, as `Recovered`, where trajectories are episodes.
+    """All groups that the store has at a resume, as `Recovered`, for trajectories that are
+    episodes.
 
-    `contexts`: (trajectory, tokens of its newest turn's input and answer) of the open ones.
-    A `waiting` one is to be stepped; a `partial` one, with or without an answer, to be submitted.
+    Attributes:
+        contexts: For each open episode, its id and the number of tokens of its newest turn, input
+            and response. Its environment is called next if it is `waiting`. If it is `partial`, it
+            is submitted.
     """
 
     groups: tuple[RecoveredGroup, ...]
@@ -86,7 +96,7 @@ class RecoveredEpisodes(Message, frozen=True):
 
 
 class EngineUp(Message, frozen=True):
-    """An engine holds `version` and may serve up to `max_running` requests at once."""
+    """An engine has loaded `version` and may run up to `max_running` requests at once."""
 
     engine_id: str
     version: PolicyVersion
@@ -95,23 +105,25 @@ class EngineUp(Message, frozen=True):
 
 
 class EnginesUp(Message, frozen=True):
-    """Several engines come up at once: the work that waits is spread over all of them."""
+    """Several engines have come up at once, so that waiting trajectories are spread over all of
+    them."""
 
     engines: tuple[EngineUp, ...]
 
 
 class EngineDown(Message, frozen=True):
-    """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
+    """An engine is down; trajectories that ran on it are partial, with the tokens that have
+    arrived.
 
-    Its requests report nothing after this: a late `Finished` or `Aborted` cannot be
-    distinguished from that of the request that goes on elsewhere.
+    Its requests must not be reported after this event: a late `Finished` or `Aborted` could not be
+    distinguished from that of the same trajectory's next request.
     """
 
     engine_id: str
 
 
 class TokensArrived(Message, frozen=True):
-    """`count` more tokens of a running trajectory, all made by policy number `version`."""
+    """A running trajectory has `count` more tokens, all generated by policy number `version`."""
 
     trajectory_id: int
     count: int
@@ -119,42 +131,45 @@ class TokensArrived(Message, frozen=True):
 
 
 class LeftQueue(Message, frozen=True):
-    """An engine has begun to compute a request that it had queued; for the trace alone."""
+    """An engine has started to compute a request that it had queued; only the trace uses this
+    event."""
 
     trajectory_id: int
     waited_seconds: float
 
 
 class Finished(Message, frozen=True):
-    """Generation of a trajectory is complete (its last tokens have been reported before)."""
+    """The response of a trajectory is complete; its last tokens have been reported before."""
 
     trajectory_id: int
 
 
 class TurnEnded(Message, frozen=True):
-    """A turn's answer is complete (its last tokens have been reported before)."""
+    """The policy's response of one turn is complete; its last tokens have been reported before."""
 
     trajectory_id: int
 
 
 class EnvironmentReady(Message, frozen=True):
-    """An episode's next turn may be submitted: its input has `context` tokens after the prompt."""
+    """The next turn of an episode may be submitted; its input has `context` tokens after the
+    prompt."""
 
     trajectory_id: int
     context: int
 
 
 class EpisodeEnded(Message, frozen=True):
-    """An episode is complete: its environment is done, or a limit is reached."""
+    """An episode is complete, because its environment ended it or a limit was reached."""
 
     trajectory_id: int
 
 
 class EnvironmentFailed(Message, frozen=True):
-    """An episode's environment has failed, while it was asked.
+    """The environment of a waiting episode has failed.
 
-    `again`: then this member alone starts again, at most `max_regenerations` times; else its group
-    is dropped.
+    Attributes:
+        again: Whether only this trajectory restarts, at most `max_regenerations` times. Otherwise
+            its group is dropped.
     """
 
     trajectory_id: int
@@ -162,33 +177,41 @@ class EnvironmentFailed(Message, frozen=True):
 
 
 class Aborted(Message, frozen=True):
-    """A request ended without finishing (asked for, or the engine's doing): it is partial now."""
+    """A request ended before its response was complete, on request or by the engine itself.
+
+    The trajectory is partial now.
+    """
 
     trajectory_id: int
 
 
 class Refused(Message, frozen=True):
-    """No engine will ever run this request: its group is dropped."""
+    """The engines reject a request as invalid, so its group is dropped."""
 
     trajectory_id: int
 
 
 class ManyAborted(Message, frozen=True):
-    """Requests that ended early one right after the other, each with its last tokens.
+    """Several requests that ended early, one directly after the other, each with its last tokens.
 
-    `requests`: trajectory id, then count and version of each run of tokens. It means exactly
-    `TokensArrived` for each run and then `Aborted`, request by request in this order. A boundary
-    ends thousands at once, for which one event is much cheaper.
+    The event means the same as `TokensArrived` for each span of tokens and then `Aborted`, for one
+    request after the other. A step boundary ends thousands of requests, and one event is much
+    cheaper.
+
+    Attributes:
+        requests: For each request, its trajectory id, then a token count and a policy number for
+            each span of tokens.
     """
 
     requests: tuple[tuple[int, ...], ...]
 
 
 class RewardReady(Message, frozen=True):
-    """A response has its score. `reward=None`: there is none, the scorer failed.
+    """The reward of a finished trajectory; None if its scorer failed.
 
-    `regenerate`: then this member alone starts again from its prompt, at most
-    `max_regenerations` times; else its group is dropped.
+    Attributes:
+        regenerate: Whether, after a failure, only this trajectory restarts from its prompt, at most
+            `max_regenerations` times. Otherwise its group is dropped.
     """
 
     trajectory_id: int
@@ -197,7 +220,8 @@ class RewardReady(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """A load report: share of KV in use (0-1) and preemptions since the last report."""
+    """A load report of an engine: share of its KV cache in use (0 to 1), preemptions since its last
+    report."""
 
     engine_id: str
     kv_usage: float
@@ -205,10 +229,11 @@ class EngineLoad(Message, frozen=True):
 
 
 class BatchTaken(Message, frozen=True):
-    """The trainer took the emitted batch of `step` and works on it.
+    """The trainer has received the batch of `step` and trains on it.
 
-    `at_seconds`: when, on a clock of the driver's that never runs backwards; 0 = unknown. Only
-    `concurrency: auto` uses it.
+    Attributes:
+        at_seconds: Time of the event on a monotonic clock of the driver; 0 if unknown. Only
+            `concurrency: auto` uses it.
     """
 
     step: int
@@ -222,7 +247,7 @@ class UpdateRequested(Message, frozen=True):
 
 
 class WeightsPublished(Message, frozen=True):
-    """All engines that are up hold this version now."""
+    """All engines that are up have loaded `version`."""
 
     version: PolicyVersion
 
@@ -255,13 +280,14 @@ Event = (
 
 
 class RequestPrompts(Message, frozen=True):
-    """`count` more groups are wanted."""
+    """Request `count` more groups from the task."""
 
     count: int
 
 
 class Submit(Message, frozen=True):
-    """Start a trajectory on an engine, or go on with it from its stored tokens."""
+    """Start the request of a trajectory on an engine; with `resume`, continue from its stored
+    tokens."""
 
     trajectory_id: int
     engine_id: str
@@ -269,19 +295,20 @@ class Submit(Message, frozen=True):
 
 
 class StartEpisode(Message, frozen=True):
-    """Begin an episode: its environment gives the first turn's input."""
+    """Start the environment of an episode; it returns the input of the first turn."""
 
     trajectory_id: int
 
 
 class StepEnvironment(Message, frozen=True):
-    """Hand a turn's answer to the environment, once it is committed."""
+    """Send the policy's response of a turn to the environment, once the store has committed it."""
 
     trajectory_id: int
 
 
 class Abort(Message, frozen=True):
-    """End a running request early; it will be `Aborted` (or `Finished`, if that came first)."""
+    """End a running request early. `Aborted` follows, or `Finished` if its response was complete
+    first."""
 
     trajectory_id: int
     engine_id: str
@@ -294,15 +321,18 @@ class Score(Message, frozen=True):
 
 
 class Restart(Message, frozen=True):
-    """Forget a trajectory's tokens and reward; it starts again from its prompt."""
+    """Delete the tokens and the reward of a trajectory, which starts again from its prompt.
+
+    Its environment may still be working; whatever it returns is discarded.
+    """
 
     trajectory_id: int
 
 
 class Drop(Message, frozen=True):
-    """A trajectory leaves the run; neither an engine nor a scorer works on it any more.
+    """Drop a trajectory, on which no engine and no scorer works any more.
 
-    Its environment may: what that sends is discarded. So it is after a `Restart`.
+    Its environment may still be working; whatever it returns is discarded.
     """
 
     trajectory_id: int
@@ -310,9 +340,11 @@ class Drop(Message, frozen=True):
 
 
 class EmitBatch(Message, frozen=True):
-    """Batch for update `step`: complete, scored groups, in this order.
+    """Emit the batch of update `step`: complete, scored groups, in this order.
 
-    `mask_before`: tokens of policy numbers below it are not trained (boundary action `mask`).
+    Attributes:
+        mask_before: Tokens of policy numbers below this one are not trained (`on_stale: mask`);
+            None trains all.
     """
 
     step: int
@@ -321,23 +353,25 @@ class EmitBatch(Message, frozen=True):
 
 
 class PauseEngines(Message, frozen=True):
-    """Stop generation for a weight transfer, with SGLang's mode of that name."""
+    """Pause generation on all engines before a weight transfer, with the SGLang pause mode
+    `mode`."""
 
     mode: Literal["in_place", "retract"]
 
 
 class AllowUpdate(Message, frozen=True):
-    """Engines are ready (idle or paused): the weight transfer of `number` may begin."""
+    """Allow the weight transfer of version `number`, because engines are idle or paused."""
 
     number: int
 
 
 class ResumeEngines(Message, frozen=True):
-    """Generation goes on after a transfer."""
+    """Continue generation on all engines after a weight transfer."""
 
 
 class Warn(Message, frozen=True):
-    """A failure signature was seen, by its name, with what to change."""
+    """Warn the user about a problem that has the short name `name`; `message` says what to
+    change."""
 
     name: str
     message: str

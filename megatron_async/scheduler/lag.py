@@ -1,20 +1,22 @@
-"""The staleness bound: which open groups the next batch may hold, and which must be in it.
+"""Enforces the staleness bound: which groups the next batch may contain, and which it must contain.
 
-Let B be the groups of a batch, k the bound, v the version that engines serve, n the next batch. A
-group whose oldest token is of version a has the deadline a + k: the last batch it may be in.
+Let B be the number of groups of a batch, k the bound, v the version that the engines serve, and n
+the next batch. A group whose oldest token is of version a has the deadline a + k: the last batch
+that may contain it.
 
 Invariants
-- Capacity (`Scheduler._groups_allowed`): a group is started under v only while fewer than
+- Capacity (`Scheduler._groups_allowed`): a group is started under version v only while fewer than
   (v + k + 1 - n) B groups are started and not consumed. So at most (d + 1 - n) B open groups have a
-  deadline <= d, and taking batches in the order of deadlines would meet all of them.
-- `may_emit` (`on_stale: wait`) keeps that so although groups complete in any order: batch n waits
+  deadline <= d, and batches that take groups in the order of deadlines would meet all deadlines.
+- `may_emit` (`on_stale: wait`) preserves this although groups complete in any order: batch n waits
   while emitting it would leave more than (d - n) B groups with a deadline <= d, for any d.
-- `expired` names every group whose deadline has passed, after each batch: none is ever batched.
-- What even waiting cannot save (more groups recovered, or oversampled, than batches fit) never
-  blocks: only losses beyond the unavoidable ones do.
+- After each batch, `expired` returns every group whose deadline has passed. None of them is ever
+  batched.
+- Losses that waiting cannot avoid never block a batch. They occur if more groups were recovered or
+  oversampled than the batches before their deadlines have room for. Only additional losses block.
 
-Cost: O(1) to move a group; for the rest O(distinct versions), at most about k + 2, each of which
-`may_emit` looks up in the complete groups (O(log n)).
+Cost: O(1) to move a group. The other methods take O(distinct versions), at most about k + 2. For
+each version, `may_emit` counts complete groups in O(log n).
 """
 
 from collections.abc import Callable
@@ -23,9 +25,10 @@ from megatron_async.scheduler.state import GroupEntry
 
 
 class LagLedger:
-    """Open groups by the version of their oldest token. Without a bound it stays empty.
+    """Open groups, by the policy number of their oldest token; empty if there is no staleness
+    bound.
 
-    `next_step` is the next batch to emit.
+    `next_step` is the number of the next batch to emit.
     """
 
     def __init__(self, bound: int | None, groups_per_batch: int, next_step: int) -> None:
@@ -34,8 +37,8 @@ class LagLedger:
         self._batch = groups_per_batch
         self._groups: dict[int, dict[int, GroupEntry]] = {}
 
-    def place(self, group: GroupEntry, oldest: int | None) -> None:
-        """Record the oldest version of an open, incomplete group."""
+    def record(self, group: GroupEntry, oldest: int | None) -> None:
+        """Record that the oldest token of the open group `group` is of policy number `oldest`."""
         if oldest == group.oldest:
             return
         self.remove(group)
@@ -44,7 +47,7 @@ class LagLedger:
             self._groups.setdefault(oldest, {})[group.spec.group_id] = group
 
     def remove(self, group: GroupEntry) -> None:
-        """The group is consumed or dropped."""
+        """Remove a group that is batched or dropped."""
         if group.oldest is None or self._bound is None:
             return
         same_version = self._groups[group.oldest]
@@ -54,19 +57,22 @@ class LagLedger:
 
     @property
     def floor(self) -> int:
-        """Oldest version that the next batch may hold."""
+        """Oldest policy number whose tokens the next batch may contain."""
         return 0 if self._bound is None else max(0, self.next_step - self._bound)
 
     def expired(self) -> list[GroupEntry]:
-        """Groups that can be in no batch from the next one on, oldest first."""
+        """Return the groups that are too old for the next batch and for every later one, oldest
+        first."""
         floor = self.floor
         versions = sorted(version for version in self._groups if version < floor)
         return [group for version in versions for group in list(self._groups[version].values())]
 
     def may_emit(self, complete: Callable[[int], int]) -> bool:
-        """Return whether a batch of the oldest complete groups may be emitted now.
+        """Return whether the oldest complete groups may be emitted as the next batch now.
 
-        `complete(version)`: complete groups whose oldest token is of this version or an older one.
+        Args:
+            complete: Function that returns, for a policy number, how many complete groups have an
+                oldest token of this number or an older one.
         """
         if self._bound is None:
             return True

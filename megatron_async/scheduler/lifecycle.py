@@ -1,16 +1,20 @@
-"""The life of trajectories and groups: pending -> running <-> partial -> finished -> scored ->
-batched, or dropped. An episode begins by `waiting` for its environment, and waits after each turn.
+"""Manages the states of trajectories and groups.
+
+A trajectory is pending -> running <-> partial -> finished -> scored -> batched, or it is dropped.
+An episode is first `waiting` for its environment, and waits again after each turn.
 
 Invariants
-- A group leaves whole: in one batch when all members are scored, or by `Drop` of every member
-  with one reason.
-- `Drop`, `Restart` and `Score` are emitted only when no engine or scorer works on the trajectory;
-  until then it keeps its slot and carries its ending.
-- After every change no open group is past its deadline, but under `on_stale: mask`.
-- `open_groups` counts groups that were started and neither batched nor dropped;
-  `finished_groups` those of them whose members all have their whole response, scored or not;
-  `open_episodes` members whose environment was begun and that have neither ended nor left.
-- Members that are not begun wait in `starts`: of episodes a queue of its own, else the work queue.
+- The members of a group leave together: in one batch when all are scored, or by a `Drop` of every
+  member with the same reason.
+- `Drop`, `Restart` and `Score` are emitted only when no engine or scorer works on the trajectory.
+  Until then the trajectory keeps its request, and its `deferred_action` says what follows.
+- After every change no open group is past its deadline, except with `on_stale: mask`.
+- `open_groups` counts groups that were started and are neither batched nor dropped.
+  `finished_groups` counts the open groups whose members all have a complete response, scored or
+  not. `open_episodes` counts trajectories whose environment was started and that have not ended,
+  left or restarted.
+- Members that were not started yet wait in `starts`. For episodes this is a separate queue,
+  otherwise it is the work queue.
 """
 
 from bisect import insort
@@ -37,11 +41,14 @@ _PENDING, _RUNNING, _PARTIAL, _WAITING = (
     TrajectoryState.RUNNING,
     TrajectoryState.PARTIAL,
     TrajectoryState.WAITING,
-)  # looked up once: a boundary changes thousands of states
+)  # Looked up once, because a step boundary changes thousands of states.
 
 
 class Lifecycle:
-    """Owns every trajectory that is neither batched nor dropped; appends actions to `out`."""
+    """Owns every trajectory that is neither batched nor dropped.
+
+    Methods append the actions that they cause to their argument `out`.
+    """
 
     def __init__(self, config: ScheduleConfig, fleet: ServingEngines, first_step: int) -> None:
         self._config = config
@@ -60,30 +67,35 @@ class Lifecycle:
 
     @property
     def none_unfinished(self) -> bool:
-        """Return whether all groups are complete."""
+        """Whether every group, started or not, is complete."""
         return not self.fresh and self.open_groups == self.ready.count
 
     def count(self, state: TrajectoryState) -> int:
-        """Trajectories in this state."""
+        """Return the number of trajectories that are in `state`."""
         return sum(entry.state is state for entry in self._trajectories.values())
 
-    # ------------------------------------------------------------ arriving
+    # ------------------------------------------------------------ new and recovered groups
 
     def add_group(self, spec: ev.GroupSpec) -> GroupEntry:
-        """A group whose trajectories are new here. Raises ValueError for an id that is known."""
+        """Create the entries of a new group and its trajectories; return the group.
+
+        Raises:
+            ValueError: If one of the trajectories exists already.
+        """
         group = new_group(spec)
         for entry in group.members:
             if entry.trajectory_id in self._trajectories:
-                raise ValueError(f"trajectory {entry.trajectory_id} is known already")
+                raise ValueError(f"trajectory {entry.trajectory_id} exists already")
             self._trajectories[entry.trajectory_id] = entry
         return group
 
     def add_fresh(self, group: GroupEntry) -> None:
-        """A group waits for its start: higher priority first, then in order of arrival."""
+        """Queue a group that is not started yet: higher priority first, then in order of
+        arrival."""
         insort(self.fresh, group, key=lambda other: -other.spec.priority)
 
     def start_group(self) -> None:
-        """The next new group's members may be submitted."""
+        """Start the next queued group: its members may be submitted."""
         group = self.fresh.pop(0)
         self._open(group)
         for entry in group.members:
@@ -97,7 +109,11 @@ class Lifecycle:
     def recovered(
         self, event: ev.Recovered | ev.RecoveredEpisodes, version: int, out: Actions
     ) -> None:
-        """Take up all groups where the store left them; `version` is what engines shall serve."""
+        """Create all groups that a resume found in the store, in the states that the store has for
+        them.
+
+        `version` is the policy number that the engines shall serve.
+        """
         contexts = dict(event.contexts) if isinstance(event, ev.RecoveredEpisodes) else {}
         for found in sorted(event.groups, key=lambda found: found.group.group_id):
             self._recover(found, contexts, version, out)
@@ -119,13 +135,13 @@ class Lifecycle:
                 self._begin(entry)
             entry.oldest = known.oldest_version
             entry.newest = version if known.newest_version is None else known.newest_version
-        self.lag.place(group, group.oldest_of_members())
-        gone = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
-        for entry, _ in gone:
+        self.lag.record(group, group.oldest_of_members())
+        dropped = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
+        for entry, _ in dropped:
             group.members.remove(entry)
             del self._trajectories[entry.trajectory_id]
-        if gone:
-            self._drop_group(group, gone[0][1].drop_reason or DropReason.FILTERED, out)
+        if dropped:
+            self._drop_group(group, dropped[0][1].drop_reason or DropReason.FILTERED, out)
             return
         for entry, known in found:
             self._restore(entry, known, out)
@@ -146,16 +162,19 @@ class Lifecycle:
     # ------------------------------------------------------------ running
 
     def submitted(self, entry: TrajectoryEntry, engine: EngineEntry, version: int) -> None:
-        """`entry`, taken from the work queue, runs on `engine`, which serves `version`."""
+        """Record that trajectory `entry`, popped from the work queue, runs on `engine`.
+
+        `version` is the policy number that the engine serves.
+        """
         entry.state = _RUNNING
         if entry.oldest is None:
             entry.oldest = version
             oldest = entry.group.oldest
-            self.lag.place(entry.group, version if oldest is None else min(oldest, version))
+            self.lag.record(entry.group, version if oldest is None else min(oldest, version))
         self._fleet.occupy(entry, engine)
 
     def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
-        """Count tokens; the first one fixes a trajectory's oldest version."""
+        """Count new tokens of a trajectory; its first token determines its oldest policy number."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None:
             self._count(entry, event.count, event.version, out)
@@ -168,21 +187,28 @@ class Lifecycle:
         if first or entry.oldest is None or version < entry.oldest:
             self._oldest_known(entry, version, out)
         if first and entry.state is _PENDING:
-            self._queue(entry)  # a late report after its engine was lost: it is partial now
+            self._queue(
+                entry
+            )  # A late report after its engine was lost; the trajectory is partial now.
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
-        """Correct the version that submission assumed for the oldest token of `entry`."""
+        """Set the policy number of the oldest token of `entry`, which its submission could only
+        assume."""
         if entry.oldest == version:
             return
         entry.oldest = version
         group = entry.group
         if group.drop_reason is None:
-            self.lag.place(group, group.oldest_of_members())
+            self.lag.record(group, group.oldest_of_members())
             if version < self.lag.floor:
                 self.resolve_stale(out)
 
     def finished(self, event: ev.Finished, out: Actions) -> bool:
-        """A response is complete; True when that was news."""
+        """Record that the response of a trajectory is complete, and request its score.
+
+        Returns:
+            Whether the trajectory was not known to be complete before.
+        """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
             return False
@@ -196,31 +222,39 @@ class Lifecycle:
         return True
 
     def _finished(self, entry: TrajectoryEntry) -> None:
-        """`entry` has its whole response."""
+        """Mark `entry` finished; count its group once every member is finished."""
         entry.state = TrajectoryState.FINISHED
         entry.group.unfinished -= 1
         if not entry.group.unfinished:
             self.finished_groups += 1
 
     def _unfinished(self, group: GroupEntry) -> None:
-        """A member of `group` that has its whole response is to start again."""
+        """Count one finished member of `group` as unfinished, because it restarts."""
         if not group.unfinished:
             self.finished_groups -= 1
         group.unfinished += 1
 
     def aborted(self, request: tuple[int, ...], out: Actions) -> None:
-        """A request ended early, with its last tokens (see `ManyAborted`)."""
+        """Record that a request ended before its response was complete, and count its last tokens.
+
+        `request` is the trajectory id, followed by a token count and a policy number for each span
+        of tokens (as in `ManyAborted`).
+        """
         entry = self._trajectories.get(request[0])
         if entry is None:
             return
-        for place in range(1, len(request), 2):
-            self._count(entry, request[place], request[place + 1], out)
+        for i in range(1, len(request), 2):
+            self._count(entry, request[i], request[i + 1], out)
         if entry.state is _RUNNING:
             self._fleet.release(entry)
             self.ended_early(entry, out)
 
     def refused(self, event: ev.Refused, out: Actions) -> None:
-        """The engines take a running request for invalid: a repetition would end the same way."""
+        """Drop the group of a trajectory whose running request the engines have rejected as
+        invalid.
+
+        Another attempt would be rejected in the same way.
+        """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not _RUNNING:
             return
@@ -232,7 +266,8 @@ class Lifecycle:
             self._end(entry, out)
 
     def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """`entry` has left its engine unfinished."""
+        """Queue trajectory `entry`, whose request ended early, again; or carry out its deferred
+        action."""
         if entry.deferred_action is not None:
             self._end(entry, out)
             return
@@ -240,7 +275,7 @@ class Lifecycle:
             was_oldest = entry.oldest == entry.group.oldest
             entry.oldest = None
             if was_oldest:
-                self.lag.place(entry.group, entry.group.oldest_of_members())
+                self.lag.record(entry.group, entry.group.oldest_of_members())
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:
@@ -252,7 +287,7 @@ class Lifecycle:
             self.starts.push(entry)
 
     def abort_all(self, out: Actions) -> None:
-        """End every running request early."""
+        """Abort every running request."""
         for engine in self._fleet.engines.values():
             for entry in engine.running.values():
                 self._abort(entry, engine, out)
@@ -265,7 +300,7 @@ class Lifecycle:
     # ------------------------------------------------------------ episodes
 
     def begin_episodes(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
-        """The environments of these, taken from `starts`, are begun."""
+        """Start the environments of these episodes, which were popped from `starts`."""
         for entry in entries:
             self._begin(entry)
             entry.state = _WAITING
@@ -276,13 +311,17 @@ class Lifecycle:
         self.open_episodes += 1
 
     def _close(self, entry: TrajectoryEntry) -> None:
-        """`entry` has ended, leaves or starts again: it was an open episode, or none."""
+        """Count trajectory `entry` as no longer open, if it is an open episode."""
         if entry.begun:
             self.open_episodes -= 1
             entry.begun = False
 
     def turn_ended(self, event: ev.TurnEnded, out: Actions) -> bool:
-        """The policy has answered; True when that was news."""
+        """Record that the policy's response of a turn is complete, and send it to the environment.
+
+        Returns:
+            Whether the trajectory was running or partial until now.
+        """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state not in (_RUNNING, _PARTIAL):
             return False
@@ -299,14 +338,14 @@ class Lifecycle:
         out.append(ev.StepEnvironment(entry.trajectory_id))
 
     def environment_ready(self, event: ev.EnvironmentReady) -> None:
-        """The next turn of an episode may run."""
+        """Queue the next turn of an episode, whose input the environment has returned."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None and entry.state is _WAITING:
             entry.extra_context_tokens = event.context - entry.tokens
             self._queue(entry)
 
     def episode_ended(self, event: ev.EpisodeEnded, out: Actions) -> None:
-        """The environment is done."""
+        """Record that an episode has ended, and request its score."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None and entry.state is _WAITING:
             self._close(entry)
@@ -314,7 +353,8 @@ class Lifecycle:
             out.append(ev.Score(entry.trajectory_id))
 
     def environment_failed(self, event: ev.EnvironmentFailed, out: Actions) -> None:
-        """The member starts again alone, or its group leaves."""
+        """Restart an episode whose environment failed, or drop its group after too many
+        restarts."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not _WAITING:
             return
@@ -326,7 +366,11 @@ class Lifecycle:
     # ------------------------------------------------------------ scored and batched
 
     def scored(self, event: ev.RewardReady, out: Actions) -> None:
-        """The scorer has answered, or failed."""
+        """Record the reward of a finished trajectory, or the failure of its scorer.
+
+        After a failure the trajectory restarts if the event asks for that and `max_regenerations`
+        allows it. Otherwise its group is dropped.
+        """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not TrajectoryState.FINISHED:
             return
@@ -338,15 +382,16 @@ class Lifecycle:
             self._unfinished(entry.group)
             self._regenerate(entry, out)
         else:
-            entry.state = TrajectoryState.SCORED  # nothing works on it any more
+            entry.state = TrajectoryState.SCORED  # No engine or scorer works on it any more.
             self._drop_group(entry.group, DropReason.SCORER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """`entry` alone starts again; its group waits for it."""
+        """Restart only trajectory `entry`, after a failure of its scorer or environment; its group
+        waits for it."""
         entry.regenerations += 1
         self.counts.regenerated += 1
         entry.deferred_action = DeferredAction.RESTART
-        self.lag.place(entry.group, entry.group.oldest_of_members())
+        self.lag.record(entry.group, entry.group.oldest_of_members())
         self._end(entry, out)
 
     def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
@@ -362,19 +407,23 @@ class Lifecycle:
             self.ready.add(group)
 
     def drop_oldest_ready(self, out: Actions) -> None:
-        """Make room in the ring."""
-        self._drop_group(self.ready.take(), DropReason.OVERFLOW, out)
+        """Drop the oldest complete group, because finished groups exceed `max_waiting_batches`."""
+        self._drop_group(self.ready.pop(), DropReason.OVERFLOW, out)
 
-    def take_batch(self, size: int, out: Actions) -> bool:
-        """Emit the oldest `size` complete groups as the next batch, and settle what is stale then.
+    def emit_batch(self, size: int, out: Actions) -> bool:
+        """Emit the oldest `size` complete groups as the next batch; then handle groups that became
+        too old.
 
-        Returns False when fewer than `size` of them have a token that may be trained (`mask`).
+        With `on_stale: mask`, groups without any token that may be trained are dropped first.
+
+        Returns:
+            False if fewer than `size` groups are left after that; no batch is emitted then.
         """
         groups: list[GroupEntry] = []
         masks = self._config.on_stale == "mask"
         step, floor = self.lag.next_step, self.lag.floor
         while self.ready.count and len(groups) < size:
-            group = self.ready.take()
+            group = self.ready.pop()
             if masks and all(entry.newest < floor for entry in group.members):
                 self._drop_group(group, DropReason.STALE, out)
             else:
@@ -397,10 +446,10 @@ class Lifecycle:
         self.resolve_stale(out)
         return True
 
-    # ------------------------------------------------------------ leaving and starting again
+    # ------------------------------------------------------------ drops and restarts
 
     def _drop_group(self, group: GroupEntry, reason: DropReason, out: Actions) -> None:
-        """All members leave, now or when their request or score has ended."""
+        """Drop all members of `group`, each as soon as its running request or scoring has ended."""
         group.drop_reason = reason
         self.ready.discard(group)
         self.lag.remove(group)
@@ -420,12 +469,12 @@ class Lifecycle:
             self._end(entry, out)
 
     def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Drop `entry`, on which no engine or scorer works any more, or start it again."""
+        """Drop or restart trajectory `entry`, on which no engine or scorer works any more."""
         waits_in = self.work if entry.tokens or entry.begun else self.starts
         self._close(entry)
         if entry.deferred_action is DeferredAction.RESTART:
             self.counts.restart(entry)
-            entry.forget_tokens()
+            entry.reset()
             out.append(ev.Restart(entry.trajectory_id))
             waits_in.remove(entry)
             self.starts.push(entry)
@@ -438,9 +487,10 @@ class Lifecycle:
         out.append(ev.Drop(entry.trajectory_id, reason))
 
     def resolve_stale(self, out: Actions) -> None:
-        """Settle groups that no batch may hold as they are (`on_stale`); `mask` keeps them.
+        """Drop or restart what is too old for the next batch, as `on_stale` says.
 
-        What `wait` could not save (`LagLedger.may_emit`) is dropped.
+        With `mask` nothing happens here, since too old tokens are masked in the batch. With `wait`,
+        groups that waiting could not save (`LagLedger.may_emit`) are dropped.
         """
         if self._config.on_stale == "mask":
             return
@@ -461,4 +511,4 @@ class Lifecycle:
                     if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
                         self._unfinished(group)
                     self._end_when_free(entry, DeferredAction.RESTART, out)
-            self.lag.place(group, group.oldest_of_members())
+            self.lag.record(group, group.oldest_of_members())

@@ -1,29 +1,31 @@
-"""Record a scheduler's events and actions; replay them against the code of today.
+"""Records the scheduler's events and actions in files, and replays them against the current code.
 
-One JSON value a line. The first holds the format's version, the schedule's settings, the first
-step and the policy version; every other one an event and its actions, each as `[name, fields...]`:
+A file has one JSON value per line. The first line contains the version of the format, the
+schedule's settings, the first step and the policy version. Every other line contains an event and
+its actions, each as `[name, fields...]`:
 
     {"e": ["Finished", 17], "a": [["Score", 17], ["Submit", 93, "engine-0", false]]}
 
-With a clock, a third key `t` is the time of that, in seconds since the epoch; a replay ignores it.
-An event at which the scheduler raised has the exception in place of actions, `["Raised", "..."]`.
+With a clock, a third key `t` is the time in seconds since the epoch; a replay ignores it. If the
+scheduler raised an exception, the line has `["Raised", "..."]` instead of actions.
 
-A long record goes on in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`: `lost` counts
-how often the lineage's rollout manager had been lost before, `segment` the files of one record;
-what is left out is 0. Each of them has a snapshot of the
-scheduler in its first line, and how many events came before: it can be replayed without the files
-before it, which are removed after a while.
+A long record continues in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`. `lost` is
+the number of rollout managers that the lineage had lost before, and `segment` counts the files of
+one record; an omitted part is 0. The first line of a further file contains a snapshot of the
+scheduler and the number of events before it. So each file can be replayed without the earlier ones,
+which are removed after a while.
 
 Invariants
-- An event is recorded whatever the scheduler did with it, and when it raised, flushed at once.
-- A record read back is equal to what was written, in the types that its fields declare. A line with
-  a field missing or unknown, or with a value of another type, is refused by number.
-- A last line that a crash cut short is ignored; a damaged line anywhere else is refused by number.
-- `replay` has no side effect but reading the file.
-- No file is ever overwritten, and no name is used again after its file was removed.
-- The files of a directory take at most `most_bytes` and one snapshot, over all lineages: beyond
-  that the oldest go. Of the record that is being written, older segments than the last
-  `keep_steps` steps need go too. The file that is being written stays.
+- Every event is recorded. If the scheduler raised an exception, the record is flushed at once.
+- A record that is read is equal to what was written, in the types that its fields declare. A line
+  with a missing or unknown field, or with a value of another type, is refused with its number.
+- A last line that a crash cut short is ignored. A damaged line anywhere else is refused with its
+  number.
+- `replay` has no side effect except reading the file.
+- No file is ever overwritten, and the name of a removed file is never used again.
+- The files of a directory, of all lineages, take at most `most_bytes` and one snapshot; beyond that
+  the oldest files are removed. Of the record that is being written, files older than the last
+  `keep_steps` steps may be removed too. The file that is being written stays.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,18 +49,18 @@ from megatron_async.trajectory.types import PolicyVersion
 _T = TypeVar("_T")
 
 _SEGMENTS = 4
-"""Segments in which the steps, or the bytes, that are kept are divided."""
+"""Number of files among which the recorded steps, or bytes, are divided."""
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 11
 """Raised when a message or the schedule in the header changes; other versions are refused."""
-# Recorded events of so many steps are kept, in at most so many bytes; the oldest are removed first.
-# Fifty steps show what led to a state, and the bytes bound what a long run leaves on disk.
+# A run keeps the recorded events of its last `KEPT_STEPS` steps, in at most `MOST_BYTES` bytes; the
+# oldest are removed first. Fifty steps show what led to a state.
 KEPT_STEPS = 50
 MOST_BYTES = 512 << 20
 
 
 class Raised(ev.Message, frozen=True):
-    """Takes the place of actions where the scheduler raised: `repr` of the exception."""
+    """Recorded instead of actions if the scheduler raised an exception; `error` is its `repr`."""
 
     error: str
 
@@ -70,7 +72,8 @@ RecordedAction = ev.Action | Raised
 
 
 class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
-    """Arguments of the recorded scheduler, and its state after `events_before` events."""
+    """First line of a record file: the scheduler's arguments, and its state after `events_before`
+    events."""
 
     config: ScheduleConfig
     first_step: int
@@ -79,7 +82,11 @@ class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
     snapshot: dict[str, Any] | None = None
 
     def scheduler(self) -> Scheduler:
-        """The scheduler that takes the record's first event. Raises UserError (see `thaw`)."""
+        """Create the scheduler that the first event of the file was sent to.
+
+        Raises:
+            UserError: If the snapshot is of code whose classes have other fields.
+        """
         scheduler = Scheduler(self.config, first_step=self.first_step, version=self.version)
         if self.snapshot is not None:
             thaw(self.snapshot, scheduler)
@@ -87,7 +94,7 @@ class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """An event, its actions and their time, by the keys that a line has."""
+    """A line of a record file: an event (e), its actions (a), and its time (t)."""
 
     e: ev.Event
     a: Sequence[RecordedAction]
@@ -100,9 +107,11 @@ _DECODE = msgspec.json.Decoder(_Line).decode
 
 @dataclass(frozen=True)
 class Exchange:
-    """An event and the actions it caused; `index` counts from 0 at the record's beginning.
+    """An event and the actions that it caused.
 
-    `at`: seconds since the epoch, None where the record has no times.
+    Attributes:
+        index: Number of the event, counted from 0 at the start of the record.
+        at: Time in seconds since the epoch; None if the record has no times.
     """
 
     index: int
@@ -113,7 +122,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first action that is not what was recorded; None = there is no action in that place."""
+    """The first action of a replay that differs from the record; None stands for a missing
+    action."""
 
     index: int
     event: ev.Event
@@ -123,13 +133,14 @@ class Divergence:
 
     def __str__(self) -> str:
         return (
-            f"event {self.index} ({self.event}): action {self.position} was "
-            f"{self.recorded or 'nothing'}, now it is {self.replayed or 'nothing'}"
+            f"event {self.index} ({self.event}): recorded action {self.position} is "
+            f"{self.recorded or 'missing'}, the replayed one is {self.replayed or 'missing'}"
         )
 
 
 class RecordKey(NamedTuple):
-    """Parts of a record file's name; keys sort in the order in which files were written."""
+    """The numbers in the name of a record file; keys sort in the order in which the files were
+    written."""
 
     lineage: int
     lost: int = 0
@@ -137,7 +148,7 @@ class RecordKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """Name of the record file."""
         parts = list(self)
         while len(parts) > 1 and not parts[-1]:
             parts.pop()
@@ -145,7 +156,7 @@ class RecordKey(NamedTuple):
 
 
 def record_key(path: Path) -> RecordKey | None:
-    """The key of a record file; None for other files."""
+    """Return the key of a record file; None for other files."""
     parts = path.name.removesuffix(".jsonl").split(".")
     if not all(part.isdecimal() and part.isascii() for part in parts) or len(parts) > 3:
         return None
@@ -154,13 +165,13 @@ def record_key(path: Path) -> RecordKey | None:
 
 
 def record_files(directory: Path) -> dict[RecordKey, Path]:
-    """All record files of a directory, oldest first."""
+    """Return all record files of a directory, oldest first."""
     keyed = ((record_key(path), path) for path in directory.glob("*.jsonl"))
     return dict(sorted((key, path) for key, path in keyed if key is not None))
 
 
 class RecordFiles:
-    """The files of one record: where it goes on, and what goes for it."""
+    """The files of one record: names the next file, and removes files that are no longer needed."""
 
     def __init__(self, directory: Path, lineage: int, *, keep_steps: int, most_bytes: int) -> None:
         earlier = [key.lost for key in record_files(directory) if key.lineage == lineage]
@@ -171,7 +182,11 @@ class RecordFiles:
         self._steps = 0
 
     def open_next(self) -> JsonLinesFile:
-        """The next file, empty; what need not be kept any more is removed. Raises CannotWrite."""
+        """Create the next file of the record, and remove files that need not be kept any longer.
+
+        Raises:
+            CannotWrite: If the file cannot be created.
+        """
         self._steps = 0
         self._key = self._key._replace(segment=self._key.segment + 1)
         with writing(self._directory):
@@ -181,7 +196,10 @@ class RecordFiles:
         return stream
 
     def full(self, actions: Sequence[object], size: int) -> bool:
-        """Return whether the next file is due after these actions, with `size` bytes written."""
+        """Count the batches in `actions`; return whether the record should continue in a new file.
+
+        `size` is the number of bytes in the current file.
+        """
         if any(isinstance(action, ev.EmitBatch) for action in actions):
             self._steps += 1
             if self._steps >= self._steps_each:
@@ -201,10 +219,9 @@ class RecordFiles:
 
 
 class Recorder:
-    """Writes one record, to a stream or to a run's files; the caller flushes and closes it.
+    """Writes one record, to a stream or to a run's record files; the caller flushes and closes it.
 
-    At the end of a file the next one begins with a snapshot. That takes some time: 4,096 requests
-    in flight, 40 ms.
+    A further file begins with a snapshot. Writing it takes 40 ms with 4,096 requests in flight.
     """
 
     def __init__(
@@ -229,10 +246,10 @@ class Recorder:
             "version": list(version),
         }
         self._write(self._header)
-        self.flush()  # a file without its header is no record
+        self.flush()  # A file without its header cannot be read as a record.
 
     def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
-        """`scheduler.step(event)`, recorded; what it raises is recorded and raised on."""
+        """Call `scheduler.step(event)` and record it; an exception is recorded and raised again."""
         try:
             actions = scheduler.step(event)
         except Exception as error:
@@ -245,24 +262,24 @@ class Recorder:
         return actions
 
     def _go_on(self, files: RecordFiles, scheduler: Scheduler) -> None:
-        """Go on in the next file."""
+        """Continue the record in the next file."""
         self._stream.close()
         self._stream = files.open_next()
         self._write({**self._header, "events_before": self._events, "snapshot": freeze(scheduler)})
         self._size = 0
 
     def write(self, event: ev.Event, actions: Sequence[RecordedAction]) -> None:
-        """Write an event and its actions."""
+        """Record an event and its actions."""
         self._events += 1
         at = None if self._clock is None else round(self._clock(), 4)
         self._size += self._write(_Line(event, actions, at))
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Pass buffered lines to the operating system."""
         self._stream.flush()
 
     def close(self) -> None:
-        """End the record."""
+        """Close the record's file."""
         self._stream.close()
 
     def _write(self, line: dict[str, Any] | _Line) -> int:
@@ -275,7 +292,12 @@ def new_record(
     version: PolicyVersion,
     clock: Callable[[], float] | None = None,
 ) -> Recorder | None:
-    """The next record of the lineage of `version`; None without a directory. Raises CannotWrite."""
+    """Start the next record of the lineage of `version` in `directory`; return None without a
+    directory.
+
+    Raises:
+        CannotWrite: If the file cannot be created.
+    """
     if directory is None:
         return None
     files = RecordFiles(
@@ -290,7 +312,7 @@ def new_record(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; an incomplete last one is left out."""
+    """Yield the lines of a file with their numbers; an incomplete last line is left out."""
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -303,7 +325,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
-    """Header and exchanges of a record. Raises UserError for a file that is not one."""
+    """Read a record file; return its header and an iterator over its exchanges.
+
+    Raises:
+        UserError: If the file is not a record, or is damaged.
+    """
     lines = _lines(path)
     number, text = next(lines, (0, b"null"))
     first = _decoded(path, number, text, msgspec.json.decode)
@@ -311,13 +337,13 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
         raise UserError(f"{path} is not a schedule record")
     if first.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"schedule record {path} has format_version {first.get('format_version')}, this "
+            f"schedule record {path} has format_version {first.get('format_version')}; this "
             f"program reads {FORMAT_VERSION}"
         )
     try:
         header = msgspec.convert(first, Header, dec_hook=_schedule)
     except msgspec.ValidationError as error:
-        raise UserError(f"schedule record {path}: its header does not fit ({error})") from error
+        raise UserError(f"schedule record {path}: its header is invalid ({error})") from error
     return header, _exchanges(path, lines, header.events_before)
 
 
@@ -326,7 +352,11 @@ def _schedule(_: type, settings: Any) -> ScheduleConfig:
 
 
 def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]) -> _T:
-    """Return what a line holds. Raises UserError for a damaged one."""
+    """Decode the text of line `number`.
+
+    Raises:
+        UserError: If the line is damaged.
+    """
     try:
         return decode(text)
     except msgspec.ValidationError as error:
@@ -340,7 +370,9 @@ def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]
 def _line(text: bytes) -> _Line:
     line = _DECODE(text)
     if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
-        raise msgspec.ValidationError("a field is missing")  # one that has a default
+        raise msgspec.ValidationError(
+            "a field is missing"
+        )  # The field has a default, so decoding has filled it in.
     return line
 
 
@@ -356,11 +388,19 @@ def replay(
     watch: Callable[[Exchange], None] | None = None,
     raised: Callable[[Exchange, Exception], None] | None = None,
 ) -> Divergence | None:
-    """Feed a record to the scheduler again; the first action that differs, or None.
+    """Send the events of a record to a scheduler; return the first action that differs, or None.
 
-    `make` builds another scheduler than today's; `watch` sees every exchange (a timeline), `raised`
-    what the scheduler raises now, with its traceback. It goes on after an exception that was
-    recorded, as the record does: there may have been more events before the run ended.
+    After a recorded exception the replay continues, because the run may have sent more events
+    before it ended.
+
+    Args:
+        path: The record file.
+        make: Creates the scheduler from the header; None uses the current code.
+        watch: Called with every exchange before it is replayed.
+        raised: Called with an exception that the scheduler raises in the replay.
+
+    Raises:
+        UserError: If the file is not a record, is damaged, or has a snapshot of other code.
     """
     header, exchanges = read_record(path)
     try:
@@ -375,7 +415,7 @@ def replay(
         actions: Sequence[RecordedAction]
         try:
             actions = scheduler.step(exchange.event)
-        except Exception as error:  # noqa: BLE001  (any defect is what a replay is to show)
+        except Exception as error:  # noqa: BLE001  (a replay shows every defect)
             actions = [Raised(repr(error))]
             if raised is not None:
                 raised(exchange, error)
@@ -386,7 +426,8 @@ def replay(
 
 
 def first_difference(exchange: Exchange, actions: Sequence[RecordedAction]) -> Divergence | None:
-    """Return the first place where `actions` differ from the recorded ones."""
+    """Return the first difference between `actions` and the recorded actions; None if they are
+    equal."""
     for position, (before, now) in enumerate(zip_longest(exchange.actions, actions)):
         if before != now or type(before) is not type(now):
             return Divergence(exchange.index, exchange.event, position, before, now)

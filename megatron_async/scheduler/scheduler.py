@@ -1,31 +1,33 @@
-"""The scheduler: events in, actions out. No clock, no socket, no randomness, no logging.
+"""Provides the scheduler: it receives events and returns actions, without clock, I/O or randomness.
 
-Invariants, for every point of the policy space
-- At most N' requests are in flight, an aborted one counts until it has ended; slots are full
-  whenever there is work that may run and an engine with room that holds the current version.
-- Partial trajectories are submitted first, then the rest of started groups, then new groups.
-- Where trajectories are episodes, their environments are begun in that order, as far as
-  `open_episodes` goes; beginning one, and waiting for it, takes no slot. An episode that has begun
-  goes on, also while a boundary drains: it is drained when none is open.
+Invariants, for all settings
+- At most N' requests are in flight; an aborted request counts until it has ended. A request is
+  submitted whenever fewer are in flight, a trajectory may run, and an engine with the current
+  version has a free request.
+- Partial trajectories are submitted first, then the remaining members of started groups, then new
+  groups.
+- For episodes, environments are started in that order, up to `open_episodes`. Starting an
+  environment and waiting for it uses no request. An episode that was started continues even while
+  `boundary: drain` waits: the drain is over when no episode is open.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
   fill `max_waiting_batches`. Only the start of groups is limited: members of started groups and
-  partial trajectories may always be submitted while slots are free, since a batch may be waiting
+  partial trajectories may always be submitted while requests are free, since a batch may be waiting
   for them.
 - Back-pressure never stops a run: the groups that cause it are finished and make at least one batch
   (`max_waiting_batches` >= 1). They proceed to a score, a batch, the trainer or a drop without any
   new group.
-- Nothing is submitted to an engine of another version, between a weight update's request and its
-  publication, between a batch and the version made from it (`overlap: false`), or while the lag
-  bound would refuse what the current version writes.
-- A group is batched once, complete, or all of it is dropped: when one member is dropped, so are
-  the others, with the same reason (`lifecycle.py`).
-- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`lag.py`).
-- The same events give the same actions. An event about a trajectory that is gone, or that does
-  not run, changes nothing (late reports after an engine was lost).
+- Nothing is submitted in four cases: to an engine with another version; between the request and the
+  publication of a weight update; with `overlap: false`, between a batch and the version made from
+  it; and while the lag bound would reject tokens of the current version.
+- A group is batched once, when it is complete, or dropped as a whole: if one member is dropped, the
+  others are dropped for the same reason (`lifecycle.py`).
+- With a lag bound k, batch n contains only tokens of version max(0, n - k) or newer (`lag.py`).
+- The same events cause the same actions. An event about a trajectory that no longer exists or does
+  not run changes nothing; such late reports arrive after an engine was lost.
 
-What is where: `lifecycle` trajectories and groups, `queues` the order of submission and of batches,
-`balance` the engines, `lag` the bound, `update_gate` the weight update, `warnings` what goes wrong
-by name. Here: when each of them acts, and how many groups may start.
+`lifecycle` manages trajectories and groups, `queues` the order of submissions and batches,
+`balance` the engines, `lag` the staleness bound, `update_gate` the weight update, and `warnings`
+warnings. This module decides when each of them acts, and how many groups may start.
 """
 
 import math
@@ -43,14 +45,21 @@ from megatron_async.scheduler.update_gate import UpdateGate
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 _PREFETCHED_BATCHES = 1
-"""Emitted batches that may wait for the trainer; the rest of the ring stays undecided here."""
+"""Number of emitted batches that may wait for the trainer; further groups stay complete but
+unbatched."""
 
 
 class Scheduler:
-    """The state machine of every schedule; drive it with `step`, read it with `view`."""
+    """The state machine of every schedule: `step` handles one event, `view` returns counts."""
 
     def __init__(self, config: ScheduleConfig, *, first_step: int, version: PolicyVersion) -> None:
-        """`first_step` is the first batch to emit, `version` what the engines shall hold for it."""
+        """Create a scheduler without engines and groups.
+
+        Args:
+            config: The schedule.
+            first_step: Number of the first batch to emit.
+            version: The policy version that engines shall serve for that batch.
+        """
         self.config = config
         self._version = version
         self._fleet = ServingEngines()
@@ -68,7 +77,7 @@ class Scheduler:
         self._warnings = warnings.SchedulerWarnings(config)
 
     def step(self, event: ev.Event) -> list[ev.Action]:
-        """Take one event; return what must be done now, in this order."""
+        """Handle one event; return the actions to carry out now, in this order."""
         actions: Actions = []
         kind = type(event)
         _HANDLERS[kind](self, event, actions)
@@ -78,7 +87,7 @@ class Scheduler:
 
     @property
     def concurrency(self) -> int:
-        """N' as it is now."""
+        """Largest number of requests in flight (N') at present."""
         if self._auto is not None:
             return self._auto.limit
         assert isinstance(self.config.concurrency, int)
@@ -86,20 +95,21 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """The source is exhausted and everything it gave was taken by the trainer or dropped.
+        """Whether the task has no more prompts and all its groups are batched and taken, or
+        dropped.
 
-        Groups too few for a last batch (fewer than `updates_per_batch`) do not count.
+        Groups that are too few for a last batch (fewer than `updates_per_batch`) do not count.
         """
         left_over = self._life.ready.count < self.config.updates_per_batch
         return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
 
     @property
     def complete_groups(self) -> int:
-        """Groups that wait for a batch with all their scores."""
+        """Number of groups that have all their scores and wait for a batch."""
         return self._life.ready.count
 
     def view(self) -> SchedulerView:
-        """Counts for metrics; looks at every trajectory."""
+        """Return the counts that metrics show. The cost is linear in the number of trajectories."""
         life, counts = self._life, self._life.counts
         return SchedulerView(
             version=self._version,
@@ -138,7 +148,7 @@ class Scheduler:
         fleet, aborted, waits = self._fleet, self._life.aborted, self._awaits_version
         for request in event.requests:
             aborted(request, out)
-            if not (fleet.in_flight and waits):  # `_advance_unless_waiting`, thousands of times
+            if not (fleet.in_flight and waits):  # The condition of `_advance_unless_waiting`.
                 self._advance(out)
                 waits = self._awaits_version
 
@@ -215,18 +225,19 @@ class Scheduler:
         self._advance(out)
 
     def _advance(self, out: Actions) -> None:
-        """Do whatever has become possible."""
+        """Do everything that is possible now: emit batches, drop overflow, allow an update,
+        submit."""
         self._emit_batches(out)
         self._shed_overflow(out)
         out.extend(self._gate.ready(self._fleet.in_flight))
         self._fill(out)
 
     def _advance_unless_waiting(self, out: Actions) -> None:
-        """Advance after the end of a request or of scoring, unless a report is waited for.
+        """Call `_advance` after a request or a scoring has ended, unless it could do nothing.
 
-        Between a batch and the version made from it nothing is emitted or submitted, and weights
-        wait for the last request: there is nothing to do while others still run. (At a boundary
-        thousands end one after the other.)
+        Between a batch and the version made from it, nothing is emitted or submitted, and the
+        weight update waits for the last running request. So nothing is possible while other
+        requests still run. At a step boundary thousands of requests end one after the other.
         """
         if not (self._fleet.in_flight and self._awaits_version):
             self._advance(out)
@@ -241,10 +252,10 @@ class Scheduler:
         return not self._awaits_version and not self._gate.closed
 
     def _batch_size(self) -> int:
-        """Groups of the next batch if they are complete, else 0.
+        """Return the number of groups of the next batch if they are complete, else 0.
 
-        When the source is exhausted and nothing else is under way, what is left is a last, smaller
-        batch, unless it has fewer groups than minibatches.
+        If the task has no more prompts and nothing else is unfinished, the remaining groups are a
+        last, smaller batch, unless they are fewer than its minibatches.
         """
         complete = self._life.ready.count
         if complete >= self.config.groups_per_batch:
@@ -266,7 +277,7 @@ class Scheduler:
                 self._draining = True
                 return
             step = self._life.lag.next_step
-            if not self._life.take_batch(size, out):
+            if not self._life.emit_batch(size, out):
                 continue
             self._untaken.append(step)
             if self.config.boundary == "abort" and not self.config.overlap:
@@ -284,7 +295,8 @@ class Scheduler:
     # ------------------------------------------------------------ submitting
 
     def _fill(self, out: Actions) -> None:
-        """Use free slots: partial trajectories, started groups, new groups, more prompts."""
+        """Use free requests for partial trajectories, started groups and new groups; then request
+        prompts."""
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._gate.closed:
             return
@@ -295,7 +307,7 @@ class Scheduler:
             return
         free, work = self._free_slots(), self._life.work
         while free:
-            entries = work.take(free)
+            entries = work.pop(free)
             if entries:
                 self._submit(entries, out)
                 free -= len(entries)
@@ -304,13 +316,14 @@ class Scheduler:
                 return
 
     def _fill_episodes(self, out: Actions) -> None:
-        """Submit turns that are ready, and begin episodes, of new groups too, but in a drain."""
-        entries = self._life.work.take(self._free_slots())
+        """Submit turns that are ready; then start episodes, also of new groups, unless a drain is
+        waiting."""
+        entries = self._life.work.pop(self._free_slots())
         if entries:
             self._submit(entries, out)
         room = 0 if self._draining else self._open_limit - self._life.open_episodes
         while room > 0:
-            entries = self._life.starts.take(room)
+            entries = self._life.starts.pop(room)
             if entries:
                 self._life.begin_episodes(entries, out)
                 room -= len(entries)
@@ -320,21 +333,23 @@ class Scheduler:
 
     @property
     def _open_limit(self) -> int:
-        """Episodes that may be open."""
+        """Largest number of episodes that may be open at once."""
         given = self.config.open_episodes
         limit = given if isinstance(given, int) else 2 * self.concurrency
         return max(self.config.group_size, limit)
 
     def _free_slots(self) -> int:
-        """Requests that may be submitted now: what N' leaves and engines of the version take."""
+        """Return the number of requests that may be submitted now, by N' and by the engines' own
+        limits."""
         free = self.concurrency - self._fleet.in_flight
         if free <= 0:
             return 0
-        room = self._fleet.room(self._version)
+        room = self._fleet.free_requests(self._version)
         return free if room is None else min(free, room)
 
     def _submit(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
-        """Trajectories from the work queue, no more than there are free slots."""
+        """Submit trajectories that were popped from the work queue; there must be a free request
+        for each."""
         placement = self._fleet.placement(self._version, self.concurrency)
         choose, submitted, number = placement.choose, self._life.submitted, self._version.number
         for entry in entries:
@@ -343,14 +358,16 @@ class Scheduler:
             out.append(ev.Submit(entry.trajectory_id, engine.engine_id, entry.tokens > 0))
 
     def _start_group(self) -> bool:
-        """Let the next new group in, if there is one and the limits on groups allow it."""
+        """Start the next new group, if one is queued and another group may start; return whether
+        one started."""
         if not self._life.fresh or self._groups_allowed() == 0:
             return False
         self._life.start_group()
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
-        """Ask for as many groups as `free` places take and limits allow; one answer at a time."""
+        """Request the number of groups that fill `free` requests, as far as limits allow, once at a
+        time."""
         if self._prompts_requested or self._exhausted or self._life.fresh:
             return
         wanted = -(-free // self.config.group_size)
@@ -362,12 +379,12 @@ class Scheduler:
             out.append(ev.RequestPrompts(wanted))
 
     def _groups_allowed(self) -> int | None:
-        """Groups that may be started now; None = as many as slots take.
+        """Return how many groups may be started now; None if only free requests limit them.
 
-        - lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in AReaL's
-          and PRIME-RL's capacity rules, plus the surplus that `oversample` asks for;
-        - `refill: batch`: no more than one (oversampled) batch is open;
-        - back-pressure: no group while finished groups fill `max_waiting_batches`
+        - Lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in the
+          capacity rules of AReaL and PRIME-RL, plus the surplus of `oversample`.
+        - `refill: batch`: at most one (oversampled) batch is open.
+        - Back-pressure: none may start while finished groups fill `max_waiting_batches`
           (`_backpressure_cause`).
         """
         config, life = self.config, self._life
@@ -386,10 +403,11 @@ class Scheduler:
         return max(0, min(limits) - life.open_groups) if limits else None
 
     def _backpressure_cause(self) -> warnings.Cause | None:
-        """Return the reason for which no new group may start, if too much waits for training.
+        """Return why no new group may start because of waiting groups; None if new groups may
+        start.
 
-        Under `overflow: drop_oldest` only what has no score yet counts: the rest makes room by
-        leaving.
+        With `overflow: drop_oldest` only groups without scores count, since complete groups beyond
+        the limit are dropped.
         """
         config, ready = self.config, self._life.ready.count
         limit = config.max_waiting_batches * config.groups_per_batch
@@ -437,4 +455,5 @@ _ENDS = frozenset(
         ev.RewardReady,
     }
 )
-"""After these `_advance_unless_waiting`; all other handlers call `_advance`."""
+"""Events after which `_advance_unless_waiting` is called; the handlers of all others call
+`_advance`."""

@@ -1,13 +1,13 @@
-"""The whole state of a scheduler as JSON types, and a scheduler from it.
+"""Saves the whole state of a scheduler as JSON types, and restores a scheduler from it.
 
-A record that begins in the middle of a run starts with one (`record.py`). It is written by what
-objects have, not by hand: a field that a class gains is in the snapshot, and one that cannot be
-written fails at once.
+A record that begins in the middle of a run starts with such a snapshot (`record.py`). It is derived
+from the attributes of the objects: a new field of a class is in the snapshot without further code,
+and a value of an unsupported type raises an error at once.
 
 Invariants
-- A scheduler that was thawed answers every further event as the frozen one does.
-- What was written by code whose classes have other fields is refused by their name.
-- Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
+- A scheduler that was restored from a snapshot reacts to every further event as the saved one.
+- A snapshot of code whose classes have other fields is refused with a message that names them.
+- Only classes of the scheduler's own modules, and two enums, are ever created from a snapshot.
 """
 
 import enum
@@ -27,13 +27,15 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReason": DropReason} | {
     name: item
     for module in vars(megatron_async.scheduler).values()
-    if isinstance(module, ModuleType)  # those that the import of `Scheduler` has brought
+    if isinstance(module, ModuleType)  # The modules that importing `Scheduler` has imported.
     for name, item in vars(module).items()
     if isinstance(item, type) and item.__module__ == module.__name__
 }
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
-"""First letters of what is neither number nor container: text costs least, in time and bytes."""
+"""First character of strings that stand for a reference, an enum member, a text or the config.
+
+Text costs the least time and bytes this way."""
 _CONTAINERS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
     "list": list,
     "tuple": tuple,
@@ -45,12 +47,17 @@ _CONTAINERS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
 
 
 def _fields(cls: type) -> list[str]:
-    """The fields that a dataclass or a Struct declares; another class declares none."""
+    """Return the names of the fields that a dataclass or a Struct declares; none for other
+    classes."""
     return list(getattr(cls, "__match_args__", ()))
 
 
 class _Freezer:
-    """Writes objects one after the other; a reference is an object's place."""
+    """Converts an object and all objects that it refers to into JSON types.
+
+    Objects are numbered in the order in which they are found, and a reference is the object's
+    number.
+    """
 
     def __init__(self) -> None:
         self._queue: list[object] = []
@@ -59,7 +66,7 @@ class _Freezer:
 
     def objects(self, root: object) -> list[list[Any]]:
         self._value(root)
-        return [self._values(item) for item in self._queue]  # which grows while it is read
+        return [self._values(item) for item in self._queue]  # The queue grows during this loop.
 
     def _values(self, item: object) -> list[Any]:
         name = type(item).__name__
@@ -87,7 +94,7 @@ class _Freezer:
         if cls is ScheduleConfig:
             return _CONFIG
         if _CLASSES.get(cls.__name__) is not cls:
-            raise TypeError(f"{value!r} is no part of a scheduler's state")
+            raise TypeError(f"{value!r} is not part of a scheduler's state")
         if isinstance(value, enum.Enum):
             text = f"{_ENUM}{cls.__name__}.{value.name}"
         else:
@@ -98,14 +105,15 @@ class _Freezer:
 
 
 def freeze(scheduler: Scheduler) -> dict[str, Any]:
-    """A snapshot, of JSON types only."""
+    """Return a snapshot of the scheduler's state, which consists of JSON types."""
     freezer = _Freezer()
     objects = freezer.objects(scheduler)
     return {"classes": freezer.classes, "objects": objects}
 
 
 class _Thawer:
-    """Makes the values of objects; a reference is to one of those `made`."""
+    """Converts the JSON types of a snapshot back into values; references refer to the objects in
+    `made`."""
 
     def __init__(self, config: ScheduleConfig, made: list[Any]) -> None:
         self._config = config
@@ -129,22 +137,23 @@ class _Thawer:
 
 
 def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
-    """Put a new scheduler, of the same configuration, into the state of the frozen one.
+    """Put a new scheduler, which has the same configuration, into the state of a snapshot.
 
-    Raises UserError for a snapshot of code whose classes have other fields.
+    Raises:
+        UserError: If the snapshot is of code whose classes have other fields.
     """
     expected = {name: _fields(cls) for name, cls in _CLASSES.items()}
     expected |= freeze(scheduler)["classes"]
     for name, names in snapshot["classes"].items():
         if expected.get(name) != names:
             raise UserError(
-                f"its snapshot is of a scheduler whose {name} has the fields {names}, this "
-                f"program's has {expected.get(name)}: replay it with the program that wrote it"
+                f"the {name} of its snapshot has the fields {names}, but the one of this program "
+                f"has {expected.get(name)}. Replay it with the program that wrote it."
             )
     made: list[Any] = [scheduler]
     value = _Thawer(scheduler.config, made).value
     for name, *values in snapshot["objects"][1:]:
-        cls = _CLASSES[name]  # of a Struct no part refers to another object
+        cls = _CLASSES[name]  # No field of a Struct refers to another object.
         made.append(cls(*map(value, values)) if issubclass(cls, Struct) else object.__new__(cls))
     for item, (name, *values) in zip(made, snapshot["objects"], strict=True):
         if not isinstance(item, Struct):

@@ -1,11 +1,11 @@
-"""The weight update as the scheduler sees it: engines are made ready, then weights change.
+"""Tracks the weight update in the scheduler: engines become idle or paused, then weights change.
 
 Invariants
-- `AllowUpdate` is emitted once for each request. With `weight_update: in_flight`, `PauseEngines`
-  comes before it. Unless `in_flight` is combined with `boundary: continue`, it waits until no
-  request runs.
-- Between the request and the publication nothing is submitted (`closed`).
-- `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before.
+- `AllowUpdate` is emitted once for each requested update. With `weight_update: in_flight`, it is
+  preceded by `PauseEngines`. It waits until no request runs, except if `weight_update: in_flight`
+  is combined with `boundary: continue`.
+- From the request of an update to its publication nothing is submitted (`closed`).
+- `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before it.
 """
 
 import enum
@@ -15,7 +15,8 @@ from megatron_async.scheduler.events import Action, AllowUpdate, PauseEngines, R
 
 
 class Phase(enum.Enum):
-    """Serving requests, being made ready for a transfer, or taking one."""
+    """Phase of the weight update: no update, waiting for running requests, or weights are being
+    sent."""
 
     SERVING = enum.auto()
     PREPARING = enum.auto()
@@ -23,7 +24,7 @@ class Phase(enum.Enum):
 
 
 class UpdateGate:
-    """State of the weight update."""
+    """Decides when a requested weight update may start, and which engines' pause surrounds it."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._pauses = config.weight_update == "in_flight"
@@ -34,18 +35,21 @@ class UpdateGate:
 
     @property
     def closed(self) -> bool:
-        """Return whether an update is being prepared or carried out."""
+        """Whether an update was requested and its version is not published yet."""
         return self._phase is not Phase.SERVING
 
     def request(self, number: int) -> None:
-        """The trainer wants to publish version `number`."""
+        """Record that the trainer wants to publish version `number`."""
         if self._phase is Phase.UPDATING and number == self._number:
             return
         self._phase = Phase.PREPARING
         self._number = number
 
     def ready(self, in_flight: int) -> list[Action]:
-        """Return the actions that let the transfer begin, if it may begin now."""
+        """Return the actions that start the transfer, or none if it may not start now.
+
+        `in_flight` is the number of running requests.
+        """
         if self._phase is not Phase.PREPARING or (self._needs_idle and in_flight):
             return []
         self._phase = Phase.UPDATING
@@ -53,7 +57,7 @@ class UpdateGate:
         return [self._mode, allow] if self._pauses else [allow]
 
     def published(self) -> list[Action]:
-        """Weights have changed."""
+        """Record that the engines have new weights; return `ResumeEngines` if they were paused."""
         was_paused = self._pauses and self._phase is Phase.UPDATING
         self._phase = Phase.SERVING
         return [ResumeEngines()] if was_paused else []

@@ -1,10 +1,11 @@
-"""Warnings about queues and engines: when each failure that the papers name counts as seen.
+"""Warns about queues and engines, with one rule for each failure that the papers describe.
 
-`telemetry.health` has those that read the trainer's metrics.
+`telemetry.health` has the warnings that are based on the trainer's metrics.
 
 Invariants
-- A warning is emitted once when its condition sets in, and again only after it was gone in between.
-- The thresholds are assumed (no source gives numbers); each is a named constant.
+- A warning is emitted when its condition starts to hold. It is emitted again only after the
+  condition has stopped to hold in between.
+- The thresholds are assumed, since no source gives numbers. Each is a named constant.
 """
 
 import enum
@@ -14,13 +15,15 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.events import EngineLoad, Warn
 
 PREEMPTED_SHARE = 0.05
-"""Share of an engine's running requests preempted between two reports that counts as a storm."""
+"""Share of an engine's running requests that must be preempted between two reports to count as a
+storm."""
 STREAK = 3
-"""Reports or steps in a row before a warning."""
+"""Number of consecutive reports or steps that show a condition before a warning is emitted."""
 
 
 class Cause(enum.Enum):
-    """Reason for which no new group starts when `max_waiting_batches` are full."""
+    """Why no new group starts when finished groups fill `max_waiting_batches`: slow scores or slow
+    training."""
 
     SCORES = "scores"
     TRAINER = "trainer"
@@ -28,19 +31,20 @@ class Cause(enum.Enum):
 
 @dataclass(slots=True)
 class Streak:
-    """Fires once when a condition has held `length` times in a row."""
+    """Counts how many times in a row a condition was observed."""
 
     length: int = STREAK
     seen: int = 0
 
     def observe(self, condition: bool) -> bool:
-        """Count one observation; True exactly when the streak reaches its length."""
+        """Count one observation; return True exactly when the condition has held `length` times in
+        a row."""
         self.seen = self.seen + 1 if condition else 0
         return self.seen == self.length
 
 
 class SchedulerWarnings:
-    """Recomputation storm, queues that are empty or full."""
+    """Emits warnings about preempted requests, and about queues that stay empty or full."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
@@ -50,39 +54,55 @@ class SchedulerWarnings:
         self._causes: set[Cause | None] = set()
 
     def load(self, event: EngineLoad, running: int, in_flight: int) -> list[Warn]:
-        """A load report of an engine with `running` requests, of `in_flight` in all."""
+        """Check the load report of an engine; return a warning if it preempts too many requests.
+
+        Args:
+            event: The report.
+            running: Number of requests that run on the engine.
+            in_flight: Number of requests that run on all engines.
+        """
         storm = event.preemptions > max(1.0, PREEMPTED_SHARE * running)
         if not self._storms.setdefault(event.engine_id, Streak()).observe(storm):
             return []
         message = (
             f"engine {event.engine_id} preempted {event.preemptions} of {running} requests since "
-            f"its last report, {in_flight} are in flight in all: N' is over the KV capacity; lower "
-            "schedule.concurrency (or set it to auto), or raise engines.max_total_tokens"
+            f"its last report; {in_flight} requests are in flight on all engines. This exceeds "
+            "the KV cache. Lower schedule.concurrency (or set it to auto), or raise "
+            "engines.max_total_tokens."
         )
         return [Warn("recomputation_storm", message)]
 
     def engine_lost(self, engine_id: str) -> None:
-        """Forget what was seen of an engine."""
+        """Forget the reports of an engine that is down."""
         self._storms.pop(engine_id, None)
 
     def published(self, number: int, batch_waits: bool) -> list[Warn]:
-        """Weights `number` are out and the trainer looks for its next batch."""
+        """Return a warning if the trainer, which has published version `number`, repeatedly finds
+        no batch.
+
+        `batch_waits` is whether an emitted batch waits for the trainer now.
+        """
         if not self._config.overlap or not self._underflow.observe(not batch_waits):
             return []
         message = (
-            f"the trainer found no batch ready for {STREAK} steps in a row up to step {number}: "
-            "raise schedule.concurrency, add engines, or give the trainer fewer GPUs"
+            f"the trainer found no batch ready for {STREAK} steps in a row up to step {number}. "
+            "Raise schedule.concurrency, add engines, or give the trainer fewer GPUs."
         )
         return [Warn("queue_underflow", message)]
 
     def new_groups(self, held_back_by: Cause | None) -> None:
-        """New groups could start, or were blocked or dropped for this cause."""
+        """Record that new groups may start (None), or for which cause they may not."""
         self._causes.add(held_back_by)
 
     def taken(self, step: int, unscored: int) -> list[Warn]:
-        """The trainer took the batch of `step`; `unscored` responses wait for a score."""
+        """Return warnings about causes that have held back new groups in `STREAK` steps in a row.
+
+        Args:
+            step: Step of the batch that the trainer has taken just now.
+            unscored: Number of responses that wait for a score.
+        """
         seen, self._causes = self._causes, set()
-        if not seen:  # no slot was free for a new group in this step: it shows nothing
+        if not seen:  # No request was free for a new group in this step, so it shows nothing.
             return []
         sets_in = [cause for cause in Cause if self._held_back[cause].observe(cause in seen)]
         return [self._queue_warning(cause, step, unscored) for cause in sets_in]
@@ -91,14 +111,14 @@ class SchedulerWarnings:
         if cause is Cause.SCORES:
             return Warn(
                 "scoring_backlog",
-                f"new groups were held back for {STREAK} steps in a row up to step {step} because "
-                f"finished ones wait for their scores ({unscored} responses now): scoring is "
-                "slower than generation; raise task.scorer_workers, or make the scorer faster",
+                f"no new groups started for {STREAK} steps in a row up to step {step}, because "
+                f"finished groups wait for scores ({unscored} responses now): scoring is slower "
+                "than generation. Raise task.scorer_workers, or make the scorer faster.",
             )
         return Warn(
             "queue_overflow",
             f"complete batches filled schedule.max_waiting_batches for {STREAK} steps in a row up "
-            f"to step {step} (schedule.overflow: {self._config.overflow}): generation outruns "
-            "training; lower schedule.concurrency, use fewer engines, or raise "
-            "schedule.max_waiting_batches",
+            f"to step {step} (schedule.overflow: {self._config.overflow}): generation is faster "
+            "than training. Lower schedule.concurrency, use fewer engines, or raise "
+            "schedule.max_waiting_batches.",
         )

@@ -225,7 +225,7 @@ async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once
     assert isinstance(last.event, ev.BatchTaken)
     assert last.actions == (Raised("LookupError('a defect of the scheduler')"),)
     # today's scheduler has no such defect: the replay names the event at which there was one
-    with pytest.raises(ComponentFailure, match=r"BatchTaken.*was the exception LookupError"):
+    with pytest.raises(ComponentFailure, match=r"BatchTaken.*is the exception LookupError"):
         replay_command(tmp_path, None, timeline=True)
     assert (
         "the scheduler raised LookupError('a defect of the scheduler')" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The random world and its oracle, where trajectories are episodes of many turns."""
+"""Provides the random world and its oracle for trajectories that are episodes of many turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.scheduler.world import Weather, World
 
 @dataclass(frozen=True)
 class EpisodeWeather(Weather):
-    """`done`: the chance that an answer is the last one; `tools`: how slow environments are."""
+    """Probabilities of episodes: `done` that a turn is the last one, `tools` how slow
+    environments are."""
 
     environment_failures: float = 0.0
     done: float = 0.4
@@ -22,7 +23,7 @@ class EpisodeWeather(Weather):
 
 @dataclass
 class Life:
-    """What there is of an episode beside what a trajectory has."""
+    """State of an episode in addition to the state of a trajectory."""
 
     begun: bool = False
     context: int = 0
@@ -31,7 +32,8 @@ class Life:
 
 
 class EpisodeOracle(Oracle):
-    """States beside those of a trajectory: asked (the environment), answered, failed."""
+    """World of episodes, which have the additional states asked (its environment), answered and
+    failed."""
 
     def __init__(self, config: ScheduleConfig, first_step: int, version: PolicyVersion) -> None:
         super().__init__(config, first_step, version)
@@ -220,7 +222,7 @@ class EpisodeOracle(Oracle):
 
 
 class EpisodeWorld(World):
-    """Turns end, environments answer, fail and are done."""
+    """Let one of these happen: a turn ends; an environment answers, fails or ends its episode."""
 
     oracle: EpisodeOracle
     weather: EpisodeWeather
@@ -242,7 +244,7 @@ class EpisodeWorld(World):
         return ev.TurnEnded(t.trajectory_id)
 
     def environment(self) -> None:
-        """An environment replies, is done or fails."""
+        """Let one environment answer, end its episode, or fail."""
         t = self.random.choice(self.oracle.asked())
         life = self.oracle.life(t)
         chance = self.random.random

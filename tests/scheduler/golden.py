@@ -1,15 +1,13 @@
-"""Writes the golden records, `tests/scheduler/golden/<preset>.jsonl`, with today's scheduler.
+"""Writes the golden records, `tests/scheduler/golden/<preset>.jsonl`, with the current scheduler.
 
     python -m tests.scheduler.golden
 
-Only when a change of what the scheduler does is meant: `git diff` then shows what has changed, and
-the commit that changes the scheduler takes the records with it.
+Run the command only if the scheduler's behavior or format is changed on purpose. `git diff` then
+shows the changes, and the commit of the change includes the records.
 
-`<preset>.7.jsonl` are those of format 7 whose first line has a snapshot; nothing writes them anew.
-
-Each record is a resume: a random world with failures of engines and scorer runs until its trainer
-has made two steps and a part of the next; then everything dies, and what follows is recorded, from
-the groups that the store holds on.
+Each record starts with a resume. A random world with failures of engines and scorer runs until its
+trainer has made two steps and a part of the third. Then everything crashes, and the record begins
+with the groups that the store has.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ WEATHER = Weather(
 
 
 EPISODES = "episodes"
-"""The record of `pipeline` with environments."""
+"""Name of the record of `pipeline` with episodes."""
 
 
 class Recorded(World):
-    """A world that records what its newest scheduler gets and answers."""
+    """World that records the events and actions of its newest scheduler."""
 
     def start(self, step: int, version: PolicyVersion) -> None:
         super().start(step, version)
@@ -58,7 +56,8 @@ class RecordedEpisodes(Recorded, EpisodeWorld): ...
 
 
 def golden_record(name: str) -> str:
-    """The text of one record: a function of the preset and of what the scheduler does."""
+    """Return the text of one record, which depends only on the preset and the scheduler's
+    actions."""
     world: Recorded
     if name == EPISODES:
         weather = EpisodeWeather(**vars(WEATHER), environment_failures=0.3)
@@ -79,7 +78,7 @@ def golden_record(name: str) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where a preset's record lies."""
+    """Return the path of the golden record of a preset."""
     return DIRECTORY / f"{name}.jsonl"
 
 

@@ -1,7 +1,8 @@
-"""What a correct scheduler may and must do, decided from events and actions alone.
+"""Checks every rule of the scheduler, from its events and actions only.
 
-The oracle keeps its own books, apart from the implementation. `event` is called before
-the scheduler sees an event, `actions` with its answer; both raise AssertionError on a broken rule.
+The oracle derives its own state, without the scheduler's code. `event` is called before the
+scheduler gets an event, `actions` with the actions that it returns. Both raise AssertionError if a
+rule is broken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DONE = ("finished", "scoring", "rewarded", "scored")
 
 @dataclass(eq=False)
 class T:
-    """A trajectory in the oracle's books."""
+    """State of a trajectory, as the oracle derives it."""
 
     trajectory_id: int
     group: G
@@ -46,7 +47,8 @@ class T:
 
 @dataclass(eq=False)
 class G:
-    """A group; `started` is its place among started groups, None before its first submission."""
+    """State of a group; `started` is its number among started groups, None before its first
+    submission."""
 
     spec: ev.GroupSpec
     members: list[T] = field(default_factory=list)
@@ -73,7 +75,8 @@ class G:
 
 
 class Oracle:
-    """Books of one line of a run (from a start or a resume to the next crash)."""
+    """State of one scheduler, from a start or resume to the next crash, derived from events and
+    actions."""
 
     def __init__(self, config: ScheduleConfig, first_step: int, version: PolicyVersion) -> None:
         self.config = config
@@ -107,7 +110,7 @@ class Oracle:
         return [t for g in self.live.values() for t in g.members if t.state == "scoring"]
 
     def waiting(self) -> list[T]:
-        """Trajectories that could run now, groups on their way out excluded."""
+        """Trajectories that may run now; members of groups that are being dropped are excluded."""
         return [
             t
             for group in self.live.values()
@@ -119,7 +122,7 @@ class Oracle:
         return [group for group in self.live.values() if group.complete]
 
     def open_groups(self) -> int:
-        """Started groups that are not batched, dropped or, being stale, on their way out."""
+        """Started groups that are not batched, dropped, or stale and about to be dropped."""
         drops = self.config.on_stale in ("drop", "wait")
         return sum(
             group.open and not (drops and -1 < group.oldest < self.floor)
@@ -127,12 +130,13 @@ class Oracle:
         )
 
     def _leaving(self, t: T) -> bool:
-        """Stale, and therefore to be dropped or started again as soon as nobody works on it."""
+        """Return whether a group is stale: it is dropped or restarted once nothing works on it."""
         stale = t.oldest is not None and t.oldest < self.floor
         return stale and self.config.on_stale != "mask"
 
     def held_back(self) -> bool:
-        """So many groups are finished that no new one may start (`max_waiting_batches`)."""
+        """Return whether no new group may start, because finished groups fill
+        `max_waiting_batches`."""
         drops = self.config.overflow == "drop_oldest"
         waiting = 0 if drops else len(self.untaken) * self.config.groups_per_batch
         for group in self.live.values():
@@ -284,7 +288,7 @@ class Oracle:
         self._after(event)
 
     def further(self, action: ev.Action) -> None:
-        """Actions of other worlds."""
+        """Check an action that only other worlds have."""
         raise AssertionError(f"no such action: {action}")
 
     def _submit(self, action: ev.Submit) -> None:
@@ -337,7 +341,7 @@ class Oracle:
         assert best is t, f"{t.trajectory_id} resumed before {best.trajectory_id} ({order})"
 
     def _may_start(self) -> None:
-        """A group has just been started: the limits on open groups."""
+        """Check the limits on open groups, after a group was started."""
         batch = self.config.groups_per_batch
         started_per_batch = math.ceil(batch * self.config.oversample)
         open_groups = self.open_groups()

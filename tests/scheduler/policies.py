@@ -1,4 +1,4 @@
-"""Presets at test size, and a hypothesis strategy for any point of the policy space."""
+"""Provides presets at test size, and a Hypothesis strategy for all legal schedules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 
 
 def preset(name: str, **changes: Any) -> ScheduleConfig:
-    """A preset with two groups of two to a batch and six requests in flight."""
+    """Return a preset with two groups of two trajectories per batch, and six requests in flight."""
     return build_config({"schedule": {"preset": name, **SMALL, **changes}}).schedule
 
 
@@ -42,7 +42,7 @@ sizes = {
 
 
 def presets() -> st.SearchStrategy[ScheduleConfig]:
-    """The five presets at random small sizes."""
+    """Return a strategy for the five presets at random small sizes."""
     return st.builds(
         lambda name, changes: preset(name, **changes),
         st.sampled_from(PRESETS),
@@ -51,7 +51,7 @@ def presets() -> st.SearchStrategy[ScheduleConfig]:
 
 
 def composed() -> st.SearchStrategy[ScheduleConfig]:
-    """Any legal point of the policy space."""
+    """Return a strategy for all legal schedules."""
     settings = st.fixed_dictionaries(
         {
             **sizes,

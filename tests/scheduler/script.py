@@ -1,4 +1,4 @@
-"""Drives the scheduler in examples: sends events, keeps the newest actions, answers nothing."""
+"""Provides `Script`, which sends events to a scheduler and keeps its newest actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ A = TypeVar("A")
 
 
 class Script:
-    """Group g has trajectories 10 g, 10 g + 1, ...; engines are "a", "b".
+    """Scheduler with group ids g, whose trajectories are 10 g, 10 g + 1, ..., and engines "a" and
+    "b".
 
-    `running` is in order of submission (engines that are lost are not followed).
+    `running` is in order of submission; the loss of an engine does not change it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Script:
         self.send(*(ev.TokensArrived(t, count, number) for t in ids))
 
     def finish(self, *ids: int) -> list[ev.Action]:
-        """Tokens, the end and a reward for each (rewards differ within a group)."""
+        """Send tokens, the end and a reward of each trajectory; rewards differ within a group."""
         emitted = []
         for t in ids:
             self.tokens(t)
@@ -70,7 +71,7 @@ class Script:
         return self.send(ev.WeightsPublished(self.version))
 
     def abort_acknowledged(self) -> list[ev.Action]:
-        """Every `Abort` among the newest actions takes effect."""
+        """Send `Aborted` for every `Abort` among the newest actions."""
         return self.send(*(ev.Aborted(a.trajectory_id) for a in self.of(ev.Abort)))
 
     def of(self, kind: type[A]) -> list[A]:

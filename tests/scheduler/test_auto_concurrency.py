@@ -15,7 +15,7 @@ from tests.scheduler.script import Script
 
 
 class Loop:
-    """An `auto` loop that gets windows: one call is a settled, complete window at a rate."""
+    """Drives an `auto` loop with complete windows, each after settling and at a chosen rate."""
 
     def __init__(self, groups: int = 4, size: int = 4) -> None:
         self.state = auto.start(groups, size, 100)
@@ -31,7 +31,7 @@ class Loop:
         reports: int = 1,
         in_flight: int | None = None,
     ) -> int:
-        """One window in which tokens come at `rate`; the N' that follows from it."""
+        """Measure one window in which tokens are trained at `rate`; return the next N'."""
         in_flight = self.state.limit if in_flight is None else in_flight
         for _ in range(self.state.window.settling):
             self.state = auto.completed(self.state, in_flight)
@@ -55,20 +55,20 @@ class Loop:
     [(1_000, 9), (2_000, 18), (1_000_000, 32), (100, 4)],
     ids=["what the cache holds", "more of it", "two batches at most", "one group at least"],
 )
-def test_it_begins_with_what_the_cache_holds_of_expected_requests(
+def test_auto_starts_with_as_many_requests_as_the_kv_cache_has_room_for(
     kv_tokens: int, first: int
 ) -> None:
     state = auto.capped(auto.start(4, 4, 100), None, kv_tokens)
     assert state.limit == first
 
 
-def test_it_begins_with_one_batch_and_doubles_while_that_pays() -> None:
+def test_auto_starts_with_one_batch_and_doubles_while_that_pays() -> None:
     loop = Loop()
     assert loop.state.limit == 16
     assert [loop.window(rate) for rate in (1000, 1500, 1900)] == [32, 64, 128]
 
 
-def test_a_doubling_that_does_not_pay_is_taken_back_and_both_sides_are_tried() -> None:
+def test_auto_reverts_a_doubling_that_does_not_pay_and_tries_both_sides() -> None:
     loop = Loop()
     loop.window(1000)
     loop.window(1500)
@@ -78,7 +78,7 @@ def test_a_doubling_that_does_not_pay_is_taken_back_and_both_sides_are_tried() -
     assert loop.state.resting == auto.REST_WINDOWS
 
 
-def test_small_losses_do_not_add_up() -> None:
+def test_auto_does_not_accumulate_small_losses() -> None:
     loop = Loop(64, 4)
     loop.state = replace(loop.state, best=256, best_rate=1000.0, step=-auto.FINE, refused=1)
     loop.state = replace(loop.state, limit=181)
@@ -87,13 +87,14 @@ def test_small_losses_do_not_add_up() -> None:
     assert loop.state.best == 181
 
 
-def test_no_trial_goes_up_while_slots_stay_empty() -> None:
-    """A full ring, a lag bound, too few prompts: more slots would be empty too."""
+def test_auto_does_not_raise_concurrency_while_requests_stay_free() -> None:
+    """With back-pressure, a lag bound or too few prompts, more requests would stay free too."""
     assert Loop().window(1000, in_flight=12) == 11
 
 
-def test_responses_shorter_than_a_report_interval_do_not_look_like_empty_slots() -> None:
-    """Each report finds the engine empty: all that ran has ended, and what follows comes then."""
+def test_auto_raises_concurrency_when_load_reports_miss_short_responses() -> None:
+    """Every load report shows an idle engine: all requests have ended, and new ones start after
+    it."""
     run = Script("pipeline", concurrency="auto", expected_tokens=2250)
     run.prompts(2)
     seen = []
@@ -107,12 +108,12 @@ def test_responses_shorter_than_a_report_interval_do_not_look_like_empty_slots()
     assert seen == [4, 4, 4, 8]
 
 
-def test_no_trial_goes_far_beyond_the_cache() -> None:
+def test_auto_trial_stays_near_the_capacity_of_the_kv_cache() -> None:
     assert Loop(16, 8).window(1000, usage=0.8) == 200  # it would be full at 160
     assert Loop(16, 8).window(1000, usage=1.0) == 160
 
 
-def test_preemptions_are_a_ceiling_that_is_remembered() -> None:
+def test_auto_remembers_a_ceiling_after_preemptions() -> None:
     loop = Loop(16, 8)
     assert loop.window(1000) == 256
     assert loop.window(1500, preemptions=100, reports=3) == 128  # a faster window, but a storm
@@ -122,11 +123,11 @@ def test_preemptions_are_a_ceiling_that_is_remembered() -> None:
     assert loop.window(1000) < 256
 
 
-def test_a_storm_is_not_waited_for() -> None:
+def test_auto_ends_window_at_once_in_a_storm_of_preemptions() -> None:
     assert auto.loaded(auto.start(16, 8, 100), 1.0, 64).limit == 119
 
 
-def test_it_stays_between_one_group_and_what_engines_run() -> None:
+def test_auto_stays_between_one_group_and_the_engines_request_limit() -> None:
     state = auto.capped(auto.start(4, 4, 100), 10, 0)
     assert state.limit == 10
     for _ in range(50):
@@ -136,7 +137,7 @@ def test_it_stays_between_one_group_and_what_engines_run() -> None:
     assert state.limit == 4
 
 
-def test_other_engines_start_the_search_again() -> None:
+def test_auto_restarts_search_when_engines_change() -> None:
     loop = Loop()
     loop.window(1000)
     loop.window(1500)

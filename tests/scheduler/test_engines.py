@@ -1,4 +1,4 @@
-"""Engines: balance, prefix affinity, loss, versions; a known trajectory; the end of the source."""
+"""Tests of engines: balance, prefix affinity, loss and versions; and of the end of the task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def placed(run: Script) -> dict[int, str]:
     return {a.trajectory_id: a.engine_id for a in run.of(ev.Submit)}
 
 
-def test_a_group_shares_an_engine_and_groups_spread() -> None:
+def test_placement_keeps_groups_together_and_spreads_them() -> None:
     run = Script("copris", engines="ab", concurrency=8)
     run.prompts(4)
     engines = placed(run)
@@ -22,21 +22,21 @@ def test_a_group_shares_an_engine_and_groups_spread() -> None:
     assert sorted(engines.values()) == ["a"] * 4 + ["b"] * 4
 
 
-def test_affinity_yields_to_load() -> None:
-    """A resumed member leaves the engine of its group when that carries far more tokens."""
+def test_placement_leaves_the_groups_engine_when_it_is_overloaded() -> None:
+    """A resumed member leaves the engine of its group if that engine has far more tokens."""
     run = Script("copris", engines="ab", concurrency=4)
     run.prompts(2)  # group 0 on a, group 1 on b
     run.tokens(1, count=500)
     assert run.send(ev.Aborted(0)) == [ev.Submit(0, "b", False)]
 
 
-def test_affinity_stops_at_an_engines_share_of_the_slots() -> None:
+def test_placement_limits_affinity_to_an_engines_share_of_requests() -> None:
     run = Script("copris", engines="ab", concurrency=4, group_size=4)
     run.prompts(1, prompt_tokens=1000)
     assert list(placed(run).values()) == ["a", "a", "b", "b"]
 
 
-def test_an_engine_that_comes_back_unannounced_has_lost_its_requests() -> None:
+def test_requests_are_partial_when_their_engine_comes_up_again() -> None:
     run = Script("copris")
     run.prompts(3)
     run.tokens(0)
@@ -45,12 +45,12 @@ def test_an_engine_that_comes_back_unannounced_has_lost_its_requests() -> None:
     assert run.scheduler.view().in_flight == 6
 
 
-def test_the_same_number_of_another_lineage_is_another_version() -> None:
+def test_engine_of_another_lineage_gets_no_request() -> None:
     run = Script("copris", engines="", first_step=3)
     assert run.send(ev.EngineUp("a", PolicyVersion(1, 3), 10_000)) == []
 
 
-def test_late_reports_of_a_lost_engine() -> None:
+def test_late_reports_of_a_lost_engine_change_nothing() -> None:
     run = Script("copris")
     run.prompts(3)
     run.send(ev.EngineDown("a"))
@@ -62,15 +62,15 @@ def test_late_reports_of_a_lost_engine() -> None:
     assert 1 not in run.submitted()
 
 
-def test_a_trajectory_is_known_once() -> None:
+def test_add_group_raises_for_an_existing_trajectory() -> None:
     run = Script("copris")
     spec = run.spec()
     run.send(ev.PromptsAvailable((spec,)))
-    with pytest.raises(ValueError, match="trajectory 0 is known already"):
+    with pytest.raises(ValueError, match="trajectory 0 exists already"):
         run.send(ev.PromptsAvailable((spec,)))
 
 
-def test_a_last_batch_has_at_least_one_group_for_each_minibatch() -> None:
+def test_last_batch_has_at_least_one_group_per_minibatch() -> None:
     run = Script("copris", updates_per_batch=2)
     run.prompts(1)
     run.send(ev.PromptsAvailable(()))

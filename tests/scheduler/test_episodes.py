@@ -1,4 +1,5 @@
-"""Schedules of episodes: the rules of any order of events, slots, drains, failures, affinity."""
+"""Tests of schedules of episodes: rules for any order of events, requests, drains, failures,
+affinity."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ relaxed = settings(suppress_health_check=list(HealthCheck), derandomize=True, de
     st.integers(0, 2**32),
     st.sampled_from(["auto", 1, 7]),
 )
-def test_every_rule_holds_in_any_order_of_events(
+def test_episode_rules_hold_for_any_order_of_events(
     config: ScheduleConfig, weather: EpisodeWeather, seed: int, open_episodes: int | str
 ) -> None:
     changed = config.model_copy(update={"open_episodes": open_episodes})
@@ -54,7 +55,7 @@ def test_every_rule_holds_in_any_order_of_events(
 @pytest.mark.one_core
 @settings(relaxed, max_examples=2000)
 @given(st.one_of(presets(), composed()), weathers, st.integers(0, 2**32))
-def test_so_they_do_in_thousands_of_worlds(
+def test_episode_rules_hold_in_thousands_of_random_worlds(
     config: ScheduleConfig, weather: EpisodeWeather, seed: int
 ) -> None:
     play(EpisodeWorld(config, weather, seed), events=120, steps=2)
@@ -78,7 +79,7 @@ def test_long_runs_with_all_failures_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "restart", "mask"])
-def test_the_lag_bound_holds_with_slow_tools(on_stale: str) -> None:
+def test_lag_bound_holds_when_environments_are_slow(on_stale: str) -> None:
     for seed in range(5):
         config = preset("async", max_async_level=1, on_stale=on_stale)
         play(EpisodeWorld(config, EpisodeWeather(crashes=0.01, tools=0.95), seed), 300, 3)
@@ -95,13 +96,13 @@ def engine(name: str, kv: int = 1000) -> ev.EngineUp:
 
 
 def begun(scheduler: Scheduler, groups: int) -> list[ev.Action]:
-    """An engine, and groups of two that are asked for."""
+    """Return a script with one engine and requested groups of two."""
     scheduler.step(engine("a"))
     specs = [ev.GroupSpec(g, (2 * g, 2 * g + 1), 0) for g in range(groups)]
     return scheduler.step(ev.PromptsAvailable(tuple(specs)))
 
 
-def test_a_failed_member_starts_again_alone_and_then_its_group_leaves() -> None:
+def test_failed_episode_restarts_and_then_its_group_is_dropped() -> None:
     s = scheduler(max_regenerations=1, open_episodes=2)
     begun(s, 1)
     assert s.step(ev.EnvironmentFailed(0, True)) == [ev.Restart(0), ev.StartEpisode(0)]
@@ -114,7 +115,7 @@ def test_a_failed_member_starts_again_alone_and_then_its_group_leaves() -> None:
     assert s.step(ev.EnvironmentReady(1, 4)) == [], "a late reply"
 
 
-def test_the_next_turn_goes_to_the_engine_of_the_last_one() -> None:
+def test_next_turn_prefers_the_engine_of_the_last_turn() -> None:
     s = scheduler(concurrency=4)
     s.step(engine("a"))
     s.step(engine("b"))
@@ -132,7 +133,7 @@ def test_the_next_turn_goes_to_the_engine_of_the_last_one() -> None:
     assert s.step(ev.EnvironmentReady(0, 90)) == [ev.Submit(0, "b", True)], "a carries too much"
 
 
-def test_after_an_update_the_engine_of_the_last_turn_is_one_like_the_others() -> None:
+def test_next_turn_has_no_preferred_engine_after_a_weight_update() -> None:
     s = scheduler("pipeline", concurrency=4)
     s.step(engine("a"))
     s.step(engine("b"))

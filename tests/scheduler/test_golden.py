@@ -1,6 +1,6 @@
-"""Records of earlier code, one a preset: today's scheduler must answer them with the same actions.
+"""Tests that the scheduler repeats the actions of golden records, one record per preset.
 
-`golden.py` wrote them; its docstring has the command that writes them anew.
+The docstring of `golden.py` has the command that writes the records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REGENERATE = f"If that is meant, run `{COMMAND}` and commit the records with the
 
 
 def difference(name: str, make: Callable[[Header], Scheduler] | None = None) -> Divergence | None:
-    """As `replay`; a record that this code cannot read fails the test."""
+    """Replay a record as `replay` does; fail the test if the current code cannot read it."""
     try:
         return replay(path_of(name), make)
     except UserError as error:
@@ -36,13 +36,13 @@ def difference(name: str, make: Callable[[Header], Scheduler] | None = None) -> 
 
 
 @pytest.mark.parametrize("name", [*PRESETS, EPISODES])
-def test_the_scheduler_still_acts_as_recorded(name: str) -> None:
+def test_scheduler_repeats_the_actions_of_golden_records(name: str) -> None:
     found = difference(name)
     assert found is None, f"{path_of(name)}: {found}. {REGENERATE}"
 
 
 @pytest.mark.parametrize("name", [*PRESETS, EPISODES])
-def test_what_was_read_is_written_again_byte_for_byte(name: str) -> None:
+def test_golden_records_are_written_again_byte_for_byte(name: str) -> None:
     header, exchanges = read_record(path_of(name))
     again = io.StringIO()
     recorder = Recorder(again, header.config, first_step=header.first_step, version=header.version)
@@ -51,7 +51,7 @@ def test_what_was_read_is_written_again_byte_for_byte(name: str) -> None:
     assert again.getvalue().splitlines()[1:] == path_of(name).read_text().splitlines()[1:]
 
 
-def test_together_they_hold_every_event_and_action_that_a_live_run_has() -> None:
+def test_golden_records_contain_every_event_and_action_of_live_runs() -> None:
     seen: set[type] = set()
     for name in (*PRESETS, EPISODES):
         header, exchanges = read_record(path_of(name))

@@ -1,4 +1,4 @@
-"""`ManyAborted` has the effect of single events: same actions, same state afterwards."""
+"""Tests that `ManyAborted` equals single events: same actions, same state afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES = {
 def recorded_one_by_one(
     config: ScheduleConfig, seed: int
 ) -> list[tuple[ev.Event, list[ev.Action]]]:
-    """A random run in which, now and then, all requests under an abort end in a row."""
+    """Random run in which sometimes all aborted requests end directly one after the other."""
     world = World(config, Weather(engines=0), seed)  # engines come when all is recorded
     record: list[tuple[ev.Event, list[ev.Action]]] = []
     step = world.scheduler.step
@@ -47,7 +47,7 @@ def recorded_one_by_one(
 
 
 def in_bulk(events: list[ev.Event]) -> list[ev.Event]:
-    """Requests that end with nothing else in between, reported at once."""
+    """Report requests that end directly one after the other in one event."""
     out: list[ev.Event] = []
     ended: list[tuple[int, ...]] = []
     arrived: list[ev.TokensArrived] = []
@@ -78,7 +78,7 @@ def in_bulk(events: list[ev.Event]) -> list[ev.Event]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_many_at_once_are_each_in_turn(name: str) -> None:
+def test_many_aborted_equals_single_events(name: str) -> None:
     config = POLICIES[name]
     largest = 0
     for seed in range(4):
@@ -96,7 +96,7 @@ def test_many_at_once_are_each_in_turn(name: str) -> None:
     assert largest > 3, "hardly anything ended together: nothing is tested"
 
 
-def test_unknown_and_ended_requests_change_nothing() -> None:
+def test_many_aborted_ignores_unknown_and_ended_requests() -> None:
     config = preset("copris")
     scheduler = Scheduler(config, first_step=0, version=PolicyVersion(0, 0))
     before = scheduler.view()

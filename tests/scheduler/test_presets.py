@@ -1,7 +1,7 @@
-"""What each preset does, example by example (B = 2 groups of N = 2, N' = 6, one engine).
+"""Tests of each preset by examples (B = 2 groups of N = 2 trajectories, N' = 6, one engine).
 
-And the bound: no token older than version max(0, n - k) in batch n, and what becomes of a straggler
-(group 0), which runs on while others complete, with k = 1 under `async`.
+Also tests of the staleness bound: batch n has no token older than version max(0, n - k). In these,
+group 0 is a straggler, which runs while others complete, with preset `async` and k = 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.scheduler.script import Script
 
 
 class TestCopris:
-    def test_terminates_early_when_b_groups_are_complete_and_keeps_the_rest(self) -> None:
+    def test_batch_aborts_running_requests_and_keeps_them_partial(self) -> None:
         run = Script("copris")
         run.prompts(3)
         run.tokens(20, 21)
@@ -26,7 +26,7 @@ class TestCopris:
         view = run.scheduler.view()
         assert (view.buffered_partial, view.in_flight) == (2, 0)
 
-    def test_update_waits_for_the_aborted_then_partial_ones_go_first(self) -> None:
+    def test_update_waits_for_aborts_and_partial_trajectories_resume_first(self) -> None:
         run = Script("copris")
         run.prompts(3)
         run.tokens(20, 21)
@@ -48,7 +48,7 @@ class TestCopris:
 
 
 class TestSync:
-    def test_starts_exactly_one_batch_and_emits_it_when_all_is_scored(self) -> None:
+    def test_sync_starts_one_batch_and_emits_it_when_all_are_scored(self) -> None:
         run = Script("sync")
         assert run.emitted == [ev.RequestPrompts(2)]
         run.prompts(2)
@@ -62,7 +62,7 @@ class TestSync:
 
 
 class TestPipeline:
-    def test_generation_goes_on_while_the_trainer_works(self) -> None:
+    def test_generation_continues_during_training(self) -> None:
         run = Script("pipeline")
         run.prompts(3)
         emitted = run.finish(0, 1, 10, 11)
@@ -72,7 +72,7 @@ class TestPipeline:
         run.prompts(2)
         assert run.scheduler.view().in_flight == 6
 
-    def test_weights_change_in_flight(self) -> None:
+    def test_update_pauses_engines_and_keeps_running_requests(self) -> None:
         run = Script("pipeline", kv="keep")
         run.prompts(3)
         run.finish(0, 1, 10, 11)
@@ -83,7 +83,7 @@ class TestPipeline:
         emitted = run.publish(1)
         assert emitted[0] == ev.ResumeEngines()
 
-    def test_a_full_ring_drops_the_oldest_group(self) -> None:
+    def test_drop_oldest_drops_the_oldest_group_when_too_many_wait(self) -> None:
         run = Script("pipeline", max_waiting_batches=1, overflow="drop_oldest")
         run.prompts(3)
         run.finish(0, 1, 10, 11)  # batch 0, not taken
@@ -98,7 +98,7 @@ class TestPipeline:
 
 
 class TestAsync:
-    def test_level_one_generates_the_next_batch_while_the_trainer_works(self) -> None:
+    def test_async_level_one_generates_one_batch_during_training(self) -> None:
         run = Script("async", concurrency=4, max_async_level=1)
         run.prompts(2)
         run.finish(0, 1, 10, 11)
@@ -111,9 +111,9 @@ class TestAsync:
 
 
 class TestBackPressure:
-    """Finished groups that wait for a score, a batch or the trainer hold new groups back."""
+    """Finished groups that wait for a score, a batch or the trainer prevent new groups."""
 
-    def test_members_that_start_again_are_not_finished(self) -> None:
+    def test_restarted_members_do_not_count_as_finished(self) -> None:
         run = Script(
             "async", groups_per_batch=1, oversample=2, max_async_level=0, on_stale="restart"
         )
@@ -131,7 +131,8 @@ class TestBackPressure:
 
 
 def overtaken(on_stale: str, *, steps: int = 2) -> Script:
-    """Group 0 has tokens of version 0 only; batches 0 .. steps - 1 are emitted without it."""
+    """Return a run in which group 0 has only tokens of version 0, and batches 0 to steps - 1
+    lack it."""
     run = Script("async", max_async_level=1, on_stale=on_stale, groups_per_batch=1, concurrency=4)
     run.prompts(2)
     run.tokens(0, 1)
@@ -146,7 +147,7 @@ def overtaken(on_stale: str, *, steps: int = 2) -> Script:
     return run
 
 
-def test_drop_ends_the_straggler_and_counts_it() -> None:
+def test_on_stale_drop_drops_a_stale_group_and_counts_it() -> None:
     run = overtaken("drop")
     assert run.of(ev.EmitBatch) == [ev.EmitBatch(1, (2,))]
     assert run.of(ev.Abort) == [ev.Abort(0, "a"), ev.Abort(1, "a")]
@@ -155,7 +156,7 @@ def test_drop_ends_the_straggler_and_counts_it() -> None:
     assert run.scheduler.view().wasted_tokens == 10
 
 
-def test_wait_holds_the_batch_for_the_straggler() -> None:
+def test_on_stale_wait_delays_the_batch_for_a_stale_group() -> None:
     run = overtaken("wait")
     assert not run.of(ev.EmitBatch)  # batch 1 would leave group 0 behind
     run.send(ev.Finished(0), ev.Finished(1), ev.RewardReady(0, 1.0), ev.RewardReady(1, 0.0))
@@ -163,7 +164,7 @@ def test_wait_holds_the_batch_for_the_straggler() -> None:
 
 
 @pytest.mark.parametrize(("k", "groups"), [(0, 2), (1, 4), (2, 6), (5, 12)])
-def test_capacity_counts_running_buffered_and_scored_groups(k: int, groups: int) -> None:
+def test_lag_capacity_counts_running_partial_and_scored_groups(k: int, groups: int) -> None:
     run = Script("async", max_async_level=k, concurrency=100)
     assert run.emitted == [ev.RequestPrompts(groups)]
     run.prompts(groups)
@@ -173,7 +174,7 @@ def test_capacity_counts_running_buffered_and_scored_groups(k: int, groups: int)
     assert run.scheduler.view().open_groups == groups
 
 
-def test_a_request_that_wrote_nothing_takes_the_version_under_which_it_starts_again() -> None:
+def test_aborted_request_without_tokens_gets_the_version_of_its_next_start() -> None:
     run = Script("copris", max_async_level=1, on_stale="drop", concurrency=4, groups_per_batch=1)
     run.prompts(2)
     run.finish(0, 1)

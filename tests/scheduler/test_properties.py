@@ -1,12 +1,11 @@
-"""Thousands of random event orders, checked by an oracle that sees only events and actions.
+"""Tests of thousands of random event orders, checked by an oracle that sees events and actions
+only.
 
-Failures that are mixed in: engines that die and come back (also with an old version), requests that
-an engine refuses or ends by itself, aborts that lose the race against the end, tokens that are
-reported after a weight update, scorers that fail, sources that run dry, and crashes of everything
-with a resume from one of the last checkpoints. After each run the world is calm and must make three
-more steps.
-
-Groups found in the store at a resume are all known before anything is decided about them.
+The worlds have these failures: engines that die and come up again (also with an old version),
+requests that an engine refuses or ends by itself, aborts that arrive after the end of a response,
+tokens that are reported after a weight update, scorers that fail, tasks that are exhausted, and
+crashes of everything with a resume from one of the last checkpoints. After each run there are no
+more failures, and the trainer must make three more steps.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ relaxed = settings(suppress_health_check=list(HealthCheck), derandomize=True)
 @pytest.mark.one_core
 @settings(relaxed, max_examples=1500)
 @given(presets(), weathers, seeds)
-def test_presets_keep_every_rule_in_any_order_of_events(
+def test_presets_keep_every_rule_for_any_order_of_events(
     config: ScheduleConfig, weather: Weather, seed: int
 ) -> None:
     play(World(config, weather, seed), events=120, steps=2)
@@ -79,7 +78,7 @@ def test_long_runs_with_all_failures_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("overflow", ["block", "drop_oldest"])
 @pytest.mark.parametrize("name", ["copris", "pipeline"])
-def test_slow_scores_hold_new_groups_back_and_stop_nothing(name: str, overflow: str) -> None:
+def test_slow_scores_delay_new_groups_but_no_batch(name: str, overflow: str) -> None:
     for ring in (1, 2):
         config = preset(name, max_waiting_batches=ring, overflow=overflow)
         world = World(config, Weather(slow_scores=0.97, engine_failures=0.01), seed=ring)
@@ -97,13 +96,13 @@ def test_lag_bound_holds_through_crashes(k: int, on_stale: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_goes_on_past_any_number_of_refusals(name: str, seed: int) -> None:
+def test_run_continues_after_any_number_of_refused_requests(name: str, seed: int) -> None:
     weather = Weather(refusals=0.1, scorer_failures=0.05, engine_failures=0.01, crashes=0.005)
     play(World(preset(name), weather, seed), 250, 3)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_same_events_give_same_actions(name: str) -> None:
+def test_same_events_cause_same_actions(name: str) -> None:
     def run() -> list[str]:
         world = World(preset(name), Weather(engine_failures=0.02), seed=5)
         emitted = []
@@ -116,8 +115,8 @@ def test_same_events_give_same_actions(name: str) -> None:
 
 
 @pytest.mark.parametrize("episodes", [False, True])
-def test_the_oracle_sees_an_unfair_scheduler(episodes: bool) -> None:
-    """Negative control: a world in which one action is lost is noticed."""
+def test_oracle_fails_when_an_action_is_lost(episodes: bool) -> None:
+    """Negative control: the oracle must notice a world in which one action is lost."""
     caught, copris = 0, preset("copris")
     for seed in range(20):
         weather = EpisodeWeather()
@@ -137,7 +136,7 @@ def test_the_oracle_sees_an_unfair_scheduler(episodes: bool) -> None:
 
 
 def found_after_a_crash(config: ScheduleConfig, seed: int) -> tuple[int, list[ev.RecoveredGroup]]:
-    """What a random run leaves in the store, and the step that it resumes at."""
+    """Return the groups that a random run leaves in the store, and the step at which it resumes."""
     world = World(config, Weather(scorer_failures=0.05, slow_scores=0.5), seed)
     for _ in range(150):
         world.random_event()
@@ -147,7 +146,7 @@ def found_after_a_crash(config: ScheduleConfig, seed: int) -> tuple[int, list[ev
 
 @settings(suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
 @given(st.one_of(presets(), composed()), st.integers(0, 2**32), st.booleans())
-def test_the_order_in_which_groups_are_found_changes_nothing(
+def test_order_of_recovered_groups_changes_nothing(
     config: ScheduleConfig, seed: int, engine_first: bool
 ) -> None:
     step, found = found_after_a_crash(config, seed)
@@ -163,8 +162,8 @@ def test_the_order_in_which_groups_are_found_changes_nothing(
 
 
 @pytest.mark.parametrize("preset", ["sync", "copris", "pipeline"])
-def test_recovered_work_is_spread_over_engines_that_come_up_at_once(preset: str) -> None:
-    """One engine after the other would give all of it to the first."""
+def test_recovered_trajectories_are_spread_over_engines_that_come_up(preset: str) -> None:
+    """If engines came up one by one, the first would get all trajectories."""
     version = PolicyVersion(1, 0)
     settings = {"preset": preset, "groups_per_batch": 8, "group_size": 4, "concurrency": 32}
     config = build_config({"schedule": settings}).resolved_schedule

@@ -1,4 +1,4 @@
-"""The work queue: order, places that become invalid, and that those do not pile up."""
+"""Tests of the work queue: its order, and the removal of invalid items."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def entries(count: int) -> list[TrajectoryEntry]:
 
 def drained(queue: WorkQueue, at_once: int = 1) -> list[int]:
     taken: list[int] = []
-    while entries := queue.take(at_once):
+    while entries := queue.pop(at_once):
         taken += [entry.trajectory_id for entry in entries]
     return taken
 
 
 @pytest.mark.parametrize("order", ["oldest_first", "newest_first", "longest_first"])
-def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder) -> None:
+def test_work_queue_pops_many_in_the_order_of_single_pops(order: BufferOrder) -> None:
     def filled() -> WorkQueue:
         queue, chance = WorkQueue(order), random.Random(1)
         members = entries(300)
@@ -43,11 +43,11 @@ def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder)
     assert len(singly) == len(set(singly)) == 250
     assert drained(filled(), 40) == drained(filled(), 1000) == singly
     queue = filled()
-    mixed = [entry.trajectory_id for count in (3, 100, 1, 1000) for entry in queue.take(count)]
-    assert mixed == singly and not queue.take(1)
+    mixed = [entry.trajectory_id for count in (3, 100, 1, 1000) for entry in queue.pop(count)]
+    assert mixed == singly and not queue.pop(1)
 
 
-def test_invalid_places_do_not_pile_up() -> None:
+def test_work_queue_removes_invalid_items() -> None:
     queue = WorkQueue("newest_first")
     for entry in (members := entries(5000)):
         entry.add_tokens(1, 0)

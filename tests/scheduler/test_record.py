@@ -45,7 +45,7 @@ EVENTS: list[ev.Event] = [
 
 
 def recorded(name: str, target: TextIO | RecordFiles, weather: Weather, seed: int) -> World:
-    """A world of a preset whose scheduler is recorded; the engines are still to come."""
+    """Return a world whose scheduler is recorded and that has no engines yet."""
     world = World(preset(name), Weather(engines=0), seed)
     world.recorder = Recorder(target, world.config, first_step=0, version=PolicyVersion(0, 0))
     world.weather = weather
@@ -60,7 +60,7 @@ def go_on(world: World, events: int) -> None:
 
 
 def record(path: Path, name: str, events: int = 250) -> None:
-    """A random run of a preset with failures, recorded."""
+    """Record a random run of a preset, with failures."""
     weather = Weather(engine_failures=0.02, scorer_failures=0.05)
     world = recorded(name, path.open("w"), weather, seed=3)
     for _ in range(2):
@@ -69,7 +69,7 @@ def record(path: Path, name: str, events: int = 250) -> None:
 
 
 def written(event: ev.Event, actions: Sequence[RecordedAction] = ()) -> str:
-    """A record of one event."""
+    """Record one event."""
     stream = io.StringIO()
     recorder = Recorder(stream, preset("sync"), first_step=0, version=PolicyVersion(0, 0))
     recorder.write(event, actions)
@@ -77,24 +77,24 @@ def written(event: ev.Event, actions: Sequence[RecordedAction] = ()) -> str:
 
 
 def read(path: Path, text: str | bytes) -> Exchange:
-    """The one exchange of a record."""
+    """Return the only exchange of a record."""
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     (exchange,) = read_record(path)[1]
     return exchange
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_are_read_as_they_were_written(tmp_path: Path, event: ev.Event) -> None:
+def test_record_reads_events_as_written(tmp_path: Path, event: ev.Event) -> None:
     assert read(tmp_path / "0.jsonl", written(event)).event == event
 
 
-def test_an_exception_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_record_reads_an_exception_as_written(tmp_path: Path) -> None:
     raised = Raised("KeyError(17)")
     assert read(tmp_path / "0.jsonl", written(ev.Finished(1), [raised])).actions == (raised,)
 
 
-def test_parts_are_read_in_the_types_that_they_had(tmp_path: Path) -> None:
-    """Enums, versions and whole numbers of 64 bits."""
+def test_record_reads_fields_in_their_declared_types(tmp_path: Path) -> None:
+    """These are enums, versions and integers of 64 bits."""
     member = ev.RecoveredTrajectory(
         2**63 - 1, TrajectoryState.DROPPED, 0, None, 1e300, None, DropReason.STALE
     )
@@ -110,7 +110,7 @@ def test_parts_are_read_in_the_types_that_they_had(tmp_path: Path) -> None:
     assert type(up.version) is PolicyVersion and up.engine_id == "\u00e9\u2028"
 
 
-def test_only_a_record_with_a_clock_has_times(tmp_path: Path) -> None:
+def test_record_has_times_only_with_a_clock(tmp_path: Path) -> None:
     stream = io.StringIO()
     timed = Recorder(
         stream,
@@ -129,12 +129,12 @@ def test_only_a_record_with_a_clock_has_times(tmp_path: Path) -> None:
     assert read(tmp_path / "0.jsonl", without).at is None
 
 
-def test_a_message_cannot_be_changed() -> None:
+def test_messages_are_immutable() -> None:
     with pytest.raises(AttributeError):
         SPEC.priority = 2  # type: ignore[misc]
 
 
-def test_a_changed_scheduler_shows_the_first_action_that_differs(tmp_path: Path) -> None:
+def test_replay_returns_the_first_differing_action(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     record(path, "copris")
     seen: list[Exchange] = []
@@ -151,7 +151,7 @@ def test_a_changed_scheduler_shows_the_first_action_that_differs(tmp_path: Path)
     assert f"event {found.index}" in str(found)
 
 
-def test_missing_and_additional_actions_are_differences(tmp_path: Path) -> None:
+def test_replay_reports_missing_and_additional_actions(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     with path.open("w") as stream:
         recorder = Recorder(stream, preset("sync"), first_step=0, version=PolicyVersion(0, 0))
@@ -163,7 +163,7 @@ def test_missing_and_additional_actions_are_differences(tmp_path: Path) -> None:
 
 
 class Defective(Scheduler):
-    """Fails at every score."""
+    """Scheduler that raises an exception at every score."""
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         if isinstance(event, ev.RewardReady):
@@ -176,7 +176,8 @@ def defective(header: Header) -> Scheduler:
 
 
 def failed_record(path: Path) -> None:
-    """The scheduler raised at event 5; the run sent it one more before it ended."""
+    """Record a run whose scheduler raised at event 5 and got one more event before the run
+    ended."""
     config, version = preset("copris"), PolicyVersion(0, 0)
     scheduler = defective(Header(config, 0, version))
     with path.open("w") as stream:
@@ -207,22 +208,22 @@ def replayed(
     return replay(path, make, raised=saw), raised
 
 
-def test_an_exception_is_recorded_and_comes_again_at_its_event(tmp_path: Path) -> None:
+def test_replay_raises_a_recorded_exception_at_its_event(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     failed_record(path)
     assert replayed(path, defective) == (None, ["5: KeyError(0)"])
 
 
-def test_a_scheduler_that_no_longer_raises_differs_there(tmp_path: Path) -> None:
+def test_replay_differs_when_the_scheduler_no_longer_raises(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     failed_record(path)
     found = replay(path)
     assert found is not None
     assert (found.index, found.recorded, found.replayed) == (5, Raised("KeyError(0)"), None)
-    assert "was the exception KeyError(0), now it is nothing" in str(found)
+    assert "is the exception KeyError(0), the replayed one is missing" in str(found)
 
 
-def test_a_scheduler_that_raises_where_it_did_not_differs_there(tmp_path: Path) -> None:
+def test_replay_differs_when_the_scheduler_raises_now(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     record(path, "copris")
     found, raised = replayed(path, defective)
@@ -231,7 +232,7 @@ def test_a_scheduler_that_raises_where_it_did_not_differs_there(tmp_path: Path) 
     assert raised == [f"{found.index}: KeyError({found.event.trajectory_id})"]
 
 
-def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
+def test_replay_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     record(path, "async", events=60)
     whole = path.read_text()
@@ -247,16 +248,16 @@ def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
         ("", "is not a schedule record"),
         (
             '{"format": "megatron_async.schedule", "format_version": 2}\n',
-            f"has format_version 2, this program reads {FORMAT_VERSION}",
+            f"has format_version 2; this program reads {FORMAT_VERSION}",
         ),
         (
             f'{{"format": "megatron_async.schedule", "format_version": {FORMAT_VERSION}, '
             '"schedule": {"x": 1}}\n',
-            "its header does not fit",
+            "its header is invalid",
         ),
     ],
 )
-def test_what_is_no_record_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_read_record_refuses_other_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "schedule.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -282,7 +283,9 @@ NOT_AN_EVENT = "line 4 is not an event with its actions"
         (b'{"e":["Finished",17],"a":[["Drop",17,"boredom"]]}', NOT_AN_EVENT),
     ],
 )
-def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: bytes, message: str) -> None:
+def test_read_record_names_the_number_of_a_damaged_line(
+    tmp_path: Path, damage: bytes, message: str
+) -> None:
     path = tmp_path / "schedule.jsonl"
     record(path, "sync", events=5)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -291,7 +294,7 @@ def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: bytes, mess
         replay(path)
 
 
-def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_read_record_raises_user_error_when_the_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         replay(tmp_path / "none.jsonl")
 
@@ -307,7 +310,7 @@ def names(directory: Path) -> list[str]:
     return [path.name for path in record_files(directory).values()]
 
 
-def test_every_record_and_every_file_of_it_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_every_record_file_has_a_unique_name(tmp_path: Path) -> None:
     for lineage in (0, 3, 3):
         files = files_of(tmp_path, lineage)
         for _ in range(2):
@@ -323,7 +326,7 @@ def test_every_record_and_every_file_of_it_has_a_name_of_its_own(tmp_path: Path)
     assert list(record_files(tmp_path))[-1] == RecordKey(3, 1, 1)
 
 
-def test_a_name_is_not_used_again_after_its_file_was_removed(tmp_path: Path) -> None:
+def test_name_of_a_removed_record_file_is_not_used_again(tmp_path: Path) -> None:
     files = files_of(tmp_path, 2)
     files.open_next().close()
     files.open_next().close()
@@ -335,7 +338,7 @@ def test_a_name_is_not_used_again_after_its_file_was_removed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["other.jsonl", "3.old.jsonl", "3.1.2.4.jsonl", ".jsonl", "03.jsonl", "3.0.jsonl"]
 )
-def test_other_files_are_no_records(name: str) -> None:
+def test_record_key_is_none_for_other_files(name: str) -> None:
     assert record_key(Path(name)) is None
 
 
@@ -352,9 +355,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_last_steps_stay_and_are_replayed_without_those_before(
-    tmp_path: Path, name: str
-) -> None:
+def test_newest_record_files_replay_without_earlier_ones(tmp_path: Path, name: str) -> None:
     world = recorded_in(tmp_path, name, 3000)
     found = list(record_files(tmp_path).values())
     kept = [step for path in found for step in steps_in(path)]
@@ -367,7 +368,7 @@ def test_the_last_steps_stay_and_are_replayed_without_those_before(
         assert replay(path) is None
 
 
-def test_a_changed_action_after_a_snapshot_is_noticed(tmp_path: Path) -> None:
+def test_replay_finds_a_changed_action_after_a_snapshot(tmp_path: Path) -> None:
     recorded_in(tmp_path, "copris", 2000)
     path = list(record_files(tmp_path).values())[-2]
     lines = path.read_text().splitlines()
@@ -377,7 +378,7 @@ def test_a_changed_action_after_a_snapshot_is_noticed(tmp_path: Path) -> None:
     assert found is not None and found.recorded is None
 
 
-def test_what_is_kept_takes_no_more_than_the_limit_over_all_lineages(tmp_path: Path) -> None:
+def test_record_files_of_all_lineages_stay_within_the_limit(tmp_path: Path) -> None:
     limit = 120_000
     for lineage in range(3):
         files = files_of(tmp_path, lineage, keep_steps=1000, most_bytes=limit)
@@ -401,10 +402,13 @@ def test_what_is_kept_takes_no_more_than_the_limit_over_all_lineages(tmp_path: P
     [
         ({"classes": {}, "objects": []}, "its snapshot is damaged"),
         ({}, "its snapshot is damaged"),
-        ({"classes": {"Lifecycle": ["x"]}, "objects": [[]]}, r"Lifecycle has the fields \['x'\]"),
+        (
+            {"classes": {"Lifecycle": ["x"]}, "objects": [[]]},
+            r"Lifecycle of its snapshot has the fields \['x'\]",
+        ),
     ],
 )
-def test_a_snapshot_that_does_not_fit_is_refused(
+def test_replay_refuses_a_snapshot_of_other_code(
     tmp_path: Path, damage: dict[str, object], message: str
 ) -> None:
     recorded_in(tmp_path, "sync", 1500)

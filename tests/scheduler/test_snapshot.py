@@ -1,4 +1,4 @@
-"""A scheduler, frozen and thawed at any moment, goes on exactly as the one it was taken of."""
+"""Tests that a scheduler that is restored from a snapshot continues exactly as the saved one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new(config: ScheduleConfig) -> Scheduler:
 
 
 def copy(scheduler: Scheduler, config: ScheduleConfig) -> Scheduler:
-    """By way of the text that a record holds."""
+    """Return the snapshot after a conversion to JSON text and back."""
     text = json.dumps(freeze(scheduler))
     again = new(config)
     thaw(json.loads(text), again)
@@ -41,7 +41,8 @@ def copy(scheduler: Scheduler, config: ScheduleConfig) -> Scheduler:
 
 
 class Twins(World):
-    """Every event goes to the scheduler and to a copy that is taken anew now and then."""
+    """Sends every event to the scheduler and to a copy, which is replaced by a new snapshot
+    sometimes."""
 
     def start(self, step: int, version: PolicyVersion) -> None:
         super().start(step, version)
@@ -61,7 +62,7 @@ class EpisodeTwins(Twins, EpisodeWorld): ...
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_thawed_scheduler_of_episodes_goes_on_as_the_frozen_one(name: str) -> None:
+def test_restored_scheduler_of_episodes_continues_as_the_saved_one(name: str) -> None:
     weather = EpisodeWeather(**vars(WEATHER), environment_failures=0.05)
     world = EpisodeTwins(preset(name), weather, seed=3)
     for _ in range(400):
@@ -70,14 +71,14 @@ def test_a_thawed_scheduler_of_episodes_goes_on_as_the_frozen_one(name: str) -> 
 
 @settings(suppress_health_check=list(HealthCheck), derandomize=True, max_examples=40)
 @given(st.one_of(presets(), composed()), st.integers(0, 2**32))
-def test_a_thawed_scheduler_goes_on_as_the_frozen_one(config: ScheduleConfig, seed: int) -> None:
+def test_restored_scheduler_continues_as_the_saved_one(config: ScheduleConfig, seed: int) -> None:
     world = Twins(config, WEATHER, seed)
     for _ in range(120):
         world.random_event()
 
 
-def test_what_is_no_part_of_the_state_cannot_be_written() -> None:
+def test_freeze_raises_for_values_outside_the_state() -> None:
     scheduler = new(preset("sync"))
     scheduler._untaken = [object()]  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="no part of a scheduler's state"):
+    with pytest.raises(TypeError, match="not part of a scheduler's state"):
         freeze(scheduler)

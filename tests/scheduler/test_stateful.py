@@ -17,7 +17,7 @@ from tests.scheduler.world import Weather, World, play
 
 
 class Machine(RuleBasedStateMachine):
-    """Rules for all moves of the world; sizes of things come from the world's own random."""
+    """Rules for all moves of the world; the world's own random numbers determine sizes."""
 
     world: World
 
@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "world"))
     @rule(count=st.integers(1, 30))
     def more(self, count: int) -> None:
-        """Ordinary progress, so that deep states are reached."""
+        """Make ordinary progress, so that the test reaches deep states."""
         for _ in range(count):
             self.world.random_event()
 
@@ -115,8 +115,8 @@ TestAnyOrder.settings = settings(
 )
 
 
-def test_machine_covers_every_move_of_the_world() -> None:
-    """A move that the world gains needs a rule here."""
+def test_state_machine_has_a_rule_for_every_move_of_the_world() -> None:
+    """Each new move of the world needs a rule in the state machine."""
     world = World(preset("pipeline"), Weather(engine_failures=0.03), seed=2)
     seen: set[str] = set()
     for _ in range(600):

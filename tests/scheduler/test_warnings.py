@@ -1,4 +1,5 @@
-"""Warnings about queues and engines: emitted by name when they set in, once."""
+"""Tests of warnings about queues and engines, which are emitted once when their condition
+begins."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ def names(run: Script) -> list[str]:
     return [warning.name for warning in run.of(ev.Warn)]
 
 
-def test_recomputation_storm_after_three_bad_reports_in_a_row() -> None:
+def test_recomputation_storm_is_warned_after_three_bad_reports() -> None:
     run = Script("copris")
     run.prompts(3)
     bad, good = ev.EngineLoad("a", 1.0, 3), ev.EngineLoad("a", 1.0, 0)
@@ -23,7 +24,7 @@ def test_recomputation_storm_after_three_bad_reports_in_a_row() -> None:
     assert names(run) == ["recomputation_storm"]
 
 
-def test_queue_underflow_when_the_trainer_finds_no_batch_three_times() -> None:
+def test_queue_underflow_is_warned_after_three_steps_without_batch() -> None:
     run = Script("pipeline", groups_per_batch=1, concurrency=2)
     seen = []
     for step in range(4):
@@ -35,7 +36,7 @@ def test_queue_underflow_when_the_trainer_finds_no_batch_three_times() -> None:
     assert seen == ["queue_underflow"]
 
 
-def test_no_underflow_where_the_trainer_waits_by_design() -> None:
+def test_queue_underflow_is_not_warned_without_overlap() -> None:
     run = Script("copris", groups_per_batch=1, concurrency=2)
     for step in range(4):
         run.prompts(1)
@@ -45,7 +46,7 @@ def test_no_underflow_where_the_trainer_waits_by_design() -> None:
         assert names(run) == []
 
 
-def test_queue_overflow_when_the_ring_stays_full() -> None:
+def test_queue_overflow_is_warned_when_too_many_batches_wait() -> None:
     run = Script("pipeline", groups_per_batch=1, max_waiting_batches=1, overflow="drop_oldest")
     run.prompts(3)
     seen = []
@@ -60,7 +61,7 @@ def test_queue_overflow_when_the_ring_stays_full() -> None:
 
 
 def finish_all(run: Script, waiting: list[int]) -> None:
-    """All that runs finishes, and what starts for it, until new groups are held back."""
+    """Finish running requests and those that replace them, until no new group may start."""
     while run.running:
         done = list(run.running)
         run.send(*(ev.Finished(t) for t in done))
@@ -69,7 +70,7 @@ def finish_all(run: Script, waiting: list[int]) -> None:
             run.prompts(2)
 
 
-def test_a_scoring_backlog_is_named_once_while_it_lasts() -> None:
+def test_scoring_backlog_is_warned_once() -> None:
     run = Script("copris", groups_per_batch=1, concurrency=4)
     run.prompts(2)
     waiting: list[int] = []
@@ -86,7 +87,7 @@ def test_a_scoring_backlog_is_named_once_while_it_lasts() -> None:
     assert seen == [(2, "scoring_backlog")]
 
 
-def test_a_scorer_that_keeps_up_is_no_backlog() -> None:
+def test_scoring_backlog_is_not_warned_when_scores_keep_up() -> None:
     run = Script("copris", groups_per_batch=1, concurrency=4)
     run.prompts(2)
     for step in range(8):

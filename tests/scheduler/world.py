@@ -1,7 +1,7 @@
-"""A small random world around a scheduler: engines, scorer, trainer, prompt source, crashes.
+"""Simulates a random world around a scheduler: engines, scorer, trainer, task and crashes.
 
-It sends the events that may happen now to the oracle and the scheduler, and carries out the
-actions. All choices come from one `random.Random`, so a run is a function of (config, seed).
+The world sends possible events to the oracle and the scheduler, and carries out the actions. All
+choices come from one `random.Random`, so a run depends only on the schedule and the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.scheduler.oracle import Oracle, T
 
 @dataclass(frozen=True)
 class Weather:
-    """How often what goes wrong goes wrong; probabilities per event unless stated otherwise."""
+    """Frequencies of failures, as probabilities per event unless stated otherwise."""
 
     engines: int = 2
     max_running: int | None = None
@@ -37,9 +37,10 @@ class Weather:
 
 
 class World:
-    """Run with `random_event` or the named moves; `step` is how far the trainer has come.
+    """Random world, driven by `random_event` or by its named moves; `step` is the trainer's next
+    step.
 
-    `recorder`, where it is set, records the scheduler from then on.
+    If `recorder` is set, it records the scheduler from then on.
     """
 
     recorder: Recorder | None = None
@@ -59,7 +60,7 @@ class World:
             self.engine_up()
 
     def start(self, step: int, version: PolicyVersion) -> None:
-        """A new process, with nothing but what `recover` will give it."""
+        """Start a new scheduler, which only gets the groups that `recover` sends."""
         self.version = version
         self.trainer: int | None = None  # the step it works on
         self.engine_versions: dict[str, PolicyVersion] = {}
@@ -73,7 +74,7 @@ class World:
     # ------------------------------------------------------------ the loop
 
     def send(self, event: ev.Event) -> list[ev.Action]:
-        """One event: oracle, scheduler, oracle, and what follows."""
+        """Send one event to oracle and scheduler, check the actions, and carry them out."""
         self.events += 1
         self.oracle.event(event)
         if self.recorder is None:
@@ -87,11 +88,11 @@ class World:
 
     @property
     def steps_done(self) -> int:
-        """Versions made."""
+        """Number of versions that the trainer has made."""
         return self.version.number
 
     def moves(self) -> list[str]:
-        """What can happen now, besides failures."""
+        """Return the moves that are possible now, except failures."""
         oracle = self.oracle
         moves = []
         running = oracle.running()
@@ -116,7 +117,7 @@ class World:
         return moves
 
     def random_event(self) -> bool:
-        """Let one thing happen; False when nothing can any more."""
+        """Make one random move; return False if none is possible."""
         chance = self.random.random
         if not self.calm:
             if self.engine_versions and chance() < self.weather.engine_failures:
@@ -144,7 +145,8 @@ class World:
         return self.random.choice(running)
 
     def tokens(self) -> None:
-        """Some tokens of one running trajectory, and perhaps an abort that was the engine's."""
+        """Report tokens of a running trajectory, and sometimes that its engine has ended the
+        request."""
         t = self._running()
         refusals = 0.0 if self.calm else self.weather.refusals
         if refusals and self.random.random() < refusals:
@@ -163,7 +165,7 @@ class World:
         self.send(ev.TokensArrived(t.trajectory_id, self.random.randint(1, 9), version))
 
     def finish(self) -> None:
-        """A trajectory ends (also one under an abort: the race); else more tokens."""
+        """Finish a trajectory, also if an abort was sent to it; or report more of its tokens."""
         t = self._running()
         if self.random.random() < self.weather.finish:
             self.report_tokens(t)
@@ -184,7 +186,8 @@ class World:
         self.send(ev.Aborted(t.trajectory_id))
 
     def engine_up(self) -> None:
-        """Engines arrive: with the current version, or (not yet synchronized) an older one."""
+        """Let engines come up, with the current version or (not synchronized yet) with an older
+        one."""
         names = [f"e{i}" for i in range(self.weather.engines)]
         missing = [name for name in names if name not in self.engine_versions]
         if not missing:  # they have come up all at once
@@ -205,7 +208,7 @@ class World:
         return [name for name, version in self.engine_versions.items() if version != self.version]
 
     def synchronize(self) -> None:
-        """A stale engine gets the current weights, outside any update."""
+        """Send the current weights to an engine with an older version, outside of an update."""
         name = self.random.choice(self._stale_engines())
         self.engine_down(name)
         self.engine_versions[name] = self.version
@@ -255,7 +258,7 @@ class World:
         self.send(ev.UpdateRequested(self.trainer + 1))
 
     def publish(self) -> None:
-        """All engines that are up get the new weights; some tokens of the old ones come later."""
+        """Publish new weights to all engines; some tokens of the old version are reported later."""
         assert self.trainer is not None
         old = self.version.number
         self.version = PolicyVersion(self.version.lineage, self.trainer + 1)
@@ -270,7 +273,7 @@ class World:
     # ------------------------------------------------------------ crash and resume
 
     def crash(self) -> None:
-        """Everything dies; the store and one of the last checkpoints survive."""
+        """Crash everything except the store and one of the last checkpoints, then resume."""
         step = max(0, self.steps_done - self.random.randrange(3))
         found = self._stored(step)
         self.start(step, PolicyVersion(self.version.lineage + 1, step))
@@ -286,13 +289,13 @@ class World:
         return ev.Recovered(tuple(found))
 
     def stored_state(self, t: T) -> TrajectoryState:
-        """That of a trajectory that could run."""
+        """Return the stored state of a trajectory that may run."""
         return TrajectoryState.PARTIAL if t.tokens else TrajectoryState.PENDING
 
     def _stored(self, step: int) -> list[ev.RecoveredGroup]:
-        """Unconsumed groups as the store holds them, in any order.
+        """Return the groups that are not consumed, as the store has them, in any order.
 
-        Versions count from where the lineages part.
+        Their versions are counted along the new lineage.
         """
         states = {
             "running": TrajectoryState.RUNNING,
@@ -327,9 +330,10 @@ class World:
 
 
 def play(world: World, events: int, steps: int) -> None:
-    """`events` random events with failures, then calm until the trainer has made `steps` more.
+    """Make `events` random moves with failures, then moves without failures for `steps` more steps.
 
-    Raises AssertionError when the world stands still, or makes no step in a generous while.
+    Raises:
+        AssertionError: If no move is possible, or the trainer makes no step for many moves.
     """
     for _ in range(events):
         world.random_event()
