@@ -1,11 +1,14 @@
-"""Scores responses, in processes of their own and with a hard limit on every score.
+"""Scores responses in separate processes, with a hard time limit on every score.
 
-- interface: what a run asks of its scorers; the ways in which a score fails.
-- workers: a scorer process, started, asked again and replaced.
-- pool, autoscale: as many workers as the queue needs, in this process or in those of a backend;
-  one for asynchronous rewards. jobs: what a worker gets, and its scores.
-- process, frames: a scorer's process as its worker sees it, and the frames between the two.
-- process_main: the program of that process.
-- identity: a description of all that gives a run's rewards.
-- rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.
+- interface: the protocol that a training run uses to score responses, and the kinds of failure.
+- jobs: splits a request into jobs for the single rewards, and adds up the resulting scores.
+- pool, autoscale: a pool of workers whose number follows the length of the queue. The scorer
+  processes are children of this process or of processes that a backend starts. One additional
+  scorer process runs all asynchronous rewards.
+- workers: starts one scorer process, sends jobs to it, and restarts it when it hangs or dies.
+- process, frames: the worker's handle of a scorer process, and the messages between the two.
+- process_main: the program that a scorer process runs.
+- identity: one line that identifies all rewards of a run.
+- rewards: the user's own rewards and the built-in ones.
+- sandbox: runs programs that are contained in responses.
 """

@@ -1,32 +1,38 @@
-"""Number of scorers: as many as the queue needs, within `task.scorer_workers`.
+"""Computes the number of scorer processes that the queue needs, within `task.scorer_workers`.
 
-A queue of any length is fine if it is worked off within `DRAIN_SECONDS`; what is over that asks
-for more scorers at once, never for more than there are responses to score. Fewer are kept only
-after a whole `REST_SECONDS` in which fewer were needed, so that bursts do not start and end
-processes all the time.
+A queue of any length is fine if the scorers can finish it within `DRAIN_SECONDS`. A longer queue
+adds scorers immediately, but never more than there are jobs to score. The number decreases only at
+the end of a period of `REST_SECONDS`, to the largest number that was needed in the period, so that
+bursts do not start and end processes all the time.
 
 Invariants
-- The number stays within 1 and `most`.
-- Equal inputs give equal numbers: times come from the caller (the live pools' clock, the
-  simulator's virtual one). Both constants are assumed.
+- The number of scorers is between 1 and `most`.
+- Equal inputs give equal numbers: times come from the caller (the monotonic clock in a real pool,
+  the virtual clock in the simulator).
+- The values of `DRAIN_SECONDS` and `REST_SECONDS` are assumed, not measured.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 DRAIN_SECONDS = 0.25
-"""Time in which the scorers that run shall be able to score all that waits."""
+"""Time within which the running scorers should be able to score all waiting jobs."""
 REST_SECONDS = 60.0
-"""Span over which the largest need is remembered."""
+"""Length of the period over which the largest needed number of scorers is remembered."""
 MEMORY = 0.9
-"""Weight of the older scores in the mean time of one."""
+"""Weight of the earlier scores in the running mean of the time of one score."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerCount:
-    """`count` scorers run now; `seconds` is the mean time of one score, 0 = none was seen.
+    """State of the automatic sizing of a pool of scorers.
 
-    `needed`: the most that were needed since `since`.
+    Attributes:
+        most: Maximum number of scorers.
+        count: Number of scorers that should run now.
+        seconds: Running mean of the time of one score; 0 if no score was measured.
+        needed: Largest number of scorers that was needed since the time `since`.
+        since: Time in seconds at which the current period of `REST_SECONDS` started.
     """
 
     most: int
@@ -37,14 +43,20 @@ class ScorerCount:
 
 
 def scored(state: ScorerCount, seconds: float) -> ScorerCount:
-    """Take the time of one score into the mean."""
+    """Return `state` with one more score, which took `seconds`, in its mean time of a score."""
     if not state.seconds:
         return replace(state, seconds=seconds)
     return replace(state, seconds=MEMORY * state.seconds + (1 - MEMORY) * seconds)
 
 
 def queued(state: ScorerCount, waiting: int, at_seconds: float) -> ScorerCount:
-    """`waiting` responses have no score at this time, those under a scorer included."""
+    """Return `state` with the number of scorers (`count`) that `waiting` unscored jobs need.
+
+    Args:
+        state: The state so far.
+        waiting: Number of jobs without a score, including jobs that a scorer works on.
+        at_seconds: The current time.
+    """
     need = math.ceil(min(waiting, waiting * state.seconds / DRAIN_SECONDS))
     need = min(max(1, need), state.most)
     needed = max(need, state.needed)

@@ -1,4 +1,4 @@
-"""Describes everything that gives a run's rewards, as one line."""
+"""Provides one line of text that identifies all rewards of a run, to compare two runs."""
 
 import hashlib
 import json
@@ -10,17 +10,17 @@ from megatron_async.config import RunConfig
 
 
 def reward_identity(config: RunConfig) -> str:
-    """Describe every reward of a run in one line.
+    """Return one line of text that identifies every reward of a run and its settings.
 
-    The line differs between two runs if a reward, its arguments, its weight or the content of its
-    file differs; the folder of the file does not count. The content of an installed module is not
-    compared.
+    The lines of two runs differ if a reward, its arguments, its weight or the content of its file
+    differs. The folder of the file does not matter. The content of an installed module is not
+    compared. A run with episodes also gets a description of its environment or agent program.
     """
     sources = []
     if config.scores:
-        for part in config.scorers.parts:
-            name = f"task {config.task.kind}" if part.name == "task" else part.name
-            sources.append(_described(name, part.arguments, part.weight))
+        for reward in config.scorers.parts:
+            name = f"task {config.task.kind}" if reward.name == "task" else reward.name
+            sources.append(_described(name, reward.arguments, reward.weight))
     if config.has_episodes:
         player = config.player
         name = player.name or " ".join(config.agent.command)
@@ -29,6 +29,10 @@ def reward_identity(config: RunConfig) -> str:
 
 
 def _described(name: str, arguments: Mapping[str, Any], weight: float = 1.0) -> str:
+    """Return a reward's (or environment's) weight, name and arguments as one line of text.
+
+    A file in `name` is written without its folder and with a digest of its content.
+    """
     text = " ".join(map(_without_folder, name.split()))
     if weight != 1.0:
         text = f"{weight:g} x {text}"
@@ -38,7 +42,11 @@ def _described(name: str, arguments: Mapping[str, Any], weight: float = 1.0) -> 
 
 
 def _without_folder(word: str) -> str:
-    """Replace the folder of a file by a digest of the file; other words stay."""
+    """If `word` is the path of a file, return the file's name with a digest of its content.
+
+    A suffix `:name` after the path is kept. A word that is not the path of a file is returned
+    unchanged.
+    """
     path, colon, name = word.rpartition(":")
     file = Path(path if colon else word)
     if not file.is_file():

@@ -1,8 +1,8 @@
-"""The protocol of a run's scorers, and the names of their faults.
+"""Defines the protocol of an object that scores responses, and the names of scoring failures.
 
 Invariants
-- A score that failed has the reward `None`, or the reward that the settings give it, and counts its
-  fault in its parts: no fault is silent.
+- A failed score has the reward that the settings choose for failures: 0, or `None` to drop the
+  trajectory. Its details count the kind of failure, so that no failure goes unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,34 @@ SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
         "scorer_unavailable": "scorer_unavailable",
     }
 )
-"""How a score can fail: the part of it that counts that, the metric that adds it up."""
+"""Kinds of failed scores: the key that counts a kind in a score's details -> the metric that sums
+it."""
 SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
-"""The same, and what a scorer does wrong although the score has come."""
+"""`SCORE_FAILURES` and the faults of a scorer that leave the score valid; same keys and values.
+
+`stray_output` counts packets on the scorer's reply socket that were not replies."""
 
 CONVERSATIONS: Final = "conversations"
-"""The key of a payload under which the messages of each response's episode are."""
+"""Key of a prompt's payload with the chat messages of each response's episode, one list each."""
 COST: Final = "cost"
-"""The part of a score that is money: added up in the metrics."""
+"""Name of the score component that holds the price paid for a score; metrics sum it."""
 
-# A reward, None when the scorer failed and that is not a 0, and its named parts.
+# (reward, components). The reward is None if the scorer failed and the trajectory is to be dropped.
+# The components are named numbers for metrics.
 Score = tuple[float | None, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class ResponseScore:
-    """The score of one response. `reward` is `None` when the scorer failed and that is not a 0.
+    """The score of one response.
 
-    `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
-    found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
-    scorer, 0 = not measured. `failures`: a line for each reward that has failed.
+    Attributes:
+        reward: The reward; None if the scorer failed and the trajectory is to be dropped.
+        detail: Named numbers for metrics: the components that the reward returned (the built-in
+            rewards for text return `score`, 0 to 1, and `answered`, 1 if the text contains an
+            answer), and a count for each fault in `SCORER_FAULTS` that occurred.
+        seconds: Time that the scorer took; 0 if it was not measured.
+        failures: One error message for each reward that failed.
     """
 
     reward: float | None
@@ -50,33 +58,42 @@ class ResponseScore:
 
 
 class NoScorers:
-    """Scores nothing: the environment gives all rewards (implements `Scorers`)."""
+    """Gives every response the score 0, for runs whose environment gives all rewards.
+
+    It implements `Scorers` without any process.
+    """
 
     size = ScorerCount(0)
     failures: Mapping[str, str] = MappingProxyType({})
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        """A reward of 0."""
+        """Return a reward of 0 without details, whatever the response."""
         return 0.0, {}
 
     async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
-        """A reward of 0 for each."""
+        """Return a reward of 0 without details for each of the responses."""
         return [(0.0, {}) for _ in responses]
 
 
 class Scorers(Protocol):
-    """Scores finished responses; every score is limited in time."""
+    """Scores finished responses; every score has a time limit."""
 
     @property
     def size(self) -> ScorerCount:
-        """Return the number of scorers, and the time of a score."""
+        """Number of scorers, and mean time of one score."""
 
     @property
     def failures(self) -> Mapping[str, str]:
-        """Return the first failure of each kind, by the metric that counts it."""
+        """First error message of each kind of failure, by the metric that counts the kind."""
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        """Reward and details; `None` when it failed and that is not a 0."""
+        """Score one response to `prompt`, given as token IDs; return its reward and details.
+
+        The reward is None if scoring failed and the trajectory is to be dropped.
+        """
 
     async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
-        """The same for several responses to one prompt at once."""
+        """Score several responses to one prompt together; return reward and details of each.
+
+        Rewards with the setting `group: true` see all responses of the group in one call.
+        """

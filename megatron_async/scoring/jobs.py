@@ -1,10 +1,13 @@
-"""Work for a scorer, and how its replies become scores: pure functions.
+"""Splits the scoring of responses into jobs for single rewards, and adds up the resulting scores.
+
+All functions are pure.
 
 Invariants
-- A score that timed out, whose process died twice or whose service is unavailable follows
-  `task.on_scorer_timeout`; one whose reward raised or returned no finite number is 0. Each kind
-  is counted in the score's `detail` (`SCORER_FAULTS`).
-- The sum of several rewards has none of its own failures: it failed when one of them did.
+- A score that timed out, whose process died on every try or whose service is unavailable follows
+  the setting `task.on_scorer_timeout` (reward 0, or drop the trajectory). A score whose reward
+  function raised an exception or returned no finite number is 0. Each kind of failure is counted in
+  the score's `detail` (`SCORER_FAULTS`).
+- If one of several rewards failed with `None`, the sum for the response is `None` too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +20,12 @@ from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS, Respo
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """Score these responses to one prompt by one reward (its place in the settings).
+    """A request to score responses to one prompt by one reward; sent to a scorer process as JSON.
 
-    A scorer process gets it as JSON.
+    Attributes:
+        part: Index of the reward in `ScorerSettings.parts`.
+        payload: The prompt's payload: its question, reference answer and other columns.
+        texts: The responses, as text.
     """
 
     part: int
@@ -30,72 +36,97 @@ class ScoreJob:
 def split(
     settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[str]
 ) -> list[ScoreJob]:
-    """All work that the score of some responses takes, reward by reward."""
+    """Return the jobs that score the responses `texts` to one prompt, ordered by reward.
+
+    A reward with `group: true` gets one job for all responses; any other reward gets one job for
+    each response.
+    """
     work = []
-    for number, part in enumerate(settings.parts):
-        size = len(texts) if part.group else 1
+    for number, reward in enumerate(settings.parts):
+        size = len(texts) if reward.group else 1
         for start in range(0, len(texts), size or 1):
-            piece = slice(start, start + size)
-            work.append(ScoreJob(number, _of_texts(payload, piece), tuple(texts[piece])))
+            span = slice(start, start + size)
+            work.append(ScoreJob(number, _of_texts(payload, span), tuple(texts[span])))
     return work
 
 
-def _of_texts(payload: Mapping[str, Any], piece: slice) -> Mapping[str, Any]:
-    """The payload with the conversations of some responses alone."""
+def _of_texts(payload: Mapping[str, Any], span: slice) -> Mapping[str, Any]:
+    """Return `payload` with only the conversations of the responses in `span`, if it has any."""
     if CONVERSATIONS not in payload:
         return payload
-    return {**payload, CONVERSATIONS: payload[CONVERSATIONS][piece]}
+    return {**payload, CONVERSATIONS: payload[CONVERSATIONS][span]}
 
 
 def scores_of(
-    settings: ScorerSettings, reply: Mapping[str, Any], work: ScoreJob, seconds: float
+    settings: ScorerSettings, reply: Mapping[str, Any], job: ScoreJob, seconds: float
 ) -> list[ResponseScore]:
-    """A scorer's reply as one score for each response."""
+    """Convert a scorer process's reply to `job` to one score for each response of the job.
+
+    If the reply reports an error, the scores are failed. `seconds` is the time that the job took.
+    """
     if "error" in reply:
         fault = "scorer_unavailable" if "unavailable" in reply else "scorer_error"
-        return failed(settings, fault, work, seconds, reply["error"])
+        return failed(settings, fault, job, seconds, reply["error"])
     return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
 
 
 def failed(
-    settings: ScorerSettings, fault: str, work: ScoreJob, seconds: float, why: object = None
+    settings: ScorerSettings, fault: str, job: ScoreJob, seconds: float, why: object = None
 ) -> list[ResponseScore]:
-    """No score, for the reason that `fault` counts."""
+    """Return one failed score for each response of `job`, which counts `fault`.
+
+    Args:
+        settings: The settings; they decide whether the reward is 0 or None.
+        fault: A key of `SCORE_FAILURES`.
+        job: The job that failed.
+        seconds: Time that the job took.
+        why: Cause, for the error message; a timeout has a message of its own.
+    """
     zero = fault == "scorer_error" or settings.task.on_scorer_timeout == "zero"
-    part = settings.parts[work.part]
+    config = settings.parts[job.part]
     if fault == "scorer_timeout":
-        why = f"no score within {settings.limit_seconds(part):g} s (its timeout_seconds)"
-    reward, failures = 0.0 if zero else None, (f"reward {part.display_name}: {why}",)
-    return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in work.texts]
+        why = f"no score within {settings.limit_seconds(config):g} s (its timeout_seconds)"
+    reward, failures = 0.0 if zero else None, (f"reward {config.display_name}: {why}",)
+    return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in job.texts]
 
 
 def combine_scores(
     settings: ScorerSettings, work: Sequence[ScoreJob], scores: Sequence[Sequence[ResponseScore]]
 ) -> list[ResponseScore]:
-    """The weighted sum for each response; `work` is that of `split`, `scores` what came of it."""
-    parts = settings.parts
-    by_part: list[list[ResponseScore]] = [[] for _ in parts]
-    for piece, found in zip(work, scores, strict=True):
-        by_part[piece.part] += found
-    return [_sum(parts, of_response) for of_response in zip(*by_part, strict=True)]
+    """Return the total score of each response: the weighted sum over its rewards.
+
+    Args:
+        settings: The settings with the rewards and their weights.
+        work: The jobs that `split` returned for the responses.
+        scores: For each job, the scores of its responses.
+    """
+    rewards = settings.parts
+    by_reward: list[list[ResponseScore]] = [[] for _ in rewards]
+    for job, of_job in zip(work, scores, strict=True):
+        by_reward[job.part] += of_job
+    return [_sum(rewards, of_response) for of_response in zip(*by_reward, strict=True)]
 
 
-def _sum(parts: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
+def _sum(rewards: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
+    """Add up the scores that one response got from the rewards, each times its weight.
+
+    The total is None if one of the scores is. With several rewards, the details name each reward.
+    """
     seconds = sum(score.seconds for score in scores)
     detail: dict[str, float] = {}
     total: float | None = 0.0
-    for part, score in zip(parts, scores, strict=True):
+    for config, score in zip(rewards, scores, strict=True):
         for name, value in score.detail.items():
             if name in SCORER_FAULTS:
                 detail[name] = detail.get(name, 0.0) + value
             else:
-                detail[f"{part.display_name}.{name}" if len(parts) > 1 else name] = value
+                detail[f"{config.display_name}.{name}" if len(rewards) > 1 else name] = value
         if score.reward is None:
             total = None
             continue
-        if len(parts) > 1:
-            detail[part.display_name] = score.reward
+        if len(rewards) > 1:
+            detail[config.display_name] = score.reward
         if total is not None:
-            total += part.weight * score.reward
+            total += config.weight * score.reward
     failures = tuple(failure for score in scores for failure in score.failures)
     return ResponseScore(total, detail, seconds, failures)

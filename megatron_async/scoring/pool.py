@@ -1,12 +1,17 @@
-"""Pools of scorers whose number follows the queue: of this process, and of a place.
+"""Provides pools of scorer workers, whose number follows the length of the queue.
+
+A worker starts and calls one scorer process, which runs the reward functions. The workers of a
+`LocalScorerPool` are objects of this process; those of a `RemoteScorerPool` are in processes that a
+backend starts.
 
 Invariants
-- A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece
-  takes longer: messages are few, and no response waits for another's slow score in a worker while
-  a second worker has none. Work is done in the order in which it came.
-- As many workers exist as `count` asks for, at least one. One that is busy is never taken
-  away.
-- Asynchronous rewards go to one process for all of them, which starts when the first is due.
+- A worker gets as many jobs at once as it finishes in `_BATCH_SECONDS`, or one job if a job takes
+  longer. So there are few messages, and no job waits behind a slow one while another worker is
+  idle. Jobs are started in the order in which they arrived.
+- The number of workers is the `count` that `autoscale` computes, and at least one. A busy worker is
+  never removed.
+- All asynchronous rewards run in one additional scorer process, which starts with the first
+  asynchronous job.
 """
 
 import asyncio
@@ -28,7 +33,7 @@ from megatron_async.process_backends.backend import (
 )
 from megatron_async.scoring import autoscale as scorer_count
 from megatron_async.scoring.autoscale import ScorerCount
-from megatron_async.scoring.frames import BLOCKING, WAITING
+from megatron_async.scoring.frames import ASYNC, BLOCKING
 from megatron_async.scoring.interface import SCORER_FAULTS, ResponseScore, Score
 from megatron_async.scoring.jobs import ScoreJob, combine_scores, split
 from megatron_async.scoring.process import START_TIMEOUT_SECONDS
@@ -37,28 +42,36 @@ from megatron_async.trajectory.types import Prompt
 
 _SLACK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 0.2
-_HELD_SECONDS: Final = 0.05
-_MOST_HELD: Final = 256
+_BATCH_SECONDS: Final = 0.05
+_LARGEST_BATCH: Final = 256
 
 
 class Worker(Protocol):
-    """A scorer, wherever it runs."""
+    """Protocol of an object that scores jobs with one scorer process, local or remote."""
 
     async def start(self) -> list[bool]:
-        """Have it ready; which rewards are asynchronous."""
+        """Start the scorer process, unless it runs; return for each reward whether it is async."""
 
     async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
-        """Score each piece within its limit."""
+        """Score each job within its time limit; return the scores of each job's responses."""
 
     def retire(self) -> None:
-        """End it without waiting; it is idle."""
+        """End the idle scorer process without waiting for its end."""
 
     def close(self) -> None:
-        """End it, also while it scores."""
+        """End the scorer process, even while it scores."""
 
 
 class ScorerPool:
-    """Workers made by `start`, at most `task.scorer_workers`. For one event loop."""
+    """Scores responses with up to `task.scorer_workers` workers, which it starts and ends.
+
+    It belongs to one event loop.
+
+    Attributes:
+        size: State of the automatic sizing: the number of workers and the mean time of a score.
+        failures: First error message of each kind of failure, by the metric that counts the kind.
+        workers: The current workers, without the one for asynchronous rewards.
+    """
 
     def __init__(
         self,
@@ -67,6 +80,14 @@ class ScorerPool:
         start: Callable[[], Worker],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create the pool and its first worker; start no scorer process yet.
+
+        Args:
+            settings: The rewards and their limits.
+            model_path: Folder with the tokenizer that turns responses into text.
+            start: Returns a new worker.
+            clock: Returns the current time in seconds.
+        """
         self._settings = settings
         self._start = start
         self._clock = clock
@@ -75,28 +96,35 @@ class ScorerPool:
         self._idle: list[Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
-        self._waits: list[bool] | None = None
-        if not any(part.own for part in settings.parts):
-            self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
-        self._for_waiting = ScorerWorker(settings, WAITING)
-        self._gates = [asyncio.Semaphore(part.concurrency) for part in settings.parts]
+        self._is_async: list[bool] | None = None
+        if not any(reward.own for reward in settings.parts):
+            self._is_async = [reward.name in ASYNCHRONOUS for reward in settings.parts]
+        self._async_worker = ScorerWorker(settings, ASYNC)
+        self._concurrency = [asyncio.Semaphore(reward.concurrency) for reward in settings.parts]
         self.size = ScorerCount(settings.task.scorer_workers)
         self.failures: dict[str, str] = {}
         self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
         self.workers: list[Worker] = []
-        if self._waits is None or not all(self._waits):
+        if self._is_async is None or not all(self._is_async):
             self._add()
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        """Reward (`None`: it failed, and that is not a 0) and details.
+        """Score one response to `prompt`, given as token IDs; return its reward and details.
 
-        Raises ComponentFailure when a worker gives no answer at all.
+        The reward is None if scoring failed and the trajectory is to be dropped.
+
+        Raises:
+            UserError: If a local scorer process refuses the settings.
+            ComponentFailure: If a worker cannot start its scorer process or cannot be reached.
         """
         (score,) = await self.score_group(prompt, [response_ids])
         return score
 
     async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
-        """The same for several responses to one prompt, as rewards with `group: true` need it."""
+        """Score several responses to one prompt together; return reward and details of each.
+
+        Rewards with the setting `group: true` see all responses in one call.
+        """
         texts = [self._text(ids) for ids in responses]
         scores = await self.score_texts(prompt.payload, texts)
         return [(score.reward, score.detail) for score in scores]
@@ -104,30 +132,35 @@ class ScorerPool:
     async def score_texts(
         self, payload: Mapping[str, Any], texts: Sequence[str]
     ) -> list[ResponseScore]:
-        """The same for responses that are text already; `payload` is the prompt's."""
+        """Score responses given as text by all rewards; return the total score of each response.
+
+        `payload` holds the prompt's question, reference answer and other columns. The first error
+        message of each kind of failure is kept in `failures`.
+        """
         work = split(self._settings, payload, texts)
-        waits = await self._asynchronous()
+        is_async = await self._asynchronous()
         found = await asyncio.gather(
-            *(
-                self._score_waiting(piece) if waits[piece.part] else self._score(piece)
-                for piece in work
-            )
+            *(self._score_async(job) if is_async[job.part] else self._score(job) for job in work)
         )
         for score in itertools.chain.from_iterable(found):
-            for failure in score.failures:  # of one reward, which has one fault
+            # The first entry in a failed score's `detail` is the kind of the failure.
+            for failure in score.failures:
                 kind = SCORER_FAULTS[next(iter(score.detail))]
                 self.failures.setdefault(kind, failure + self._logs)
         return combine_scores(self._settings, work, found)
 
     def close(self) -> None:
-        """End all processes; scores that wait are given up."""
-        self._for_waiting.close()
+        """End all scorer processes; unfinished scores fail."""
+        self._async_worker.close()
         for worker in self.workers:
             worker.close()
 
     @cached_property
     def _text(self) -> Callable[[Sequence[int]], str]:
-        """Function that turns tokens into text; it loads the tokenizer when it is first needed."""
+        """Function that turns a response's token IDs into text.
+
+        The tokenizer is loaded at the first use, because `score_texts` does not need it.
+        """
         from megatron_async.tasks.text_task import load_tokenizer, response_text, stop_tokens
 
         tokenizer = load_tokenizer(self._model_path)
@@ -139,27 +172,40 @@ class ScorerPool:
         )
 
     async def _asynchronous(self) -> list[bool]:
-        """List which rewards are; for the user's a scorer process looks."""
-        if self._waits is None:
-            self._waits = await self.workers[0].start()
-        return self._waits
+        """Return for each reward whether it is asynchronous.
 
-    async def _score_waiting(self, work: ScoreJob) -> list[ResponseScore]:
-        async with self._gates[work.part]:
-            (scores,) = await self._for_waiting.score([work])
+        For a reward of the user's the first worker's scorer process decides, because the user's
+        code is imported only there.
+        """
+        if self._is_async is None:
+            self._is_async = await self.workers[0].start()
+        return self._is_async
+
+    async def _score_async(self, job: ScoreJob) -> list[ResponseScore]:
+        """Score the responses of one job by its asynchronous reward; return their scores.
+
+        At most the reward's `concurrency` jobs run at once.
+        """
+        async with self._concurrency[job.part]:
+            (scores,) = await self._async_worker.score([job])
         return scores
 
-    async def _score(self, work: ScoreJob) -> list[ResponseScore]:
+    async def _score(self, job: ScoreJob) -> list[ResponseScore]:
+        """Queue one job of a blocking reward; return its scores once a worker has computed them.
+
+        The number of workers is adapted to the longer queue.
+        """
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
-        self._queue.append((work, done))
+        self._queue.append((job, done))
         self._waiting += 1
         try:
             self._follow_queue()
-            return await done  # bounded: every worker's call is
+            return await done  # bounded: every call of a worker has a time limit
         finally:
             self._waiting -= 1
 
     def _follow_queue(self) -> None:
+        """Adapt the number of workers to the queue, and send queued jobs to idle workers."""
         self.size = scorer_count.queued(self.size, self._waiting, self._clock())
         while len(self.workers) < self.size.count:
             self._add()
@@ -168,28 +214,32 @@ class ScorerPool:
             self.workers.remove(worker)
             worker.retire()
         while self._queue and self._idle:
-            pieces = [self._queue.popleft() for _ in range(self._share())]
-            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), pieces))
+            jobs = [self._queue.popleft() for _ in range(self._batch_size())]
+            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), jobs))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _share(self) -> int:
-        """Number of pieces that the next idle worker takes."""
+    def _batch_size(self) -> int:
+        """Return the number of queued jobs that the next idle worker gets, at least one.
+
+        A worker gets at most an equal share of the queue, and jobs for `_BATCH_SECONDS`.
+        """
         seconds = self.size.seconds
-        most = int(min(_HELD_SECONDS / seconds, _MOST_HELD)) if seconds else 1
+        most = int(min(_BATCH_SECONDS / seconds, _LARGEST_BATCH)) if seconds else 1
         return max(1, min(most, len(self._queue) // len(self.workers)))
 
     async def _run(
-        self, worker: Worker, pieces: Sequence[tuple[ScoreJob, asyncio.Future[list[ResponseScore]]]]
+        self, worker: Worker, jobs: Sequence[tuple[ScoreJob, asyncio.Future[list[ResponseScore]]]]
     ) -> None:
+        """Score jobs with an idle worker, set the result of each job's future, free the worker."""
         try:
-            found = await worker.score([work for work, _ in pieces])
-        except Exception as error:  # noqa: BLE001 - it reaches everyone who waits for it
-            for _, done in pieces:
+            found = await worker.score([job for job, _ in jobs])
+        except Exception as error:  # noqa: BLE001 - raised to the caller of every job
+            for _, done in jobs:
                 if not done.done():
                     done.set_exception(error)
         else:
-            for (_, done), scores in zip(pieces, found, strict=True):
+            for (_, done), scores in zip(jobs, found, strict=True):
                 self.size = scorer_count.scored(self.size, scores[0].seconds)
                 if not done.done():
                     done.set_result(scores)
@@ -198,13 +248,17 @@ class ScorerPool:
         self._follow_queue()
 
     def _add(self) -> None:
+        """Create one more worker, which is idle."""
         worker = self._start()
         self.workers.append(worker)
         self._idle.append(worker)
 
 
 class LocalScorerPool(ScorerPool):
-    """Up to `task.scorer_workers` processes of this machine."""
+    """Scores with up to `task.scorer_workers` scorer processes that are children of this process.
+
+    One more scorer process runs the asynchronous rewards.
+    """
 
     def __init__(self, settings: ScorerSettings, model_path: str) -> None:
         super().__init__(settings, model_path, lambda: ScorerWorker(settings))
@@ -213,7 +267,12 @@ class LocalScorerPool(ScorerPool):
 async def scored(
     settings: ScorerSettings, jobs: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 ) -> list[list[ResponseScore]]:
-    """Score the texts of each job, (payload of a prompt, responses), by a pool that ends then."""
+    """Score the responses of each job with a temporary local pool; return their scores by job.
+
+    Args:
+        settings: The rewards and their limits.
+        jobs: Pairs of a prompt's payload and the texts of the responses to the prompt.
+    """
     pool = LocalScorerPool(settings, model_path="")
     try:
         return await asyncio.gather(*(pool.score_texts(*job) for job in jobs))
@@ -222,25 +281,36 @@ async def scored(
 
 
 class _RemoteWorker:
-    """A worker in a process of the place, asked again when that has died."""
+    """Calls a `ScorerWorker` in another process; repeats a call if that process has died."""
 
     def __init__(self, remote: RemoteObject[ScorerWorker], limit_seconds: float) -> None:
-        self._placed = remote
+        self._remote = remote
         self._limit = limit_seconds
 
     async def start(self) -> list[bool]:
-        return await self._ask(1, lambda worker: worker.start())
+        """Let the remote worker start its process; return for each reward whether it is async."""
+        return await self._call(1, lambda worker: worker.start())
 
     async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
-        return await self._ask(len(work), lambda worker: worker.score(work))
+        """Score the jobs with the remote worker; return the scores of each job's responses."""
+        return await self._call(len(work), lambda worker: worker.score(work))
 
-    async def _ask(self, pieces: int, what: Callable[[ScorerWorker], Awaitable[R]]) -> R:
-        limit = pieces * self._limit + _SLACK_SECONDS
-        for left in reversed(range(STARTS)):
+    async def _call(self, jobs: int, what: Callable[[ScorerWorker], Awaitable[R]]) -> R:
+        """Call `what` with the remote worker, again if its process dies; return the call's result.
+
+        There are up to `STARTS` tries. The time limit of a try is that of `jobs` jobs plus some
+        slack.
+
+        Raises:
+            RemoteObjectLost: If the process died on every try.
+            ComponentFailure: If the call raises a UserError.
+        """
+        limit = jobs * self._limit + _SLACK_SECONDS
+        for tries_left in reversed(range(STARTS)):
             try:
-                return await self._placed.call(what, limit=limit)
+                return await self._remote.call(what, limit=limit)
             except RemoteObjectLost:
-                if not left:
+                if not tries_left:
                     raise
             except UserError as error:
                 raise ComponentFailure(str(error)) from error
@@ -248,13 +318,14 @@ class _RemoteWorker:
         raise AssertionError
 
     def retire(self) -> None:
-        self._placed.end()
+        """End the remote worker's process, and so its scorer process."""
+        self._remote.end()
 
-    close = retire  # the process ends with its worker
+    close = retire  # Ending the worker's process is enough: its scorer process ends with it.
 
 
 class RemoteScorerPool(ScorerPool):
-    """Up to `task.scorer_workers` workers, each in a process of `place`."""
+    """Scores with up to `task.scorer_workers` workers, each in a process that `backend` starts."""
 
     def __init__(self, settings: ScorerSettings, model_path: str, backend: ProcessBackend) -> None:
         longest = max(map(settings.limit_seconds, settings.parts))
@@ -264,7 +335,11 @@ class RemoteScorerPool(ScorerPool):
 
 
 def scorer_pool(settings: ScorerSettings, model_path: str, backend: ProcessBackend) -> ScorerPool:
-    """The pool of a run: on one machine nothing stands between it and its scorer processes."""
+    """Return the pool of scorers for a run whose processes `backend` starts.
+
+    On one machine the scorer processes are direct children of this process. Otherwise each worker
+    is in a process of the backend, on any node.
+    """
     if backend.one_machine:
         return LocalScorerPool(settings, model_path)
     return RemoteScorerPool(settings, model_path, backend)

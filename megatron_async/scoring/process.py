@@ -1,14 +1,19 @@
-"""One scorer process as its worker drives it: start, requests with deadlines, a complete end.
+"""Provides the handle by which a worker starts, calls and ends one scorer process.
+
+A scorer process runs reward functions. Its parent process, the keeper, kills everything that the
+scorer process leaves behind (see `process_main`).
 
 Invariants
-- A reply is taken only from the process that reported ready (the kernel names the sender of every
-  packet) and only for a request that waits for one: the id of a request is random. Everything else
-  on the reply channel is discarded and counted in `stray`.
-- No wait is without a limit, not even while stray packets keep coming.
-- After `end`, nothing that the scorer started is left (see `process_main`).
-- It belongs to one event loop and never blocks it. `end` blocks; `finish` calls it in a thread.
-- The pipe of requests is written to here, not by a transport: `end` closes the pipe, and uvloop
-  would close the number of the descriptor again, which may be another file's by then.
+- A reply is accepted only from the process that reported ready (the kernel names the sender of
+  every packet) and only for a pending request, whose ID is random. All other packets on the reply
+  socket are discarded and counted in `stray`.
+- Every wait has a time limit, even while stray packets keep arriving.
+- After `end`, no process that the scorer process started is left.
+- The handle belongs to one event loop and never blocks it. Only `end` blocks; `finish` calls `end`
+  in a thread.
+- This module writes to the pipe of requests itself instead of using an asyncio transport. `end`
+  closes the pipe, and uvloop would close the same descriptor number again, which may belong to
+  another file by then.
 """
 
 import asyncio
@@ -29,10 +34,10 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.process_backends.child_process import ChildProcess, module_command
 from megatron_async.scoring.frames import (
+    ASYNC,
     END_ID,
     LARGEST_REPLY_BYTES,
     START_ID,
-    WAITING,
     parse_reply,
     request_frame,
 )
@@ -41,7 +46,8 @@ from megatron_async.scoring.jobs import ScoreJob
 START_TIMEOUT_SECONDS: Final = 120.0
 
 _CANCEL_SECONDS: Final = 5.0
-_END_TIMEOUT_SECONDS: Final = 75.0  # more than a keeper takes at most to end what is left
+# Longer than a keeper needs at most to end the processes that its scorer process left.
+_END_TIMEOUT_SECONDS: Final = 75.0
 _CONTINUE_SECONDS: Final = 0.2
 _PACKETS_AT_ONCE: Final = 64
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user and group id of a packet's sender
@@ -51,30 +57,42 @@ Reply = dict[str, Any]
 
 
 class ScorerTimeout(TimeoutError):
-    """No reply within the limit."""
+    """Raised when a scorer process did not reply within the time limit."""
 
     fault = "scorer_timeout"
 
 
 class ScorerCrash(RuntimeError):
-    """The process ended before it replied."""
+    """Raised when a scorer process ended, or was stopped, before it replied."""
 
     fault = "scorer_crash"
 
 
 class StartHangs(ComponentFailure):
-    """A scorer process that was alive and had not answered in time after its start."""
+    """Raised when a started scorer process is alive but does not report ready in time."""
 
 
 class ScorerProcess:
-    """A running scorer. `closed`: it is asked nothing more, and is to be ended."""
+    """Handle of one scorer process: sends requests to it, receives its replies, ends it.
+
+    Attributes:
+        stray: Number of packets that were discarded because they were not replies.
+        pid: Process ID of the scorer process; 0 until it is known.
+        closed: Whether the process accepts no more requests and is to be ended.
+        requests: The pipe that requests are written to.
+    """
 
     def __init__(self, settings: ScorerSettings, kind: str) -> None:
-        """Start it, for the running event loop; `ready` waits for it."""
+        """Start a scorer process, without waiting until it is ready (see `ready`).
+
+        Args:
+            settings: The rewards and their limits.
+            kind: `BLOCKING` or `ASYNC`: which of the rewards the process runs, and how.
+        """
         self.stray = 0
         self.pid = 0
         self.closed = False
-        self._why = ""  # of the end
+        self._why_closed = ""
         self._scorer: int | None = None
         self._settings = settings
         self._kind = kind
@@ -96,23 +114,29 @@ class ScorerProcess:
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
         self._ending = threading.Lock()
+        # The result of a pending reply is None if the process has ended.
         self._started: asyncio.Future[Reply | None] = self._loop.create_future()
-        self._replies = {START_ID: self._started}  # None: it has ended
+        self._replies = {START_ID: self._started}
         for descriptor in (self._channel.fileno(), self._ended):
             self._loop.add_reader(descriptor, self._readable)
 
     async def ready(self) -> list[bool]:
-        """Wait until it can be asked; ends it where it cannot. Which rewards are asynchronous.
+        """Wait until the scorer process is ready; return for each reward whether it is async.
 
-        Raises UserError for settings it refuses, ProcessKilled when a signal ended it, StartHangs
-        when it has not answered in time, and ComponentFailure for every other failure.
+        If the process does not become ready, it is ended.
+
+        Raises:
+            UserError: If the process refuses the settings.
+            ProcessKilled: If a signal ended the process.
+            StartHangs: If the process does not report ready within `START_TIMEOUT_SECONDS`.
+            ComponentFailure: If the start fails for any other reason.
         """
         try:
             first = await self._within(self._started, START_TIMEOUT_SECONDS)
         except (ScorerTimeout, ScorerCrash) as error:
             await self.finish()
-            names = ", ".join(part.name for part in self._settings.parts)
-            why = f"a scorer process of reward {names} did not start ({error}): {self._output}"
+            names = ", ".join(reward.name for reward in self._settings.parts)
+            why = f"scorer process of reward {names} did not start ({error}): {self._output}"
             if self._keeper.returncode < 0 or (self._exit_code or 0) < 0:
                 raise ProcessKilled(why) from error
             if isinstance(error, ScorerTimeout):
@@ -121,39 +145,47 @@ class ScorerProcess:
         if "user_error" in first:
             await self.finish()
             raise UserError(first["user_error"])
-        return [bool(waits) for waits in first["asynchronous"]]
+        return [bool(is_async) for is_async in first["asynchronous"]]
 
     async def stream_replies(self, work: Sequence[ScoreJob]) -> AsyncIterator[Reply]:
-        """Ask for scores; a reply for each piece of work in turn, each within its limit.
+        """Send the jobs to the scorer process; yield the reply to each job, in the order of `work`.
 
-        A score that passes its limit is canceled; a process that does not acknowledge that hangs
-        itself, and is closed. Raises ScorerTimeout or ScorerCrash.
+        The wait for each reply has the time limit of the job's reward. An asynchronous score that
+        exceeds the limit is canceled. If the scorer process does not confirm the cancellation, or
+        the score is a blocking one, the process itself hangs and is closed.
+
+        Raises:
+            ScorerTimeout: If a reply does not arrive within the limit.
+            ScorerCrash: If the process ends before a reply.
         """
-        asked = [(secrets.token_hex(8), piece) for piece in work]
-        replies = [self._request(number, piece) for number, piece in asked]
-        for (number, piece), reply in zip(asked, replies, strict=True):
-            limit = self._settings.limit_seconds(self._settings.parts[piece.part])
+        sent = [(secrets.token_hex(8), job) for job in work]
+        replies = [self._request(request_id, job) for request_id, job in sent]
+        for (request_id, job), reply in zip(sent, replies, strict=True):
+            limit = self._settings.limit_seconds(self._settings.parts[job.part])
             try:
                 found = await self._within(reply, limit)
             except ScorerTimeout:
-                if self._kind == WAITING and not self.closed:
-                    self._send({"id": number})
+                if self._kind == ASYNC and not self.closed:
+                    self._send({"id": request_id})
                     await asyncio.wait([reply], timeout=_CANCEL_SECONDS)
                 if not reply.done():
-                    self.stop("it hangs")
+                    self.stop("the process hangs")
                 raise
             yield found
 
     def take_stray(self) -> int:
-        """Packets discarded since the last call."""
+        """Return the number of discarded packets, which were not replies, since the last call."""
         count, self.stray = self.stray, 0
         return count
 
     def stop(self, why: str) -> None:
-        """Ask it nothing more; who waits gets ScorerCrash."""
+        """Refuse further requests to the scorer process; let pending requests raise ScorerCrash.
+
+        The process is not ended (see `end`). `why` is the message of the exceptions.
+        """
         if self.closed:
             return
-        self.closed, self._why = True, why
+        self.closed, self._why_closed = True, why
         if self._loop.is_closed():
             return
         self._loop.remove_writer(self.requests.fileno())
@@ -164,19 +196,27 @@ class ScorerProcess:
             reply.set_result(None)
 
     async def finish(self) -> None:
-        """Stop it, and end it in a thread."""
-        self.stop("it ended")
+        """Refuse further requests to the scorer process, and end the process in a thread."""
+        self.stop("the process was ended")
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """End a stopped process and all that it started. A second call waits for the first."""
+        """End the scorer process and all processes that it started, once `stop` was called.
+
+        A concurrent second call waits for the first; a later one does nothing.
+        """
         with self._ending:
             if not self.requests.closed:
                 self._end()
 
     def _end(self) -> None:
+        """Hang up, kill the scorer process, wait until the keeper has ended the rest, close files.
+
+        After `_END_TIMEOUT_SECONDS` the keeper is killed.
+        """
         self.requests.close()
-        if self._scorer is not None:  # it may stop its keeper, again and again
+        # Killed from here too, because the scorer may stop its keeper by SIGSTOP again and again.
+        if self._scorer is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._scorer, signal.SIGKILL)
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
@@ -195,75 +235,100 @@ class ScorerProcess:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _request(self, number: str, piece: ScoreJob) -> "asyncio.Future[Reply | None]":
-        """Send a piece of work; its reply. Raises ScorerCrash."""
+    def _request(self, request_id: str, job: ScoreJob) -> "asyncio.Future[Reply | None]":
+        """Send a job to the scorer process; return the future of its reply.
+
+        Raises:
+            ScorerCrash: If the handle is closed.
+        """
         if self.closed:
-            raise ScorerCrash(self._why)
-        reply = self._replies[number] = self._loop.create_future()
-        self._send({"id": number, "wanted": vars(piece)})
+            raise ScorerCrash(self._why_closed)
+        reply = self._replies[request_id] = self._loop.create_future()
+        self._send({"id": request_id, "wanted": vars(job)})
         return reply
 
     async def _within(self, reply: "asyncio.Future[Reply | None]", seconds: float) -> Reply:
-        """A reply, if it comes within a limit. Raises ScorerTimeout or ScorerCrash."""
+        """Wait for a pending reply for at most `seconds`, and return it.
+
+        Raises:
+            ScorerTimeout: If the reply does not arrive in time.
+            ScorerCrash: If the process ended instead.
+        """
         await asyncio.wait([reply], timeout=seconds)
         if not reply.done():
             raise ScorerTimeout("no reply within the limit")
         found = reply.result()
         if found is None:
-            raise ScorerCrash(self._why)
+            raise ScorerCrash(self._why_closed)
         return found
 
     def _send(self, content: dict[str, Any]) -> None:
+        """Queue a message for the scorer process; `_writable` writes it when the pipe has space."""
         if not self._unsent:
             self._loop.add_writer(self.requests.fileno(), self._writable)
         self._unsent += request_frame(content)
 
     def _writable(self) -> None:
+        """Write as many queued bytes to the pipe of requests as fit."""
         try:
             del self._unsent[: os.write(self.requests.fileno(), self._unsent)]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent.clear()  # its end is noticed by the replies
+            self._unsent.clear()  # The end of the process is noticed on the reply socket.
         if not self._unsent:
             self._loop.remove_writer(self.requests.fileno())
 
     def _readable(self) -> None:
-        """Take packets that have arrived, or note the end; a few at a time, to share the loop."""
+        """Receive packets that have arrived, or close the handle if the process has ended.
+
+        A call receives at most `_PACKETS_AT_ONCE` packets, so that other tasks of the event loop
+        run in between.
+        """
         try:
             for _ in range(_PACKETS_AT_ONCE):
                 self._packet()
         except BlockingIOError:
             if _ready(self._ended, 0.0):
-                self.stop("it was killed")
+                self.stop("the process was killed")
         except ScorerCrash as crash:
             self.stop(str(crash))
 
     def _packet(self) -> None:
-        """Take a packet. Raises BlockingIOError where none has come, ScorerCrash at the end."""
+        """Receive one packet, and set the result of the pending reply that it belongs to.
+
+        Raises:
+            BlockingIOError: If no packet has arrived.
+            ScorerCrash: If the keeper reports the end of the scorer process, or the socket closed.
+        """
         packet, credentials, _, _ = self._channel.recvmsg(
             LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
         )
-        if not credentials:  # not even an empty packet: all ends are closed
-            raise ScorerCrash("it ended without a reply")
+        # Even an empty packet has credentials. Without them all ends of the socket are closed.
+        if not credentials:
+            raise ScorerCrash("the process ended without a reply")
         sender = _CREDENTIALS.unpack(credentials[0][2])[0]
         reply = parse_reply(packet) or {"id": ""}
         name = reply["id"]
         if sender == self._keeper.pid and name == END_ID:
             self._exit_code, self._output = reply["exit_code"], reply["output"]
-            raise ScorerCrash(f"it ended with exit code {self._exit_code}")
+            raise ScorerCrash(f"the process ended with exit code {self._exit_code}")
         if name == START_ID and not self.pid:
             self.pid = sender
-            with suppress(ProcessLookupError):  # it has ended already
+            with suppress(ProcessLookupError):  # the process may have ended already
                 self._scorer = os.pidfd_open(sender)
-        waits = self._replies.pop(name, None) if sender == self.pid else None
-        if waits is None:
+        pending = self._replies.pop(name, None) if sender == self.pid else None
+        if pending is None:
             self.stray += 1
         else:
-            waits.set_result(reply)
+            pending.set_result(reply)
 
 
 def _ready(descriptor: int, seconds: float) -> bool:
+    """Wait for at most `seconds` until `descriptor` is readable; return whether it is.
+
+    A process descriptor (pidfd) is readable once its process has ended.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * seconds))

@@ -1,22 +1,24 @@
-"""The process that runs a scorer, and the keeper above it that ends what the scorer leaves behind.
+"""The program of a scorer process, which runs reward functions, and of its parent, the keeper.
 
     worker ── requests (pipe) ─┬─▶ scorer ── replies (packets) ─┬─▶ worker
                                └ hang-up ─▶ keeper ── its end ──┘
 
-The worker starts the keeper; the keeper forks the scorer and adopts all its orphans (Linux
-"child subreaper"), also those that began a session of their own.
+The worker (`workers.ScorerWorker`) starts the keeper. The keeper forks the scorer process, and
+kills the processes that the scorer leaves behind. It adopts all orphaned descendants of the scorer
+(Linux "child subreaper"), including those that started a session of their own.
 
 Invariants
-- It imports neither torch nor transformers.
-- When the worker closes the requests or dies, and when the scorer ends, the keeper kills all that
-  the scorer started, then ends itself. The scorer ends with the keeper.
-- Nothing but the harness has the two channels: their descriptors are high and closed on exec,
-  standard input is empty, standard output and error go to the log through the keeper, at most
-  `_LOG_BYTES` of them. Why a score failed is in the log whatever else is printed.
-- A copy of the scorer process that scorer code forks off neither reads requests nor replies.
-- Rewards and their parts are finite numbers; anything else is an error of the scorer.
-- Blocking rewards are scored one response after the other, asynchronous ones all at once; a process
-  does the one or the other.
+- The program imports neither torch nor transformers.
+- When the worker closes the pipe of requests or dies, and when the scorer ends, the keeper kills
+  all processes that the scorer started, then ends itself. The scorer ends when the keeper ends.
+- Only this module uses the pipe of requests and the socket of replies: their descriptors have high
+  numbers and are closed on exec. For reward functions standard input is empty; standard output and
+  standard error go to the log through the keeper, at most `_LOG_BYTES` of them. The cause of a
+  failed score is always in the log, however much a reward function prints.
+- A copy of the scorer process that a reward function forks can neither read requests nor reply.
+- Rewards and their components are finite numbers; any other value is an error of the reward.
+- Blocking rewards score one response after the other, asynchronous rewards score many concurrently.
+  A process runs only one of the two kinds.
 """
 
 import asyncio
@@ -40,9 +42,9 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.runtime.prctl import PDEATHSIG, SUBREAPER, prctl
 from megatron_async.scoring.frames import (
+    ASYNC,
     END_ID,
     START_ID,
-    WAITING,
     parse_request,
     reply_packet,
 )
@@ -53,33 +55,44 @@ _HIGH_DESCRIPTOR = 1000
 _LOG_BYTES = 16 << 10
 _LARGEST_LOG_BYTES = 1 << 20
 _TAIL_BYTES = 2000
-_PIECE_BYTES = 4096  # a pipe that is ready takes so much without waiting
+_PIECE_BYTES = 4096  # A pipe that is ready accepts this many bytes without blocking.
 _REAP_MILLISECONDS = 1000.0
-_END_SECONDS = 60.0  # on a busy machine one look at all processes takes a second
+_END_SECONDS = 60.0  # On a busy machine, listing all processes once takes a second.
 _ERROR_CHARACTERS = 500
 
 
 class _Replies:
-    """Sends packets as the process that made it; a forked copy of that process ends instead."""
+    """Sends a scorer process's replies to its worker, the object that requested the scores.
+
+    Only the process that created this object sends. In a forked copy of that process, an attempt
+    to send ends the copy.
+    """
 
     def __init__(self, channel: socket.socket, log: Path | None = None) -> None:
-        """`log` gets the tracebacks of rewards; None: standard error gets a line for each."""
+        """Use the socket `channel` for replies.
+
+        Args:
+            channel: The socket to the worker.
+            log: File for the tracebacks of exceptions in rewards. If None, one line for each
+                exception goes to standard error.
+        """
         self._channel = channel
         self._pid = os.getpid()
         self._log = log
 
     def send(self, packet: bytes) -> None:
+        """Send a packet to the worker; in a forked copy, end this process instead."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.send(packet)
 
     def error(self, reward: Reward, error: BaseException) -> dict[str, Any]:
-        """Log an exception of the reward; the content of the reply to its score."""
+        """Log an exception that `reward` raised; return the content of the reply with the error."""
         what = reward.described(error)
         line = f"reward {reward.display_name} failed: {what}\n"
         if self._log is None:
             print(line, end="", file=sys.stderr)
-        else:  # past the keeper, which stops where a reward prints too much
+        else:  # Written directly, because the keeper stops logging if a reward prints too much.
             with (
                 suppress(OSError),
                 self._log.open("a", 1 << 20, "utf-8", "backslashreplace") as file,
@@ -90,38 +103,47 @@ class _Replies:
         return {"error": what[:_ERROR_CHARACTERS], **kind}
 
 
-def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: socket.socket) -> int:
-    """Score until `requests` ends, by the asynchronous rewards (`waits`) or by the others.
+def serve(
+    settings: ScorerSettings, run_async: bool, requests: BinaryIO, channel: socket.socket
+) -> int:
+    """Build the rewards, then score the requests that arrive, until the pipe `requests` ends.
 
-    Exit code 2 when the settings are refused.
+    Args:
+        settings: The rewards and their limits.
+        run_async: Whether to run the asynchronous rewards; otherwise the blocking ones are run.
+        requests: The pipe of requests.
+        channel: The socket for replies.
+
+    Returns:
+        The exit code of the process: 0, or 2 if the settings are refused.
     """
     replies = _Replies(channel, _log_file(settings))
     try:
-        waiting = [asynchronous(part) for part in settings.parts]
+        are_async = [asynchronous(config) for config in settings.parts]
         rewards = {
-            number: build_reward(settings, part)
-            for number, part in enumerate(settings.parts)
-            if waiting[number] == waits
+            number: build_reward(settings, config)
+            for number, config in enumerate(settings.parts)
+            if are_async[number] == run_async
         }
     except UserError as error:
         replies.send(reply_packet(START_ID, {"user_error": str(error)}))
         return 2
-    replies.send(reply_packet(START_ID, {"asynchronous": waiting}))
-    if waits:
-        asyncio.run(_serve_waiting(rewards, requests, replies))
+    replies.send(reply_packet(START_ID, {"asynchronous": are_async}))
+    if run_async:
+        asyncio.run(_serve_async(rewards, requests, replies))
     else:
         _serve_blocking(rewards, requests, replies)
     return 0
 
 
 def _log_file(settings: ScorerSettings) -> Path | None:
-    """The log of all scorers of this host; None: standard error."""
+    """Return the log file that all scorer processes of this host share; None for standard error."""
     name = f"scorer-{socket.gethostname()}.log"
     return Path(settings.logs) / name if settings.logs else None
 
 
 def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
-    """Score one request after the other."""
+    """Score requests by blocking rewards, one request after the other, until the pipe ends."""
     while (request := parse_request(requests.readline())) is not None:
         name, wanted = request["id"], request["wanted"]
         reward = rewards[wanted["part"]]
@@ -132,11 +154,15 @@ def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Re
         replies.send(packet)
 
 
-async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
-    """Score all requests at once, in one event loop."""
+async def _serve_async(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
+    """Score requests by asynchronous rewards, all concurrently, until the pipe of requests ends.
+
+    A message with only the `id` of a request cancels that request.
+    """
     running: dict[str, asyncio.Task[None]] = {}
 
     async def score(name: str, wanted: dict[str, Any]) -> None:
+        """Score the decoded job `wanted`; reply to its request, whose ID is `name`."""
         reward = rewards[wanted["part"]]
         try:
             packet = reply_packet(name, _content(await reward.score_async(_samples(wanted))))
@@ -147,7 +173,7 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
         replies.send(packet)
         del running[name]
 
-    reader = asyncio.StreamReader(limit=sys.maxsize // 2)  # a request is of any size
+    reader = asyncio.StreamReader(limit=sys.maxsize // 2)  # Requests have no size limit.
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), requests
     )
@@ -155,23 +181,32 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
         name = request["id"]
         if "wanted" in request:
             running[name] = asyncio.create_task(score(name, request["wanted"]))
-        elif name in running:  # it took too long
+        elif name in running:  # The worker cancels this request, because it took too long.
             running[name].cancel()
 
 
 def _samples(wanted: dict[str, Any]) -> list[Sample]:
+    """Return the arguments of the reward function for a decoded job: one `Sample` per response."""
     texts = enumerate(wanted["texts"])
-    return [sample_of(wanted["payload"], text, place) for place, text in texts]
+    return [sample_of(wanted["payload"], text, index) for index, text in texts]
 
 
 def _content(scores: list[RewardScore]) -> dict[str, Any]:
+    """Return the content of the reply packet that reports `scores`."""
     return {"scores": [[score.value, dict(score.parts)] for score in scores]}
 
 
 def _run_scorer(
-    settings: ScorerSettings, waits: bool, requests: int, channel: socket.socket, output: int
+    settings: ScorerSettings, run_async: bool, requests: int, channel: socket.socket, output: int
 ) -> int:
-    """Run the scorer in the forked process."""
+    """Set up the forked scorer process and score requests until their pipe ends.
+
+    The setup ties the process's life to the keeper's, sends its output to the pipe `output`, limits
+    its memory, and takes the pipe of requests away from any process that a reward function forks.
+
+    Returns:
+        The exit code of the process.
+    """
     keeper = os.getppid()
     prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
@@ -183,46 +218,64 @@ def _run_scorer(
     limit, most = settings.scoring.memory_mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
     if most != resource.RLIM_INFINITY:
         limit = min(limit, most)
-    # The soft limit only: a program in the sandbox has limits of its own.
+    # Only the soft limit is set, because a program in the sandbox sets its own limits.
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.register_at_fork(after_in_child=partial(os.dup2, nothing, requests, False))
     with os.fdopen(requests, "rb") as stream:
-        return serve(settings, waits, stream, channel)
+        return serve(settings, run_async, stream, channel)
 
 
 class _Output:
-    """Output of the scorer: the beginning goes to the log, the end is kept for an error."""
+    """Reads what a scorer process prints: logs the first part, keeps the end for error messages.
+
+    Attributes:
+        source: Descriptor of the pipe with the output.
+        tail: The last `_TAIL_BYTES` of the output.
+    """
 
     def __init__(self, source: int) -> None:
         self.source = source
         self.tail = b""
-        self._left = _LOG_BYTES
+        self._log_budget = _LOG_BYTES
 
     def pump(self) -> bool:
-        """Pass one piece on; false when there is none."""
+        """Read one piece of the scorer's output, and log it unless the log's limit is reached.
+
+        Returns:
+            Whether there was output; False if the pipe is empty or closed.
+        """
         try:
             piece = os.read(self.source, _PIECE_BYTES)
         except BlockingIOError:
             return False
         self.tail = (self.tail + piece)[-_TAIL_BYTES:]
-        if self._left and piece:
-            self._log(piece[: self._left])
-            self._left -= min(self._left, len(piece))
-            if not self._left:
-                self._log(b"\n[a scorer process prints more than this log takes]\n")
+        if self._log_budget and piece:
+            self._log(piece[: self._log_budget])
+            self._log_budget -= min(self._log_budget, len(piece))
+            if not self._log_budget:
+                self._log(b"\n[scorer process printed more than 16 KiB; the rest is not logged]\n")
         return bool(piece)
 
     @staticmethod
     def _log(piece: bytes) -> None:
-        """Log to standard error, unless its reader is behind: nothing here may wait for a log."""
+        """Write `piece` to standard error, or drop it if writing would block this process."""
         with suppress(OSError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, piece)
 
 
 def _supervise(scorer: int, requests: int, output: _Output) -> int | None:
-    """Wait until the scorer ends or the worker hangs up. The scorer's exit code, if it ended."""
+    """Log a scorer's output until the scorer ends or its worker closes the pipe of requests.
+
+    Args:
+        scorer: Process ID of the scorer process.
+        requests: Descriptor of the pipe of requests, to notice that the worker closes the pipe.
+        output: The scorer's output.
+
+    Returns:
+        The scorer's exit code; None if the worker closed the pipe before the scorer ended.
+    """
     poll = select.poll()
     poll.register(requests, 0)
     poll.register(output.source, select.POLLIN)
@@ -237,7 +290,10 @@ def _supervise(scorer: int, requests: int, output: _Output) -> int | None:
 
 
 def _reap(scorer: int) -> int | None:
-    """Bury all children that have ended. The scorer's exit code, if it is one of them."""
+    """Reap all child processes that have ended; return the scorer's exit code if it is among them.
+
+    `scorer` is the process ID of the scorer process. The result is None if it has not ended.
+    """
     code = None
     with suppress(ChildProcessError):
         while True:
@@ -250,7 +306,10 @@ def _reap(scorer: int) -> int | None:
 
 
 def _end_descendants() -> None:
-    """Kill until no child is left; orphans become children of this process and come next."""
+    """Kill and reap all descendants of this process, for at most `_END_SECONDS`.
+
+    A killed process's children become children of this process, so the search is repeated.
+    """
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         for process in psutil.Process().children(recursive=True):
@@ -265,14 +324,25 @@ def _end_descendants() -> None:
 
 
 def main(settings_json: str, kind: str) -> int:
-    """Keeper and scorer. Standard input is the pipe of requests, standard output the socket."""
+    """Fork a scorer process, wait for its end, kill the processes that it leaves, report the end.
+
+    The calling process acts as the keeper. At the start, its standard input is the pipe of requests
+    and its standard output the socket of replies.
+
+    Args:
+        settings_json: The `ScorerSettings` as JSON.
+        kind: `BLOCKING` or `ASYNC`: which of the rewards the scorer process runs.
+
+    Returns:
+        The exit code of the process.
+    """
     high = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 16)
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)
     channel = socket.socket(fileno=fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, high))
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     settings = ScorerSettings.model_validate_json(settings_json)
     if (log := _log_file(settings)) is not None:
-        with suppress(OSError):  # a score is worth more than its log
+        with suppress(OSError):  # Scoring continues even if the log cannot be opened.
             os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), 2)
     os.dup2(2, 1)
     prctl(SUBREAPER, 1)
@@ -280,7 +350,7 @@ def main(settings_json: str, kind: str) -> int:
     scorer = os.fork()
     if scorer == 0:
         os.close(source)
-        return _run_scorer(settings, kind == WAITING, requests, channel, output)
+        return _run_scorer(settings, kind == ASYNC, requests, channel, output)
     os.close(output)
     printed = _Output(source)
     code = _supervise(scorer, requests, printed)
@@ -288,7 +358,7 @@ def main(settings_json: str, kind: str) -> int:
     os.set_blocking(source, False)
     while printed.pump():
         pass
-    channel.settimeout(1.0)  # a queue full of stray packets
+    channel.settimeout(1.0)  # The socket's queue may be full of stray packets.
     with suppress(OSError):
         tail = printed.tail.decode(errors="replace").strip()
         _Replies(channel).send(reply_packet(END_ID, {"exit_code": code, "output": tail}))

@@ -1,14 +1,17 @@
-"""Scorers in processes of their own, with a hard limit on every score.
+"""Provides the worker that keeps one scorer process running and scores jobs with it.
+
+A scorer process runs reward functions; a job is a request to score responses by one reward.
 
 Invariants
-- A try ends within its limit (plus a process start, where one is due): a process that hangs is
-  killed and the next score starts another one.
-- A score whose process died is asked for again: a kill from outside must not cost a response its
-  reward. Where others are under way in the process, the last try has it for itself: the score that
-  ends the process must not cost the others their reward. What failed for good is settled in
-  `work`, and counted; so is what else came on the reply channel (`stray_output`).
-- A reward belongs to the response that was asked for (see `process`).
-- Closing leaves no process behind, also none that a scorer started.
+- A try to score a job ends within the time limit of its reward, plus the time of a process start if
+  one is necessary. A process that hangs is killed, and the next job starts a new process.
+- A job whose process died is tried again, so that a kill from outside costs no response its reward.
+  Asynchronous jobs share a process. Their last tries run one after the other, so that a job that
+  always kills the process does not end the last tries of other jobs. The failure of a last try
+  becomes a failed score (see `jobs.failed`) and is counted. Stray packets on the reply socket are
+  counted too (`stray_output`).
+- A reward always belongs to the response that it was requested for (see `process`).
+- After `close`, no process is left, including processes that a reward function started.
 """
 
 import asyncio
@@ -19,53 +22,71 @@ from typing import Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ProcessKilled
-from megatron_async.scoring.frames import BLOCKING, WAITING
+from megatron_async.scoring.frames import ASYNC, BLOCKING
 from megatron_async.scoring.interface import ResponseScore
 from megatron_async.scoring.jobs import ScoreJob, failed, scores_of
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess, ScorerTimeout, StartHangs
 
-TRIES: Final = {BLOCKING: 2, WAITING: 3}
-"""Number of times that a score is asked for whose process dies."""
+TRIES: Final = {BLOCKING: 2, ASYNC: 3}
+"""Number of tries to score a job whose process dies every time, by kind of scorer process."""
 STARTS: Final = 5
-"""Number of starts of a process that is killed again and again."""
+"""Number of tries to start a scorer process that is killed every time before it is ready."""
 _HANGING_STARTS: Final = 2
 
 
 class ScorerWorker:
-    """A scorer process: started when first needed, replaced when it hangs or dies.
+    """Scores jobs with one scorer process, which it starts at first use and replaces on failure.
 
-    It belongs to one event loop. With blocking rewards it scores the work of one call at a time,
-    with asynchronous rewards the work of many calls at once.
+    It belongs to one event loop. A worker for blocking rewards handles one call of `score` at a
+    time, a worker for asynchronous rewards many calls concurrently.
+
+    Attributes:
+        restarts: Number of scorer processes that were discarded because they failed.
     """
 
     def __init__(self, settings: ScorerSettings, kind: str = BLOCKING) -> None:
+        """Create the worker; start no process yet.
+
+        Args:
+            settings: The rewards and their limits.
+            kind: `BLOCKING` or `ASYNC`: which of the rewards the worker scores.
+        """
         self._settings = settings
         self._kind = kind
         self._process: ScorerProcess | None = None
         self._ready: asyncio.Task[ScorerProcess] | None = None
-        self._alone = asyncio.Lock()
+        self._last_tries = asyncio.Lock()
         self._asynchronous: list[bool] = []
         self._stray = 0
         self._closed = False
         self.restarts = 0
 
     async def start(self) -> list[bool]:
-        """Have a process ready; which rewards are asynchronous.
+        """Start the scorer process, unless it runs; return for each reward whether it is async.
 
-        Raises UserError, or ComponentFailure if it does not start.
+        Raises:
+            UserError: If the process refuses the settings.
+            ComponentFailure: If the process does not start.
         """
         await self._running()
         return self._asynchronous
 
     async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
-        """Score each piece of work within its limit. Raises what `start` does."""
+        """Score each job within its reward's time limit; return the scores of each job's responses.
+
+        A job that times out, or whose process dies on every try, gets failed scores.
+
+        Raises:
+            UserError: If a new scorer process refuses the settings.
+            ComponentFailure: If a new scorer process does not start.
+        """
         done: list[list[ResponseScore]] = []
         crashes, tries = 0, TRIES[self._kind]
         while len(done) < len(work):
             began = time.monotonic()
-            last = self._kind == WAITING and crashes == tries - 1
+            last_try = self._kind == ASYNC and crashes == tries - 1
             try:
-                async with self._alone if last else nullcontext():
+                async with self._last_tries if last_try else nullcontext():
                     process = await self._running()
                     async for reply in process.stream_replies(work[len(done) :]):
                         now = time.monotonic()
@@ -87,34 +108,43 @@ class ScorerWorker:
         return done
 
     def pid(self) -> int | None:
-        """Process id of the scorer, while there is one."""
+        """Return the ID of the scorer process; None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def retire(self) -> None:
-        """End the process without waiting; it is idle."""
+        """End the idle scorer process in a thread, without waiting for its end."""
         if self._process is not None:
-            self._process.stop("it is not needed")
+            self._process.stop("the process is no longer needed")
         asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def close(self) -> None:
-        """End the process and all that it started; scores that wait for it have crashed."""
+        """End the scorer process and all processes that it started; unfinished jobs fail."""
         self._closed = True
         if self._ready is not None:
             self._ready.cancel()
         if self._process is not None:
-            self._process.stop("it ended")
+            self._process.stop("the process was ended")
             self._process.end()
 
     async def _running(self) -> ScorerProcess:
-        """The process, which is started where none can be asked. Raises ScorerCrash once closed."""
+        """Return a scorer process that accepts requests; start a process if there is none.
+
+        Raises:
+            ScorerCrash: If the worker is closed.
+        """
         if self._closed:
-            raise ScorerCrash("it is closed")
+            raise ScorerCrash("the scorer worker is closed")
         ready = self._ready
         if ready is None or (ready.done() and (ready.exception() or ready.result().closed)):
             ready = self._ready = asyncio.create_task(self._start())
-        return await asyncio.shield(ready)  # bounded: a process start is
+        return await asyncio.shield(ready)  # bounded: a process start has a time limit
 
     async def _start(self) -> ScorerProcess:
+        """Start a scorer process, wait until it is ready, and return its handle.
+
+        A start that a signal ended is tried up to `STARTS` times, a start that hangs
+        `_HANGING_STARTS` times.
+        """
         killed = hanging = 0
         while True:
             await self._discard()
@@ -122,17 +152,17 @@ class ScorerWorker:
             try:
                 self._asynchronous = await process.ready()
                 return process
-            except ProcessKilled:  # before it was ready
+            except ProcessKilled:
                 killed += 1
                 if killed == STARTS:
                     raise
-            except StartHangs:  # somebody may have stopped it
+            except StartHangs:  # The process may have been paused from outside, by SIGSTOP.
                 hanging += 1
                 if hanging == _HANGING_STARTS:
                     raise
 
     async def _discard(self) -> None:
-        """End a process that can be asked no more."""
+        """End and forget the current scorer process, if it accepts no more requests."""
         process = self._process
         if process is not None and process.closed:
             self._process = None

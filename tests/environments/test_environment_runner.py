@@ -361,7 +361,7 @@ def boom() -> None:
         (hostile(step=lambda: Step(reward=10**400)), "Step.reward: int too large"),
         (hostile(step=lambda: Step(reward=np.zeros(2))), "Step.reward: only "),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
-        (hostile(step=lambda: Step(parts={"mean": 1.0})), "is a name of metrics"),
+        (hostile(step=lambda: Step(parts={"mean": 1.0})), "is the name of a metric"),
         (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
         (hostile(step=lambda: next(iter(()))), r"Own\.step raised StopIteration:"),
         (hostile(step=give_up), "Own.step raised TimeoutError: the service is slow"),

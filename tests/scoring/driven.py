@@ -1,4 +1,4 @@
-"""A scorer worker for tests that block: each call runs its event loop until the reply has come."""
+"""Provides a blocking scorer worker for tests that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async.scoring.workers import ScorerWorker
 
 
 class DrivenWorker:
-    """A worker and the event loop that it belongs to."""
+    """Scorer worker with blocking methods: each call runs the worker's event loop to the reply."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._runner = asyncio.Runner()

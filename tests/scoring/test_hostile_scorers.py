@@ -1,6 +1,6 @@
-"""Scorers that fork, flood, print, hang and leave processes behind: every reward is still its own.
+"""Tests scorers that fork, flood, print, hang and leave processes: rewards stay correct.
 
-Each behavior is a function in `hostile/sitecustomize.py`, carried out after every score.
+Each behavior is a function in `hostile/sitecustomize.py` that runs after every score.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.scoring.driven import DrivenWorker
 
 HOSTILE = Path(__file__).parent / "hostile"
 MARK = "megatron_async.scoring.process_main"
-ENDS_SECONDS = 60.0  # for the kernel to end processes on a machine with a load of 40
+ENDS_SECONDS = 60.0  # Time for the kernel to end processes on a machine with a load of 40.
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> TaskConfig:
 def hostile(
     config: TaskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., DrivenWorker]]:
-    """A worker whose scorer misbehaves as named."""
+    """Function that starts a worker whose scorer has the named behavior."""
     workers = []
 
     def start(behavior: str, limit_seconds: float = 60.0) -> DrivenWorker:
@@ -58,12 +58,13 @@ def hostile(
 
 
 def _score(worker: DrivenWorker, right: bool) -> ResponseScore:
+    """Return the worker's score of a right or wrong response."""
     ((score,),) = worker.score([ScoreJob(0, {"answer": "2"}, ("#2" if right else "#3",))])
     return score
 
 
-def _left(config: TaskConfig) -> list[psutil.Process]:
-    """Processes that this test's scorers have started, the scorers themselves included."""
+def _remaining(config: TaskConfig) -> list[psutil.Process]:
+    """Return the living processes of this test: scorers, keepers, and what the scorers started."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -76,11 +77,11 @@ def _left(config: TaskConfig) -> list[psutil.Process]:
 
 
 def _wait_for(count: int, config: TaskConfig) -> None:
-    """Until so many of them are left."""
+    """Wait until `count` processes of this test's scorers remain."""
     deadline = time.monotonic() + ENDS_SECONDS
-    while len(left := _left(config)) != count and time.monotonic() < deadline:
+    while len(remaining := _remaining(config)) != count and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(left) == count, left
+    assert len(remaining) == count, remaining
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def _wait_for(count: int, config: TaskConfig) -> None:
         ("fork_and_forge", 1),
     ],
 )
-def test_every_reward_is_that_of_its_own_response(
+def test_worker_returns_each_responses_own_reward_when_scorer_misbehaves(
     hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str, stray: int
 ) -> None:
     worker = hostile(behavior)
@@ -105,10 +106,10 @@ def test_every_reward_is_that_of_its_own_response(
     assert [score.detail.get("stray_output", 0.0) for score in scores] == [stray] * 6
     assert worker.restarts == 0
     worker.close()
-    assert _left(config) == []
+    assert _remaining(config) == []
 
 
-def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
+def test_worker_assigns_replies_correctly_when_one_reply_is_interrupted(
     hostile: Callable[..., DrivenWorker],
 ) -> None:
     worker = hostile("interrupted_reply")
@@ -117,7 +118,7 @@ def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
     assert [score.reward for (score,) in scores] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
+def test_worker_receives_replies_within_limit_when_stray_packets_flood(
     hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
     worker = hostile("flood_from_a_thread")
@@ -134,7 +135,7 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
 
 
 @pytest.mark.parametrize("behavior", ["stop_the_parent", "stop_the_parent_for_ever"])
-def test_one_that_stops_its_parent_is_got_over_in_seconds(
+def test_worker_recovers_within_seconds_when_scorer_stops_its_keeper(
     hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str
 ) -> None:
     worker = hostile(behavior, limit_seconds=1.0)
@@ -142,13 +143,13 @@ def test_one_that_stops_its_parent_is_got_over_in_seconds(
     began = time.monotonic()
     assert _score(worker, True).detail["scorer_timeout"] == 1.0
     assert time.monotonic() - began < 30
-    assert _left(config) == []
+    assert _remaining(config) == []
 
 
-def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
+def test_pool_recovers_within_seconds_when_scorers_stop_their_keepers(
     hostile: Callable[..., DrivenWorker], config: TaskConfig, tmp_path: Path
 ) -> None:
-    hostile("stop_the_parent_for_ever")  # for the environment
+    hostile("stop_the_parent_for_ever")  # sets the environment variables
     limited = config.model_copy(update={"scorer_timeout_seconds": 1.0, "scorer_workers": 2})
     with local_backend(tmp_path) as backend:
         pool = scorer_pool(ScorerSettings(task=limited), "", backend)
@@ -158,8 +159,8 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
         finally:
             pool.close()
         assert [score.detail["scorer_timeout"] for score in scores] == [1.0] * 2
-        assert time.monotonic() - began < ENDS_SECONDS, "a stopped keeper once took 75 s"
-    assert _left(config) == []
+        assert time.monotonic() - began < ENDS_SECONDS, "ending a stopped keeper once took 75 s"
+    assert _remaining(config) == []
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_scorers_of_a_run_on_one_machine_that_stop_their_parent_cost_it_seconds(
         "endless_recursion",
     ],
 )
-def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
+def test_worker_counts_scorer_error_when_reward_is_not_finite_number(
     hostile: Callable[..., DrivenWorker], behavior: str
 ) -> None:
     worker = hostile(behavior)
@@ -188,14 +189,14 @@ def test_what_is_no_finite_reward_is_an_error_of_the_scorer(
     assert worker.restarts == 0
 
 
-def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
+def test_log_holds_start_of_output_when_scorer_prints_too_much(
     hostile: Callable[..., DrivenWorker], capfd: pytest.CaptureFixture[str]
 ) -> None:
     worker = hostile("printed")
     assert _score(worker, True).reward == 1.0
     worker.close()
     printed = capfd.readouterr().err
-    assert printed.startswith("xxx") and "more than this log takes" in printed
+    assert printed.startswith("xxx") and "printed more than 16 KiB" in printed
     assert len(printed) < 20_000
 
 
@@ -206,18 +207,18 @@ def test_the_log_gets_the_beginning_of_what_a_scorer_prints(
         ("leave_children_and_die", "scorer_crash"),
     ],
 )
-def test_what_a_scorer_started_ends_with_a_score_that_failed(
+def test_worker_kills_processes_of_scorer_when_score_fails(
     hostile: Callable[..., DrivenWorker], config: TaskConfig, behavior: str, kind: str
 ) -> None:
     worker = hostile(behavior, limit_seconds=2.0)
     assert _score(worker, True).detail[kind] == 1.0
-    assert _left(config) == []
+    assert _remaining(config) == []
 
 
-def test_nothing_is_left_when_the_worker_itself_is_killed(
+def test_keeper_kills_all_processes_when_worker_is_killed(
     hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
-    hostile("leave_children")  # for the environment
+    hostile("leave_children")  # sets the environment variables
     code = (
         "import sys, time\n"
         "from megatron_async.config.reward import ScorerSettings\n"
@@ -235,13 +236,13 @@ def test_nothing_is_left_when_the_worker_itself_is_killed(
         try:
             assert parent.stdout is not None
             assert parent.stdout.readline() == "1.0\n"
-            assert len(_left(config)) == 4  # keeper, scorer, child, grandchild
+            assert len(_remaining(config)) == 4  # keeper, scorer, child, grandchild
         finally:
             parent.kill()
     _wait_for(0, config)
 
 
-def test_a_killed_keeper_takes_its_scorer_along_and_both_are_replaced(
+def test_worker_replaces_keeper_and_scorer_when_keeper_is_killed(
     hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
     worker = hostile("garbage")

@@ -1,4 +1,4 @@
-"""The description of a run's rewards differs where two accuracies are not comparable."""
+"""Tests the line that identifies a run's rewards: it differs if accuracies are not comparable."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from megatron_async.scoring.identity import reward_identity
 
 
 def identity(**settings: Any) -> str:
+    """Return the line that identifies the rewards of a run with these settings."""
     return reward_identity(build_config(settings))
 
 
-def test_reward_identity_names_rewards_arguments_weights_and_the_task() -> None:
+def test_reward_identity_names_rewards_arguments_weights_and_task() -> None:
     assert identity() == "task chain_sum"
     math = {"name": "math", "weight": 0.5, "arguments": {"tolerance": 0.1}}
     assert identity(reward=["exact", math]) == 'exact + 0.5 x math {"tolerance": 0.1}'
 
 
-def test_reward_identity_changes_when_the_file_of_the_reward_changes(tmp_path: Path) -> None:
+def test_reward_identity_changes_when_content_of_reward_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(sample): return 1.0\n")
     before = identity(reward=f"{file}:score")
@@ -32,14 +33,14 @@ def test_reward_identity_changes_when_the_file_of_the_reward_changes(tmp_path: P
     assert identity(reward=f"{file}:score") != before
 
 
-def test_reward_identity_names_an_environment_and_its_arguments() -> None:
+def test_reward_identity_names_environment_and_its_arguments() -> None:
     name = "examples.guessing_game.game:Game"
     played = identity(environment={"name": name, "arguments": {"highest": 9}})
     assert played == f'{name} {{"highest": 9}}'
     assert identity(environment=name, reward="math") == f"math + {name}"
 
 
-def test_reward_identity_changes_when_the_program_of_an_agent_changes(tmp_path: Path) -> None:
+def test_reward_identity_changes_when_program_of_agent_changes(tmp_path: Path) -> None:
     file = tmp_path / "agent.js"
     file.write_text("1")
     before = identity(agent={"command": ["node", str(file)]})

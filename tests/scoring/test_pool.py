@@ -1,4 +1,4 @@
-"""How many scorers run, and a pool of stand-in workers that follows: the test moves the clock."""
+"""Tests the number of scorers, with a pool of fake workers and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ PROMPT = Prompt(np.zeros(1, np.int32), "any", {})
 
 
 class Worker:
-    """Scores when it may, and reports so many seconds for each; the text is the reward."""
+    """Fake worker that scores once `may` is set; the reward is the number in the response.
+
+    Attributes:
+        seconds: Time that the worker reports for each score.
+        may: Event that lets the worker score.
+        busy: Number of calls that the worker handles now.
+        batch_sizes: Number of jobs of each call.
+        retired: Whether the pool retired the worker.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.may = asyncio.Event()
         self.busy = 0
-        self.held: list[int] = []
+        self.batch_sizes: list[int] = []
         self.retired = False
 
     async def start(self) -> list[bool]:
@@ -45,12 +53,12 @@ class Worker:
     async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         self.busy += 1
         assert self.busy == 1, "two calls at once"
-        self.held.append(len(work))
+        self.batch_sizes.append(len(work))
         await self.may.wait()
         self.busy -= 1
         texts = [text for piece in work for text in piece.texts]
         if "9" in texts:
-            raise RuntimeError("the worker is gone")
+            raise RuntimeError("the worker died")
         return [[ResponseScore(float(text), {}, self.seconds)] for text in texts]
 
     def retire(self) -> None:
@@ -59,6 +67,8 @@ class Worker:
 
 
 class Pool:
+    """A pool of fake workers, and its clock."""
+
     def __init__(self, folder: Path, most: int, seconds: float = 1.0) -> None:
         write_character_tokenizer(folder)
         self.encode = character_tokenizer().encode
@@ -76,7 +86,7 @@ class Pool:
         return asyncio.ensure_future(self.pool.score(PROMPT, self.encode(digit)))
 
     async def burst(self, count: int) -> list[float | None]:
-        """So many at once; no worker answers before all have come."""
+        """Score `count` responses at once; no worker replies before all of them are queued."""
         for worker in self.all:
             worker.may.clear()
         tasks = [self.score(str(i % 9)) for i in range(count)]
@@ -87,7 +97,7 @@ class Pool:
         return [reward for reward, _ in await asyncio.gather(*tasks)]
 
 
-def test_it_starts_with_one_and_grows_to_the_limit_when_scores_take_long(tmp_path: Path) -> None:
+def test_pool_starts_with_one_worker_and_grows_when_scores_are_slow(tmp_path: Path) -> None:
     async def body() -> None:
         pool = Pool(tmp_path, 4)
         assert len(pool.all) == 1
@@ -95,23 +105,23 @@ def test_it_starts_with_one_and_grows_to_the_limit_when_scores_take_long(tmp_pat
         assert len(pool.pool.workers) == 1, "one response needs one scorer"
         assert await pool.burst(8) == [float(i) for i in range(8)], "each gets its own reward"
         assert len(pool.pool.workers) == 4
-        assert all(held == 1 for worker in pool.all for held in worker.held)
+        assert all(size == 1 for worker in pool.all for size in worker.batch_sizes)
 
     asyncio.run(body())
 
 
-def test_quick_scores_travel_together(tmp_path: Path) -> None:
+def test_pool_sends_jobs_in_batches_when_scores_are_fast(tmp_path: Path) -> None:
     async def body() -> None:
         pool = Pool(tmp_path, 4, seconds=0.001)
         await pool.burst(1)
         assert await pool.burst(100) == [float(i % 9) for i in range(100)]
         assert len(pool.pool.workers) == 1
-        assert pool.all[0].held == [1, 1, 50, 49]
+        assert pool.all[0].batch_sizes == [1, 1, 50, 49]
 
     asyncio.run(body())
 
 
-def test_idle_workers_are_retired_after_a_rest_and_busy_ones_never(tmp_path: Path) -> None:
+def test_pool_retires_only_idle_workers_after_rest_period(tmp_path: Path) -> None:
     async def body() -> None:
         pool = Pool(tmp_path, 4)
         await pool.burst(1)
@@ -125,22 +135,24 @@ def test_idle_workers_are_retired_after_a_rest_and_busy_ones_never(tmp_path: Pat
     asyncio.run(body())
 
 
-def test_a_worker_that_fails_is_given_back(tmp_path: Path) -> None:
+def test_pool_uses_worker_again_when_its_call_failed(tmp_path: Path) -> None:
     async def body() -> None:
         pool = Pool(tmp_path, 1)
         pool.all[0].may.set()
-        with pytest.raises(RuntimeError, match="gone"):
+        with pytest.raises(RuntimeError, match="died"):
             await pool.score("9")
         assert (await pool.score("3"))[0] == 3.0
 
     asyncio.run(body())
 
 
-def test_a_reward_gets_special_tokens_but_not_the_end_of_a_response(tmp_path: Path) -> None:
+def test_pool_keeps_special_tokens_and_removes_end_token_in_texts(tmp_path: Path) -> None:
     async def texts(**task: bool) -> list[str]:
         seen = []
 
         class Reads(Worker):
+            """Fake worker that records the texts of the responses."""
+
             async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
                 seen.extend(text for piece in work for text in piece.texts)
                 return [[ResponseScore(0.0, {}, 0.0)] for _ in work]
@@ -158,28 +170,29 @@ def test_a_reward_gets_special_tokens_but_not_the_end_of_a_response(tmp_path: Pa
 
 
 def at(most: int, seconds: float, count: int = 1) -> ScorerCount:
+    """Return the state of a pool of `count` scorers, whose scores take `seconds` on average."""
     return ScorerCount(most, count=count, seconds=seconds)
 
 
-def test_a_queue_that_one_scorer_works_off_in_time_asks_for_no_more() -> None:
+def test_queued_adds_no_scorer_when_one_drains_queue_in_time() -> None:
     assert queued(at(8, 0.001), 100, 0.0).count == 1
 
 
-def test_a_longer_queue_asks_for_as_many_as_work_it_off_in_time() -> None:
+def test_queued_adds_scorers_until_queue_drains_in_time() -> None:
     assert queued(at(64, DRAIN_SECONDS / 10), 200, 0.0).count == 20
 
 
-def test_what_a_burst_asked_for_is_kept_for_a_while_and_then_given_up() -> None:
+def test_queued_keeps_count_of_burst_until_rest_period_ends() -> None:
     state = queued(at(8, 1.0), 8, 1.0)
     for second in range(2, int(REST_SECONDS)):
         state = queued(state, 0, float(second))
         assert state.count == 8
-    state = queued(state, 0, REST_SECONDS)  # the burst was within the span that ends here
+    state = queued(state, 0, REST_SECONDS)  # The period that ends here includes the burst.
     assert state.count == 8
     assert queued(state, 2, 2 * REST_SECONDS).count == 2
 
 
-def test_the_time_of_a_score_is_a_mean_that_forgets() -> None:
+def test_scored_mean_time_approaches_recent_scores() -> None:
     state = ScorerCount(8)
     for seconds in [1.0] + [0.1] * 60:
         state = scored(state, seconds)
@@ -190,7 +203,7 @@ def test_the_time_of_a_score_is_a_mean_that_forgets() -> None:
     st.integers(1, 16),
     st.lists(st.tuples(st.integers(0, 2000), st.floats(0, 5), st.floats(0, 30)), max_size=50),
 )
-def test_the_number_stays_within_one_and_the_limit(
+def test_queued_count_is_between_one_and_limit(
     most: int, moments: list[tuple[int, float, float]]
 ) -> None:
     state, now = ScorerCount(most), 0.0

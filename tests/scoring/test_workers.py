@@ -1,4 +1,4 @@
-"""Scorers: the score, the hard limit, replacement of what hangs or dies, nothing left over."""
+"""Tests scorer workers: scores, time limits, replacement of failed processes, complete cleanup."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
 
 
 def _score(worker: DrivenWorker, payload: dict[str, str], text: str) -> ResponseScore:
+    """Return the worker's score of one response to the prompt with this payload."""
     ((score,),) = worker.score([ScoreJob(0, payload, (text,))])
     return score
 
 
-def _gone(pid: int) -> bool:
+def _is_dead(pid: int) -> bool:
+    """Return whether no process has this ID."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -61,6 +63,7 @@ def worker(math_file: str) -> Iterator[DrivenWorker]:
 
 
 def _with_limit(math_file: str, policy: str) -> DrivenWorker:
+    """Return a worker with a limit of 1 s and this policy for timeouts."""
     task = TaskConfig.model_validate(
         {
             "kind": "files",
@@ -73,7 +76,7 @@ def _with_limit(math_file: str, policy: str) -> DrivenWorker:
     return DrivenWorker(ScorerSettings(task=task))
 
 
-def test_a_start_that_hangs_is_tried_once_more(
+def test_worker_starts_second_process_when_first_start_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.scoring.process.START_TIMEOUT_SECONDS", 12.0)
@@ -94,7 +97,7 @@ def test_a_start_that_hangs_is_tried_once_more(
         worker.close()
 
 
-def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
+def test_worker_replaces_process_when_score_hangs(math_file: str) -> None:
     worker = _with_limit(math_file, "zero")
     worker.start()
     first = worker.pid()
@@ -104,18 +107,19 @@ def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) 
     assert time.monotonic() - began < 4.0
     assert score.reward == 0.0
     assert score.detail["scorer_timeout"] == 1.0
-    assert _gone(first)
+    assert _is_dead(first)
     assert worker.restarts == 1
     worker.start()
     assert worker.pid() != first
     worker.close()
 
 
-def test_a_score_that_is_under_way_at_the_close_starts_no_other_process(tmp_path: Path) -> None:
+def test_worker_starts_no_process_when_closed_during_score(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n\ndef score(sample):\n    time.sleep(30)\n")
     part = RewardConfig(name=f"{tmp_path / 'slow.py'}:score")
 
     async def closed_meanwhile() -> ResponseScore:
+        """Close a worker while it scores; return the score."""
         worker = ScorerWorker(ScorerSettings(task=TaskConfig(), rewards=[part]))
         await worker.start()
         scoring = asyncio.create_task(worker.score([ScoreJob(0, {"metadata": {}}, ("1",))]))
@@ -129,22 +133,22 @@ def test_a_score_that_is_under_way_at_the_close_starts_no_other_process(tmp_path
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_killed_scorer_is_replaced_and_counted(worker: DrivenWorker) -> None:
+def test_worker_scores_and_counts_restart_when_idle_scorer_was_killed(worker: DrivenWorker) -> None:
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
+    os.kill(pid, signal.SIGSTOP)  # so that the scorer cannot reply before it dies
     os.kill(pid, signal.SIGKILL)
     score = _score(worker, {"answer": "1/2"}, "0.5")
     assert score.reward == 1.0
     assert worker.restarts == 1
 
 
-def test_one_that_is_killed_while_it_scores_is_asked_again(worker: DrivenWorker) -> None:
+def test_worker_repeats_score_when_scorer_is_killed_during_score(worker: DrivenWorker) -> None:
     worker.start()
     pid = worker.pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the question
+    os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the request and before a reply
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
     score = _score(worker, {"answer": "1/2"}, "0.5")
@@ -153,12 +157,13 @@ def test_one_that_is_killed_while_it_scores_is_asked_again(worker: DrivenWorker)
     assert worker.restarts == 1
 
 
-def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
+def test_worker_starts_second_process_when_first_is_killed_before_ready(
     worker: DrivenWorker,
 ) -> None:
     killed: list[int] = []
 
     def kill_the_first() -> None:
+        """Kill the first scorer process that this process starts, as soon as it exists."""
         deadline = time.monotonic() + 10
         while not killed and time.monotonic() < deadline:
             for child in psutil.Process().children():
@@ -176,13 +181,13 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
 
 
-def test_bad_settings_are_the_users_error() -> None:
+def test_worker_raises_user_error_when_settings_are_bad() -> None:
     with pytest.raises(UserError, match="mixture"):
         DrivenWorker(ScorerSettings(task=TaskConfig(params={"mixture": []}))).start()
 
 
-def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
-    """Also when a worker's process is killed meanwhile."""
+def test_remote_pool_scores_and_leaves_no_process_when_worker_is_killed(tmp_path: Path) -> None:
+    """The process of a worker is killed during the scores."""
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", scorer_workers=2)
     tokenizer = character_tokenizer()
@@ -193,7 +198,7 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
         def pids() -> list[int]:
             found = []
             for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # one that was killed may be a zombie
+                with contextlib.suppress(psutil.Error):  # a killed process may be a zombie
                     if any("process_main" in word for word in process.cmdline()):
                         found.append(process.pid)
             return found
@@ -216,6 +221,6 @@ def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -
         pool.close()
         assert [reward for reward, _ in scores] == [0.0, 1.0] * 5
         deadline = time.monotonic() + 10
-        while not all(map(_gone, found)) and time.monotonic() < deadline:
+        while not all(map(_is_dead, found)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert all(map(_gone, found))
+        assert all(map(_is_dead, found))

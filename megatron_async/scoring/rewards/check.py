@@ -1,7 +1,7 @@
-"""Rewards tried before a run starts: on the task's first prompts.
+"""Tries a run's rewards on the task's first prompts before the run starts.
 
-Those of the user's get two made-up responses to the first one, `code` gets the reference solutions
-of several rows.
+The user's own rewards and rewards that call a service score two made-up responses to the first
+prompt. The reward `code` runs the reference solutions of several rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,35 +17,43 @@ from megatron_async.scoring.rewards.sample import Sample, sample_of
 from megatron_async.tasks.layouts import Columns
 
 TRIED_ROWS: Final = 8
+"""Number of the task's first rows whose payloads a caller passes to `check_rewards`."""
 _REFERENCE: Final = "canonical_solution"
 
 
 def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse a reward that cannot score prompts with these payloads; return notices.
+    """Try the rewards on prompts with these payloads; raise an error if one cannot score them.
 
-    Rewards of the user's and rewards that ask a service are called on the first prompt by scorer
-    processes, as in a run. The others are only built. Raises UserError.
+    The user's own rewards and rewards that call a service score two responses to the first prompt
+    (its reference answer and an empty text) in scorer processes, as in a run. Other rewards are
+    only built. The reward `code` also runs the reference solutions of all payloads.
+
+    Returns:
+        Messages about checks that were not possible.
+
+    Raises:
+        UserError: If a reward cannot be built or fails.
     """
     tried, notices = [], []
-    for part in settings.parts:
-        if part.own or part.name in ASYNCHRONOUS:
-            tried.append(part)
+    for config in settings.parts:
+        if config.own or config.name in ASYNCHRONOUS:
+            tried.append(config)
         else:
-            build_reward(settings, part)
-        if part.name == "code":
+            build_reward(settings, config)
+        if config.name == "code":
             references = _references(settings, payloads)
-            check_code(settings, settings.limit_seconds(part), references)
+            check_code(settings, settings.limit_seconds(config), references)
             if not any(sample.response for sample in references.values()):
                 columns = ", ".join(f"`{name}`" for name in _reference_columns(settings))
                 notices.append(
                     f"reward code: none of the first {len(references)} rows has a reference "
-                    f"solution (columns looked for: {columns}), so that the rows' tests could not "
-                    "be tried; task.columns.response names such a column"
+                    f"solution (searched columns: {columns}), so the rows' tests could not be "
+                    "tried. Set task.columns.response to the column with reference solutions."
                 )
     texts = [str(payloads[0].get("answer", "")), ""]
     if tried:
-        alone = settings.model_copy(update={"rewards": tried})
-        (scores,) = blocking(scored(alone, [(payloads[0], texts)]))
+        only_tried = settings.model_copy(update={"rewards": tried})
+        (scores,) = blocking(scored(only_tried, [(payloads[0], texts)]))
         for failure in (failure for score in scores for failure in score.failures):
             raise UserError(
                 f"{failure} (tried on {short_repr(texts)} as responses to the first prompt)"
@@ -54,7 +62,7 @@ def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tup
 
 
 def _reference_columns(settings: ScorerSettings) -> list[str]:
-    """Return the columns that may hold a row's reference solution, without repetition."""
+    """Return the names of the columns that may hold a row's reference solution, each once."""
     files = settings.task.files()
     names = [_REFERENCE, *(Columns.of(f.layout, f.columns).response for f in files)]
     return list(dict.fromkeys(names))
@@ -63,7 +71,11 @@ def _reference_columns(settings: ScorerSettings) -> list[str]:
 def _references(
     settings: ScorerSettings, payloads: Sequence[Mapping[str, Any]]
 ) -> dict[str, Sample]:
-    """The reference solution of each row, by a name for it; an empty response where it has none."""
+    """Return a sample with the reference solution of each row, by a description of the row.
+
+    The sample's response is the reference solution; it is empty if the row has none. The
+    descriptions are for error messages.
+    """
     columns = _reference_columns(settings)
     found = {}
     for payload in payloads:

@@ -1,4 +1,7 @@
-"""The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
+"""Provides the rewards that run programs in the sandbox: `code` and `command`.
+
+`code` runs unit tests on the Python program in a response; `command` runs a checker of the user's.
+"""
 
 import ast
 import builtins
@@ -26,30 +29,39 @@ _RUNNER = Path(__file__).with_name("unit_tests.py")
 _CHECK = "check"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CANNOT_RUN = (126, 127)
-_SHARE = 0.8  # of a score's limit; the rest is for the sandbox to start and to end
+# Share of a score's time limit for the program. The rest is for the sandbox to start and to end.
+_SHARE = 0.8
 
 
-def _parts(outcome: Outcome) -> dict[str, float]:
+def _components(outcome: Outcome) -> dict[str, float]:
+    """Return the score's components: 1 for the limit that the program exceeded, if any."""
     return {f"exceeded_{outcome.exceeded}": 1.0} if outcome.exceeded else {}
 
 
 class Code(Settings):
-    """1 when the response's Python passes the row's unit tests.
+    """Scores 1 if the Python program in the response passes the row's unit tests, else 0.
 
-    The row has them as HumanEval does (`test`, which defines `check`, and `entry_point`) or as MBPP
-    and MBPP+ do (`test`, or a list `test_list` with `test_imports` or `test_setup_code`). A `test`
-    that does not define `check` runs as it stands.
+    The row has the tests in the columns of HumanEval (`test`, which defines `check`, and
+    `entry_point`) or of MBPP and MBPP+ (`test`, or a list `test_list` with `test_imports` or
+    `test_setup_code`). A `test` that does not define `check` runs unchanged.
     """
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward. Raises UserError where the sandbox is required and not to be had."""
+        """Return a function that scores one sample by its row's unit tests, in a sandbox.
+
+        The function returns 1 if the tests pass, else 0, and which limit the program exceeded.
+
+        Raises:
+            UserError: If the sandbox's isolation is required but not available.
+        """
         sandbox = _sandbox(settings)
 
         def score(sample: Sample) -> Returned:
+            """Run the row's tests on the response; return 1 if they pass, else 0."""
             passed, outcome = _tested(sandbox, sample, limit_seconds)
-            return float(passed), _parts(outcome)
+            return float(passed), _components(outcome)
 
         return score
 
@@ -57,9 +69,16 @@ class Code(Settings):
 def check_code(
     settings: ScorerSettings, limit_seconds: float, samples: Mapping[str, Sample]
 ) -> None:
-    """Check that rows have tests, and that reference solutions pass them: `samples` by their names.
+    """Check that each row has unit tests, and that its reference solution passes them.
 
-    A sample without a response has no reference. Raises UserError.
+    Args:
+        settings: The settings, with the limits of the sandbox.
+        limit_seconds: Time limit of one score.
+        samples: The rows with their reference solutions as responses, by a description of the row.
+            An empty response means that the row has no reference solution.
+
+    Raises:
+        UserError: If a row has no usable tests, or its reference solution fails them.
     """
     sandbox = _sandbox(settings)
     for name, sample in samples.items():
@@ -68,23 +87,31 @@ def check_code(
                 _tests(sample.metadata)
                 continue
             passed, outcome = _tested(sandbox, sample, limit_seconds)
-        except (RecursionError, MemoryError) as error:  # Python's parser raises either one
+        except (RecursionError, MemoryError) as error:  # Python's parser raises either of them.
             why = "its tests are nested too deeply"
             raise UserError(f"reward is 'code': {name} cannot be scored: {why}") from error
         except (ValueError, SyntaxError, SandboxError) as error:
             raise UserError(f"reward is 'code': {name} cannot be scored: {error}") from error
         if not passed:
             last = outcome.errors.strip().rpartition("\n")[2][:200]
-            why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last
+            why = f"it exceeded the limit of {outcome.exceeded}" if outcome.exceeded else last
             raise UserError(
-                f"reward is 'code': {name} fails the row's own tests ({why}); a right program runs "
-                "`test` as it stands, and `check(entry_point)` where that defines `check`, to the "
-                "end; repair the row, or take the column out"
+                f"reward is 'code': {name} fails the row's own tests ({why}). A correct program "
+                "runs `test` unchanged to its end, and then `check(entry_point)` if `test` defines "
+                "`check`. Correct the row, or remove the column."
             )
 
 
 def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[bool, Outcome]:
-    """Run the row's tests on the response. Raises ValueError for a row without them."""
+    """Run the row's unit tests on the program in the response, in the sandbox.
+
+    Returns:
+        Whether the tests ran to their end without an error, and the outcome of the run.
+
+    Raises:
+        ValueError: If the row has no usable tests.
+        SyntaxError: If the row's tests are not valid Python.
+    """
     tests = _tests(sample.metadata)
     entry = _tested_name(sample.metadata, tests)
     proof = secrets.token_hex(16)
@@ -99,10 +126,12 @@ def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[boo
 
 
 def _program(sample: Sample, entry: str) -> str:
-    """Return the program to test: the last block of the response that defines `entry` best.
+    """Return the Python program in the response: the code block that best defines the name `entry`.
 
-    Where no block does, the last one is a completion if it defines `entry` when it follows the
-    prompt. So prose never stands before a program.
+    Of equally good blocks the last one is returned. If no block defines `entry`, but prompt and
+    last block together do, the response is a completion, and both together are returned. So text in
+    a prompt never becomes a part of a complete program. In all other cases the last block is
+    returned.
     """
     candidates = code_candidates(sample.response, PYTHON_TAGS)
     code = candidates[-1]
@@ -115,10 +144,11 @@ def _program(sample: Sample, entry: str) -> str:
 
 
 def _defines(source: str, name: str) -> int:
-    """Return how Python's `source` binds `name` at its top level.
+    """Return how well the Python text `source` defines `name` at its top level, from 0 to 3.
 
-    3: it defines a function or class; 2: it assigns; 1: it imports, as tests of a solution do; 0:
-    not at all, or it is not Python.
+    Returns:
+        3 if it defines a function or class with that name; 2 if it assigns the name; 1 if it
+        imports the name, as tests of a solution do; 0 if it does none of these or is not Python.
     """
     try:
         found = symtable.symtable(source, "program", "exec").lookup(name)
@@ -130,11 +160,13 @@ def _defines(source: str, name: str) -> int:
 
 
 def _tested_name(row: Mapping[str, Any], tests: str) -> str:
-    """Return the name by which the tests call the program; empty if they do not show it.
+    """Return the name of the function or class that a row's tests test; empty if they show none.
 
-    It is the first name of `entry_point` (of `Solution().twice` it is `Solution`), else the first
-    one that the tests call and that neither they nor Python define. MBPP also tests functions with
-    the name of a builtin (`assert sum(10, 15) == 6`): then it is an assertion's innermost call.
+    The name is the first word of the column `entry_point` (`Solution` in `Solution().twice`). If
+    the column is empty, it is the first name that the tests call and that is neither a builtin nor
+    defined by the tests. MBPP also tests functions with the name of a builtin
+    (`assert sum(10, 15) == 6`): if there is no other name, it is the innermost call of an
+    assertion.
     """
     entry = re.match(r"\w+", str(row.get("entry_point") or "").strip())
     if entry:
@@ -149,13 +181,21 @@ def _tested_name(row: Mapping[str, Any], tests: str) -> str:
 
 
 def _calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
-    """Return the calls of plain names in `tree`, itself included, with these names."""
+    """Return all calls of plain names in a syntax tree, as pairs of the name and the call.
+
+    The root of the tree is included, if it is such a call.
+    """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [(call.func.id, call) for call in calls if isinstance(call.func, ast.Name)]
 
 
 def _tests(row: Mapping[str, Any]) -> str:
-    """The row's tests as one program. Raises ValueError or SyntaxError where it has none to run."""
+    """Return the unit tests of a row of the data as one Python program.
+
+    Raises:
+        ValueError: If the row has no tests, or tests that no program can fail.
+        SyntaxError: If the tests are not valid Python.
+    """
     if row.get("test"):
         [test], entry = _texts(row, "test"), row.get("entry_point")
         names = symtable.symtable(test, "the row's `test`", "exec")
@@ -164,29 +204,39 @@ def _tests(row: Mapping[str, Any]) -> str:
             return _running(test)
         if not entry and not check.is_referenced():
             raise ValueError(
-                "the row's `test` defines `check` and nothing calls it: name the function that it "
-                "checks in the column `entry_point`"
+                "the row's `test` defines `check` and nothing calls it. Put the name of the "
+                "function that `check` tests into the column `entry_point`."
             )
         return f"{test}\ncheck({entry})\n" if entry else test
     if not row.get("test_list"):
-        raise ValueError("the row has no tests: neither a column `test` nor `test_list`")
+        raise ValueError("the row has no tests: it has neither a column `test` nor `test_list`")
     columns = ("test_imports", "test_setup_code", "test_list")
     return _running("\n".join(text for column in columns for text in _texts(row, column)))
 
 
 def _texts(row: Mapping[str, Any], column: str) -> list[str]:
-    """The text or, but for `test`, the texts of a column; none where it is empty."""
+    """Return the texts in a column of a row, as a list; empty if the column is empty.
+
+    A column with a single text gives one element. Only columns other than `test` may hold a list.
+
+    Raises:
+        ValueError: If the column holds any other value.
+    """
     value = row.get(column) or []
     if isinstance(value, str):
         return [value]
     several = column != "test" and isinstance(value, list)
     if not several or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"the row's `{column}` is {short_repr(value)}, which is no text to run")
+        raise ValueError(f"the row's `{column}` is {short_repr(value)}, which is not a text to run")
     return list(value)
 
 
 def _running(tests: str) -> str:
-    """Return `tests`. Raises ValueError where they only define: any program would pass."""
+    """Return a row's test program `tests` unchanged if it runs at least one test.
+
+    Raises:
+        ValueError: If it only defines functions or classes, so that any program would pass.
+    """
     for statement in ast.parse(tests).body:
         if isinstance(statement, _DEFINITIONS) or _is_main(statement):
             continue
@@ -195,50 +245,58 @@ def _running(tests: str) -> str:
         if any(isinstance(node, ast.Call | ast.Assert | ast.Raise) for node in ast.walk(statement)):
             return tests
     raise ValueError(
-        "the row's tests only define things, so that any program would pass: call them, assert "
-        "something, or define `check` (there is no pytest, and no `__main__` for unittest)"
+        "the row's tests only define things, so that any program would pass. Call them, assert "
+        "something, or define `check`; neither pytest nor unittest's `__main__` runs them."
     )
 
 
 def _is_main(statement: ast.stmt) -> bool:
-    """Return whether it is `if __name__ == ...`."""
+    """Return whether `statement` is an `if` whose condition uses `__name__`."""
     names = ast.walk(statement.test) if isinstance(statement, ast.If) else ()
     return any(isinstance(node, ast.Name) and node.id == "__name__" for node in names)
 
 
 class Command(Settings):
-    """Score by a program of yours, which reads the response on its standard input.
+    """Scores a response by a program of yours, which reads the response from standard input.
 
-    It runs in a directory that holds the row as `row.json`. The last line that it prints is the
-    score, a number or an object with `score` and named parts; without such a line its exit status
-    is: 1 for status 0, else 0.
+    The program runs in a directory with the row as `row.json`. The last line that the program
+    prints is the score: a number, or a JSON object with `score` and named components. Without such
+    a line the score is 1 if the exit status is 0, else 0.
     """
 
     command: list[str] = Field(min_length=1)
     """The program and its arguments."""
     send: Literal["response", "answer", "code"] = "response"
-    """Of the response: all, the final answer, or the last fenced block not tagged as output."""
+    """What the program reads: the whole response, its final answer, or its code (the last fenced
+    block that is not tagged as output)."""
     tags: list[str] = Field(default_factory=list)
-    """code: language tags of fenced blocks that are preferred, such as [cpp, c++]."""
+    """Language tags of fenced blocks to prefer with `send: code`, such as [cpp, c++]."""
     readable: list[str] = Field(default_factory=list)
-    """Directories that it may read: its own, a toolchain's."""
+    """Additional directories that the program may read, such as its own or a toolchain's."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables that it needs; PATH is the run's."""
+    """Additional environment variables of the program; PATH is always that of the run."""
     sandbox: bool = True
-    """false: it keeps this user, the network and all files; limits remain."""
+    """Whether to isolate the program. false: it runs as this user, with access to the network and
+    all files; the limits still apply."""
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward. Raises UserError for a program that is not there."""
+        """Return a function that scores one sample by running the program `command` in a sandbox.
+
+        Raises:
+            UserError: If the program does not exist, or the sandbox's isolation is required but
+                not available.
+        """
         if shutil.which(self.command[0]) is None:
             raise UserError(
-                f"reward command: arguments.command is {self.command}, and {self.command[0]!r} is "
-                "not a program on this machine"
+                f"reward command: arguments.command is {self.command}; {self.command[0]!r} is "
+                "not a program on this machine. Install it, or give its path."
             )
         sandbox = _sandbox(settings)
 
         def score(sample: Sample) -> Returned:
+            """Run the program on one response; return the score that it prints, or exits with."""
             row = {"prompt": sample.prompt, "answer": sample.answer, **sample.metadata}
             outcome = sandbox.run(
                 self.command,
@@ -247,25 +305,29 @@ class Command(Settings):
                 self._sent(sample.response),
                 readable=self.readable,
                 environment=self.environment,
-                apart=self.sandbox,
+                isolated=self.sandbox,
             )
             if outcome.exit_code in _CANNOT_RUN:
-                raise RuntimeError(outcome.errors.strip() or f"{self.command[0]} cannot be run")
+                raise RuntimeError(outcome.errors.strip() or f"cannot run {self.command[0]}")
             if outcome.exceeded:
-                return 0.0, _parts(outcome)
+                return 0.0, _components(outcome)
             printed = _printed(outcome.output)
             return float(outcome.exit_code == 0) if printed is None else printed
 
         return score
 
     def _sent(self, response: str) -> str:
+        """Return the text of the response that the program reads, as the setting `send` chooses."""
         if self.send == "answer":
             return final_answer(response) or ""
         return code_candidates(response, self.tags)[-1] if self.send == "code" else response
 
 
 def _printed(output: str) -> Returned | None:
-    """The score in the last line; None where there is none."""
+    """Return the score in the last line of a program's output; None if there is no score.
+
+    The line is a number, or a JSON object with `score` and named components.
+    """
     try:
         found = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError, RecursionError):
@@ -276,6 +338,11 @@ def _printed(output: str) -> Returned | None:
 
 
 def _sandbox(settings: ScorerSettings) -> Sandbox:
+    """Return a new sandbox; log a message if some of its isolation is missing on this machine.
+
+    Raises:
+        UserError: If the isolation is required but not available.
+    """
     sandbox = Sandbox(settings.scoring.sandbox)
     if sandbox.missing:
         print(sandbox.missing, file=sys.stderr)

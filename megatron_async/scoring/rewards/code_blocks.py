@@ -1,13 +1,13 @@
 """Finds the code in a response: its fenced blocks, by CommonMark's rules for fences.
 
-Models do not always follow CommonMark, so four more forms count:
-- A fence may be indented by any amount, as in an item of a list. The content loses as much of
-  that indentation as all its lines have.
-- An opening fence with a language may follow text on its line: "Here is the code ```python". One
-  without must follow a colon, a tag or bold text.
+Models do not always follow CommonMark, so four more forms are recognized:
+- A fence may be indented by any amount, as in an item of a list. As much of that indentation is
+  removed from the content as all lines of the content have.
+- An opening fence with a language may follow text on its line: "Here is the code ```python". An
+  opening fence without a language may follow text that ends with a colon, a tag or bold text.
 - A tag, punctuation or a sentence may follow a closing fence on its line: "```</answer>".
-- A fence inside a triple-quoted string of Python does not end the block, provided that the longer
-  block is valid Python.
+- A fence inside a triple-quoted string of Python does not end the block, if the block is valid
+  Python with the rest of the string.
 """
 
 import ast
@@ -22,7 +22,7 @@ _OUTPUT_TAGS: Final = frozenset(
     {"text", "txt", "plain", "plaintext", "output", "stdout", "console", "log", "result"}
 )
 _END_OF_THOUGHT: Final = "</think>"
-# A quotation, or the mark of an item of a list, may stand before a fence.
+# What may precede a fence on its line: quotation marks, or the mark of an item of a list.
 _CONTAINER: Final = re.compile(r"(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*")
 _FENCE: Final = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<info>[^\n]*)(?P<bare>)")
 _FENCE_BEHIND_TEXT: Final = re.compile(
@@ -36,7 +36,12 @@ _MOST_EXTENSIONS: Final = 20
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced block: its language tag in lower case (empty if it has none) and its content."""
+    """A fenced code block of a text.
+
+    Attributes:
+        tag: Language tag in lower case; empty if the block has none.
+        code: Content of the block.
+    """
 
     tag: str
     code: str
@@ -44,7 +49,14 @@ class CodeBlock:
 
 @dataclass(frozen=True)
 class _Fence:
-    """An opening fence: its marks and tag, and the width and quotation marks before it."""
+    """The opening fence of a code block.
+
+    Attributes:
+        marks: The backticks or tildes of the fence.
+        tag: Language tag in lower case; empty if the fence has none.
+        indent: Number of characters before the fence, after quotation marks.
+        quotes: Number of quotation marks (`>`) before the fence.
+    """
 
     marks: str
     tag: str
@@ -52,7 +64,7 @@ class _Fence:
     quotes: int
 
     def unquoted(self, line: str) -> str | None:
-        """Return `line` without the quotation marks of the block; None if it has fewer."""
+        """Return `line` without the block's quotation marks (`>`); None if it has fewer of them."""
         for _ in range(self.quotes):
             before, found, line = line.partition(">")
             if not found or before.strip():
@@ -61,7 +73,7 @@ class _Fence:
         return line
 
     def closed_by(self, line: str) -> bool:
-        """Return whether `line`, without quotation marks, is the closing fence."""
+        """Return whether `line`, given without quotation marks, is this fence's closing fence."""
         rest = line.lstrip(" \t")
         after = rest.lstrip(self.marks[0])
         return (
@@ -71,14 +83,22 @@ class _Fence:
         )
 
     def content(self, lines: Sequence[str]) -> str:
-        """Return the block's text: `lines` without quotation marks and the fence's indentation."""
+        """Return a block's content: its `lines` without quotation marks and fence's indentation."""
         texts = [self.unquoted(line) or "" for line in lines]
         blanks = [len(text) - len(text.lstrip(" \t")) for text in texts if text.strip()]
         width = min([self.indent, *blanks])
         return "\n".join(text[width:] if text.strip() else text for text in texts)
 
     def ends(self, lines: Sequence[str], start: int) -> Iterator[tuple[int, int]]:
-        """Yield where the block may end: (end of its content, number of the next line to read)."""
+        """Yield each position in `lines` at which the block may end, the first one first.
+
+        A position is the index of the line after the block's content and of the line after the
+        closing fence. The last position is the end of the quotation or of the text.
+
+        Args:
+            lines: All lines of the text.
+            start: Index of the first line of the block's content.
+        """
         for number in range(start, len(lines)):
             line = self.unquoted(lines[number])
             if line is None:
@@ -90,7 +110,10 @@ class _Fence:
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """Return the fenced blocks of `text` in order; a block without an end reaches the last line."""
+    """Return the fenced code blocks of `text` in order.
+
+    A block without a closing fence extends to the last line.
+    """
     lines, blocks, at = text.split("\n"), [], 0
     while at < len(lines):
         fence = _opening_fence(lines[at], lines[at + 1] if at + 1 < len(lines) else "")
@@ -101,21 +124,22 @@ def code_blocks(text: str) -> list[CodeBlock]:
         end, at = next(ends)
         code = fence.content(lines[start:end])
         if fence.tag in PYTHON_TAGS | {""} and _ends_in_string(code):
-            for longer_end, then in itertools.islice(ends, _MOST_EXTENSIONS):
+            for longer_end, next_line in itertools.islice(ends, _MOST_EXTENSIONS):
                 longer = fence.content(lines[start:longer_end])
                 if python_tree(longer) is not None:
-                    code, at = longer, then
+                    code, at = longer, next_line
                     break
         blocks.append(CodeBlock(fence.tag, code))
     return blocks
 
 
 def code_candidates(response: str, tags: Collection[str] = ()) -> list[str]:
-    """Return the texts of `response` that may be its code, the most likely one last.
+    """Return contents of fenced blocks of `response` that may be its code, most likely one last.
 
-    Only what follows the thought counts. Blocks with one of `tags` (in lower case) or without a tag
-    are preferred; without `tags` all blocks are, but for those tagged as output. A response without
-    a block is code as a whole.
+    Text before `</think>` is ignored. Blocks with one of `tags` (in lower case) or without a tag
+    are preferred to other blocks. If `tags` is empty, all blocks are equal. Blocks that are tagged
+    as output are returned only if there are no others. For a response without blocks, the whole
+    text is returned as code.
     """
     text = response.rpartition(_END_OF_THOUGHT)[2]
     blocks = code_blocks(text)
@@ -126,7 +150,7 @@ def code_candidates(response: str, tags: Collection[str] = ()) -> list[str]:
 
 
 def python_tree(source: str) -> ast.Module | None:
-    """Parse Python; None for a text that is not Python, or that the parser cannot hold."""
+    """Return the syntax tree of a Python text; None if it is not Python or too large to parse."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -134,7 +158,11 @@ def python_tree(source: str) -> ast.Module | None:
 
 
 def _opening_fence(line: str, following: str) -> _Fence | None:
-    """Return the fence that `line` opens; the line after it decides whether text means one."""
+    """Return the opening fence in `line`; None if `line` does not open a code block.
+
+    `following` is the next line. If it starts with a fence, a fence after text in `line` does not
+    open a block.
+    """
     line = line.lstrip("\ufeff")
     container = _CONTAINER.match(line)
     before = container[0] if container else ""
@@ -149,13 +177,13 @@ def _opening_fence(line: str, following: str) -> _Fence | None:
         return None
     tag = _TAG.match(info)
     quotes = before.count(">")
-    # The marks of a quotation are taken off every line, with one blank each.
+    # Each quotation mark is later removed from every line together with one blank after it.
     indent = len(before.rpartition(">")[2].removeprefix(" ") if quotes else before)
     return _Fence(marks, tag[1].lower() if tag else "", indent, quotes)
 
 
 def _ends_in_string(source: str) -> bool:
-    """Return whether Python's `source` ends inside a triple-quoted string."""
+    """Return whether the Python text `source` ends inside a triple-quoted string."""
     try:
         ast.parse(source)
     except SyntaxError as error:

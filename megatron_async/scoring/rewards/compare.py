@@ -1,6 +1,6 @@
-"""Rewards that compare a response with the row's answer: `exact`, `regex`, `math`.
+"""Provides the rewards that compare a response with the row's answer: `exact`, `regex`, `math`.
 
-The reward `task` is what the task itself scores with.
+It also provides the reward `task`, the scorer of the task itself.
 """
 
 import logging
@@ -18,51 +18,64 @@ from megatron_async.scoring.rewards.sample import Returned, Sample
 from megatron_async.tasks.answers import final_answer
 
 _MARKER = (
-    "The answer is what follows its last occurrence; empty: the last `<answer>...</answer>`, "
-    "else the last \\boxed{...}, else the whole text."
+    "The final answer is the text after the last occurrence of this marker. Empty: the answer is "
+    "the last `<answer>...</answer>`, else the last \\boxed{...}, else the text after `</think>`."
 )
 
 
 class Exact(Settings):
-    """1 when the response's final answer is the row's text, runs of blanks aside."""
+    """Scores 1 if the response's final answer equals the row's answer as text, else 0.
+
+    The amount of white space between words does not matter.
+    """
 
     answer_marker: str = Field("", description=_MARKER)
     ignore_case: bool = False
-    """`A` and `a` are the same."""
+    """Whether upper and lower case letters are equal."""
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward."""
+        """Return a function that scores a sample: 1 if its final answer equals the row's text."""
         return lambda sample: _compared(self._equal, sample, self.answer_marker)
 
     def _equal(self, reference: str, answer: str) -> bool:
+        """Return whether two answers are the same text, apart from case if `ignore_case` is set."""
         if self.ignore_case:
             reference, answer = reference.casefold(), answer.casefold()
         return exactly_equal(reference, answer)
 
 
 class Math(Settings):
-    """1 when math-verify takes the response's final answer and the row's for equal."""
+    """Scores 1 if math-verify finds the response's final answer equal to the row's, else 0."""
 
     answer_marker: str = Field("", description=_MARKER)
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward. On hostile input it hangs: it runs under the limit of a scorer process."""
+        """Return a function that scores a sample: 1 if its answer equals the row's as mathematics.
+
+        The function can hang on hostile input. It relies on the time limit of its scorer process.
+        """
         return lambda sample: _compared(mathematically_equal, sample, self.answer_marker)
 
 
 class Regex(Settings):
-    """1 when the pattern is found; with a group `answer`, when its last match is the row's."""
+    """Scores 1 if a regular expression matches somewhere in the response, else 0.
+
+    If the expression has a group named `answer`, the group's text in the last match must also equal
+    the row's answer.
+    """
 
     pattern: str
-    """Python's `re`; `.` is any character, `^` begins a line."""
+    """Regular expression of Python's `re`. `.` matches any character, also a line break; `^` and
+    `$` match at the start and end of each line."""
 
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, value: str) -> str:
+        """Return the pattern unchanged; raise ValueError if it is not a regular expression."""
         try:
             re.compile(value)
         except re.error as error:
@@ -72,44 +85,62 @@ class Regex(Settings):
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward."""
+        """Return a function that scores a sample: 1 if the pattern matches its response, else 0."""
         pattern = re.compile(self.pattern, re.DOTALL | re.MULTILINE)
 
         def score(sample: Sample) -> Returned:
+            """Return 1 if the pattern matches and its group `answer`, if any, is right, else 0."""
             found = None
-            for found in pattern.finditer(sample.response):  # noqa: B007 - the last one is kept
+            for found in pattern.finditer(sample.response):  # noqa: B007 - finds the last match
                 pass
             if found is None or "answer" not in pattern.groupindex:
                 return float(found is not None)
-            given = found["answer"]
-            return float(given is not None and exactly_equal(sample.answer, given))
+            answer = found["answer"]
+            return float(answer is not None and exactly_equal(sample.answer, answer))
 
         return score
 
 
 def _compared(equal: Callable[[str, str], bool], sample: Sample, marker: str) -> Returned:
+    """Return a sample's score, 1 if its final answer equals the row's answer, and components.
+
+    The components are `score`, the same number, and `answered`, 1 if the response has a final
+    answer.
+
+    Args:
+        equal: Compares the row's answer with the response's final answer.
+        sample: The response and the row.
+        marker: Text before the final answer; empty for the default forms of an answer.
+
+    Raises:
+        ValueError: If the row has no answer.
+    """
     if not sample.answer.strip():
-        raise ValueError("the row has no answer to compare with")
+        raise ValueError("the row's answer is empty; this reward needs an answer to compare with")
     answer = final_answer(sample.response, marker)
     score = float(answer is not None and equal(sample.answer, answer))
     return score, {"score": score, "answered": float(answer is not None)}
 
 
 def exactly_equal(reference: str, answer: str) -> bool:
-    """The same text, runs of blanks aside."""
+    """Return whether two texts are equal, except for the amount of white space between words."""
     return " ".join(reference.split()) == " ".join(answer.split())
 
 
 def mathematically_equal(reference: str, answer: str) -> bool:
-    """Equal to math-verify, without its own limit (it needs `signal.alarm` of a main thread)."""
+    """Return whether math-verify finds two mathematical expressions equal.
+
+    There is no time limit here: math-verify's own limit uses `signal.alarm`, which works only in a
+    main thread.
+    """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns about the missing limit.
     if exactly_equal(reference, answer):
         return True
-    # In dollars both are read as LaTeX; a bare number is found either way.
-    gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
-    return bool(verify(gold, given, timeout_seconds=None))
+    # Dollar signs make math-verify read both texts as LaTeX. It finds a bare number in any case.
+    gold, found = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
+    return bool(verify(gold, found, timeout_seconds=None))
 
 
 _CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
@@ -118,19 +149,26 @@ _CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
 
 
 class TaskReward(Settings):
-    """The procedural task's own scorer; for a file the checker that `task.name` names."""
+    """Scores with the task's own scorer: that of a procedural task, or `task.name` for a file."""
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
     ) -> Callable[[Sample], Returned]:
-        """The reward. Raises UserError."""
+        """Return a function that scores one sample with the scorer of the task.
+
+        A procedural task (`chain_sum` or `reasoning_gym`) has its own scorer. For rows of a file,
+        `task.name` names the reward to score with: `exact` or `math`.
+
+        Raises:
+            UserError: If the task's rows are from a file and `task.name` is neither of both.
+        """
         task = settings.task
         if task.kind not in ("chain_sum", "reasoning_gym"):
             if task.name not in _CHECKERS:
                 raise UserError(
-                    f"task.name is {task.name!r}, which cannot score rows of a file: set it to "
+                    f"task.name is {task.name!r}, which cannot score rows of a file. Set it to "
                     f"{' or '.join(_CHECKERS)}, which compare a response with the column `answer`, "
-                    "or set `reward`"
+                    "or set `reward`."
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
             return checker.build_scorer(settings, limit_seconds)

@@ -1,10 +1,12 @@
-"""A reward as its settings describe it: found, built, called, its result checked.
+"""Builds a reward function from its settings, calls it, and checks the scores that it returns.
 
 Invariants
-- The user's code is imported where this is called, which is a scorer process and nowhere else.
-- Built-in rewards and the user's are the same thing: a callable of one `Sample`, or of a list of
-  them (`group`), plain or `async def`.
-- An exception on the way to a reward is a `UserError` that names the user's file and line.
+- The functions of this module import the user's code into the process that calls them. Only scorer
+  processes call them for rewards of the user's.
+- Built-in rewards and the user's own have the same form: a callable of one `Sample`, or, with the
+  setting `group`, of a list of samples; plain or `async def`.
+- An exception while the user's reward is imported or built becomes a `UserError` that names the
+  user's file and line.
 """
 
 import inspect
@@ -38,45 +40,85 @@ _CLASSES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class Reward:
-    """A reward, ready to score in this process."""
+    """A reward function with its settings, ready to score samples in this process.
+
+    Attributes:
+        display_name: The reward's name in metrics and messages.
+    """
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any], file: str = "") -> None:
+        """Wrap a reward function.
+
+        Args:
+            config: The reward's settings.
+            function: The callable that scores a sample, or a list of samples with `group: true`.
+            file: The user's file that defines the reward; empty for a built-in reward.
+        """
         self.display_name = config.display_name
         self._group = config.group
         self._function = function
         self._file = file
 
     def score(self, samples: Sequence[Sample]) -> list[RewardScore]:
-        """Score each sample. Raises what the reward raises."""
+        """Score samples with this blocking reward; return one checked score for each sample.
+
+        Exceptions of the reward function are not caught.
+
+        Raises:
+            ValueError: If the reward returns something that is not a valid score.
+        """
         return self._scores(self._function(self._argument(samples)), len(samples))
 
     async def score_async(self, samples: Sequence[Sample]) -> list[RewardScore]:
-        """The same for an asynchronous one."""
+        """Score samples with this asynchronous reward; return one checked score for each sample.
+
+        Exceptions of the reward function are not caught.
+
+        Raises:
+            ValueError: If the reward returns something that is not a valid score.
+        """
         return self._scores(await self._function(self._argument(samples)), len(samples))
 
     def described(self, error: BaseException) -> str:
-        """An exception of the reward in one line, with the place in the user's own file."""
+        """Return an exception of this reward as one line, with the line in the user's file."""
         return described(error, self._file)
 
     def _argument(self, samples: Sequence[Sample]) -> Sample | list[Sample]:
+        """Return the argument for the reward function: the only sample, or a list for a group."""
         if self._group:
             return list(samples)
         (sample,) = samples
         return sample
 
     def _scores(self, returned: Any, count: int) -> list[RewardScore]:
+        """Check the value that the reward function returned; return one score for each sample.
+
+        Args:
+            returned: The value.
+            count: Number of samples.
+
+        Raises:
+            ValueError: If the value is not a valid score, or not a list of `count` valid scores for
+                a reward with `group: true`.
+        """
         if not self._group:
             return [score_of(returned)]
         if not isinstance(returned, Sequence) or len(returned) != count:
             raise ValueError(
                 f"the reward has `group: true` and returned {short_repr(returned)} for {count} "
-                "responses; it must return a list of one score for each"
+                "responses; it must return a list with one score for each response"
             )
         return [score_of(item) for item in returned]
 
 
 def asynchronous(config: RewardConfig) -> bool:
-    """True for a reward that waits. Imports the user's code, builds nothing."""
+    """Return whether a reward is asynchronous, that is, an `async def` function or `__call__`.
+
+    A reward of the user's is imported to find out, but not built.
+
+    Raises:
+        UserError: If the import fails.
+    """
     if not config.own:
         return config.name in ASYNCHRONOUS
     found = load_object(config.name, "reward")
@@ -87,16 +129,22 @@ def asynchronous(config: RewardConfig) -> bool:
 
 
 def arguments_of(built_in: str) -> type[Settings]:
-    """The model of a built-in reward's arguments."""
+    """Return the settings class that defines the arguments of a built-in reward, given by name."""
     module, _, name = _CLASSES[built_in].partition(":")
     found: type[Settings] = getattr(import_module(f"megatron_async.scoring.rewards.{module}"), name)
     return found
 
 
 def build_reward(settings: ScorerSettings, config: RewardConfig) -> Reward:
-    """`config`, ready to be called. Raises UserError."""
+    """Build the reward that `config` describes, so that it can score in this process.
+
+    A reward of the user's is imported.
+
+    Raises:
+        UserError: If the reward does not exist, refuses its arguments or cannot be built.
+    """
     if config.own:
-        return _own(config)
+        return _user_reward(config)
     try:
         reward: Settings = arguments_of(config.name).model_validate(config.arguments)
     except ValidationError as error:
@@ -107,7 +155,13 @@ def build_reward(settings: ScorerSettings, config: RewardConfig) -> Reward:
     return Reward(config, function)
 
 
-def _own(config: RewardConfig) -> Reward:
+def _user_reward(config: RewardConfig) -> Reward:
+    """Import and build a reward of the user's: a function, or a class that is instantiated here.
+
+    Raises:
+        UserError: If it cannot be imported, is not a function or a class with `__call__`, or the
+            class raises an exception.
+    """
     found = load_object(config.name, "reward")
     if not callable(found):
         raise UserError(f"reward is {config.name!r}, which is neither a function nor a class")
@@ -119,5 +173,5 @@ def _own(config: RewardConfig) -> Reward:
     made: Any = found
     try:
         return Reward(config, made(**config.arguments), file)
-    except Exception as error:  # The user's class may raise anything.
+    except Exception as error:  # The user's class may raise any exception.
         raise UserError(f"reward is {config.name!r}: {described(error, file)}") from error

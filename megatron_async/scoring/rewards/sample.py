@@ -1,4 +1,4 @@
-"""The sample that a reward reads, and the score that it may return."""
+"""Defines the argument of a reward function (`Sample`) and checks the value that it returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,22 +9,28 @@ from megatron_async.errors import short_repr
 from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
-"""A score, or a score and named parts of it."""
+"""What a reward function returns for a response: a score, or a score and its named components."""
 
 
-_LARGEST: Final = 1e30  # times a weight, and added up, it fits into the float32 of a batch
+# Multiplied by a weight and summed, a score of this size still fits into the float32 of a batch.
+_LARGEST: Final = 1e30
 
 
 class Unavailable(RuntimeError):
-    """Raised by a reward that cannot be had now, for reasons that are not the response's."""
+    """Raised by a reward function that cannot score now, for reasons other than the response."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response, and the row of the data that it responds to.
+    """The argument of a reward function: a response, and the row of the data with its prompt.
 
-    `answer` is the row's reference answer (empty where it has none), `metadata` its other columns.
-    Of an episode `response` is the last answer, and `messages` are all, with their roles.
+    Attributes:
+        response: Text of the response; for an episode, the policy's last response.
+        prompt: The prompt; if it has several chat messages, the text of the last message.
+        answer: The row's reference answer; empty if the row has none.
+        metadata: The row's other columns.
+        payload: All that the task stores about the prompt.
+        messages: All chat messages of an episode, with their roles; empty without an episode.
     """
 
     response: str
@@ -35,8 +41,11 @@ class Sample:
     messages: Sequence[Mapping[str, Any]] = ()
 
 
-def sample_of(payload: Mapping[str, Any], text: str, place: int = 0) -> Sample:
-    """The sample of a request to a scorer; `place` of the text among its responses."""
+def sample_of(payload: Mapping[str, Any], text: str, index: int = 0) -> Sample:
+    """Return the sample for a response `text` to the prompt with this payload.
+
+    `index` is the response's position among the payload's conversations, if it has any.
+    """
     conversations = payload.get(CONVERSATIONS)
     return Sample(
         text,
@@ -44,35 +53,53 @@ def sample_of(payload: Mapping[str, Any], text: str, place: int = 0) -> Sample:
         str(payload.get("answer", "")),
         payload.get("metadata", {}),
         payload,
-        conversations[place] if conversations else (),
+        conversations[index] if conversations else (),
     )
 
 
 @dataclass(frozen=True)
 class RewardScore:
-    """A score with its parts; all are finite, in float32 too."""
+    """A checked score with named components; all numbers are finite, also in float32.
+
+    Attributes:
+        value: The score.
+        parts: The components by name.
+    """
 
     value: float
     parts: Mapping[str, float]
 
 
 def score_of(returned: Any) -> RewardScore:
-    """Check what a reward returned for one response. Raises ValueError for the rest."""
+    """Convert the value that a reward function returned for one response to a score.
+
+    The value must be a finite number, or a tuple of a number and a mapping of names to numbers.
+
+    Raises:
+        ValueError: If the value has any other form, or a component has a reserved name.
+    """
     pair = isinstance(returned, tuple) and len(returned) == 2
     value, parts = returned if pair else (returned, {})
     if not isinstance(parts, Mapping):
         raise ValueError(
-            f"the reward returned {short_repr(returned)}; the second of two must be a mapping of "
-            "names to numbers"
+            f"the reward returned {short_repr(returned)}; the second element of the tuple must be "
+            "a mapping of names to numbers"
         )
     named = {str(name): _number(str(name), part) for name, part in parts.items()}
     for name in named.keys() & (BATCH_METRICS | SCORER_FAULTS.keys()):
-        raise ValueError(f"the reward names a part {name!r}, which is a name of metrics; rename it")
+        raise ValueError(
+            f"the reward returned a component {name!r}, which is the name of a metric. Rename it."
+        )
     return RewardScore(_number("", value), named)
 
 
 def _number(name: str, value: Any) -> float:
-    # NumPy's and torch's numbers have __float__ too; a text must not pass as a number.
+    """Convert a score or the component `name` to a float; `name` is empty for the score itself.
+
+    Raises:
+        ValueError: If it is not a number, not finite, or larger than `_LARGEST`.
+    """
+    # NumPy's and torch's numbers have __float__ too. A text must not be accepted as a number.
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         pair = "" if name else ", or a number and a mapping of names to numbers"
         group = " (with `group: true` a reward returns a list)" if isinstance(value, list) else ""

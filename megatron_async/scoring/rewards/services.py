@@ -1,13 +1,18 @@
-"""Rewards that ask a service: `http` (one that scores) and `judge` (a model with a rubric).
+"""Provides the rewards that call a service over HTTP: `http` and `judge`.
+
+`http` calls a service that scores; `judge` asks a language model to score by a rubric.
 
 Invariants
-- They wait and never block: hundreds at once share one process and one pool of connections.
-- What is refused for now (429, 5xx) or cannot be reached is tried again, with growing pauses,
-  within the score's limit. After the last try the service counts as unavailable, which is no
-  statement about the response (`task.on_scorer_timeout`). So does one whose reply is too large.
-- Only a reply to the request itself counts. A redirect that drops the request's body is a failure.
-- The address is used as it was given. The proxy variables of the environment are honored, but never
-  for an address of this machine.
+- The rewards are asynchronous and never block, so that hundreds of scores share one process and one
+  pool of connections.
+- A request that the service refuses temporarily (status 429 or 5xx), or that cannot reach the
+  service, is repeated with growing pauses, within the time limit of the score. After the last try
+  the service counts as unavailable, which says nothing about the response
+  (`task.on_scorer_timeout`). A service whose reply is too large counts as unavailable too.
+- Only a reply to the original request counts. A redirect that drops the request's body is a
+  failure.
+- The address is used exactly as the setting gives it. The proxy variables of the environment are
+  respected, but never for an address of this machine.
 """
 
 import asyncio
@@ -31,7 +36,8 @@ from megatron_async.scoring.rewards.sample import Returned, Sample, Unavailable
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _LARGEST_REPLY_MIB: Final = 4
-# A line, or the end of one after a sentence, that states a score: "**Final score (0-10):** 7/10".
+# Matches a line, or the end of a line after a sentence, that states a score, such as
+# "**Final score (0-10):** 7/10".
 _SCORE: Final = re.compile(
     r"(?:^|[.!?;]\s)[\s*_#>`-]*(?:(?:final|overall|total)\s+)?score[\s*_`]*(?:\([^()\n]*\))?"
     r"[\s*_`]*[:=\uff1a][ \t*_`]*(?P<stated>[^\n]*)$",
@@ -43,15 +49,25 @@ _MARKS: Final = re.compile(
 )
 _MILLION: Final = 1e6
 Asynchronous = Callable[[Sample], Awaitable[Returned]]
+"""An asynchronous reward function of one sample."""
 
 
 class JsonPoster:
-    """Posts JSON and reads JSON, again where a service is busy. For one event loop.
+    """HTTP client that posts JSON to a service, repeats failed requests, and reads JSON replies.
 
-    Raises UserError when the key is not in the environment.
+    A client belongs to one event loop.
     """
 
     def __init__(self, api_key_env: str, retries: int) -> None:
+        """Create a client; connect to nothing yet.
+
+        Args:
+            api_key_env: Name of the environment variable with a bearer token; empty for none.
+            retries: Number of additional tries of a request that failed temporarily.
+
+        Raises:
+            UserError: If the environment variable does not exist.
+        """
         self._headers = {}
         self._retries = retries
         self._opened: AsyncGenerator[aiohttp.ClientSession] | None = None
@@ -59,14 +75,19 @@ class JsonPoster:
         if api_key_env:
             if api_key_env not in os.environ:
                 raise UserError(
-                    f"api_key_env is {api_key_env!r}, and there is no such environment variable"
+                    f"api_key_env is {api_key_env!r}; there is no such environment variable. Set it"
+                    " to the service's key, or change api_key_env."
                 )
             self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
-        """Return the reply's JSON. Raises Unavailable after the last try."""
+        """Post `body` as JSON to `url`, with retries; return the decoded JSON of the reply.
+
+        Raises:
+            Unavailable: If the last try failed, or the service refused the request for good.
+        """
         address, proxy = URL(url, encoded="%" in url and url.isascii()), proxy_of(url)
-        if self._session is None:  # it needs a running loop
+        if self._session is None:  # Created here, because it needs a running event loop.
             self._opened = _session(self._headers)
             self._session = await anext(self._opened)
         problem = ""
@@ -85,20 +106,23 @@ class JsonPoster:
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{type(error).__name__}: {error}"
             except (ValueError, RecursionError) as error:
-                problem = f"its reply is not JSON: {error}"
+                problem = f"the reply is not JSON: {error}"
                 break
             if number < self._retries:
                 await asyncio.sleep(pause)
         raise Unavailable(f"{url}: {problem}")
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the HTTP client's connections, if it has opened any."""
         if self._opened is not None:
             await self._opened.aclose()
 
 
 async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
-    """Yield a session, closed with the generator: at the latest by the end of the event loop."""
+    """Yield one HTTP session that sends `headers`; close the session when the generator is closed.
+
+    The event loop closes the generator at its end, at the latest.
+    """
     connector, trace = aiohttp.TCPConnector(limit=0), aiohttp.TraceConfig()
     trace.on_request_redirect.append(_check_redirect)
     async with aiohttp.ClientSession(
@@ -110,24 +134,31 @@ async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientS
 async def _check_redirect(
     _session: aiohttp.ClientSession, _context: Any, found: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """Refuse a redirect that would be followed without the request's body. Raises Unavailable."""
+    """Raise an exception before the HTTP client follows a redirect without the request's body.
+
+    Raises:
+        Unavailable: If the redirect's status is not 307 or 308, the two that keep the body.
+    """
     location = found.response.headers.get("Location")
     if location is not None and found.response.status not in (307, 308):
         target = found.url.join(URL(location))
-        raise Unavailable(f"{found.url}: it redirects to {target} without the request's body")
+        raise Unavailable(f"{found.url} redirects to {target} without the request's body")
 
 
 def below(url: str, path: str) -> str:
-    """Return the address of `path` below a service's `url`, whose query is kept."""
+    """Return the URL of `path` below a service's base `url`; the query of `url` is kept."""
     base, mark, query = url.partition("?")
     return f"{base.rstrip('/')}/{path}{mark}{query}"
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment names for `url`; None for an address of this machine.
+    """Return the URL of the HTTP proxy to use for `url`, from the environment; None for no proxy.
 
     The variables are `http_proxy`, `https_proxy`, `all_proxy` and `no_proxy`, in lower or upper
-    case. Raises UserError for a proxy that does not speak HTTP.
+    case. Addresses of this machine never use a proxy.
+
+    Raises:
+        UserError: If the proxy's protocol is not HTTP.
     """
     parsed, proxies = URL(url), getproxies_environment()
     host = parsed.host or ""
@@ -139,13 +170,14 @@ def proxy_of(url: str) -> str | None:
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if not proxy.lower().startswith(("http://", "https://")):
         raise UserError(
-            f"the environment names the proxy {proxy} for {url}; only HTTP proxies can be used: "
-            f"set {parsed.scheme}_proxy to one, or add {host} to no_proxy"
+            f"the environment names the proxy {proxy} for {url}; only HTTP proxies are supported. "
+            f"Set {parsed.scheme}_proxy to an HTTP proxy, or add {host} to no_proxy."
         )
     return proxy
 
 
 def _is_loopback(host: str) -> bool:
+    """Return whether a host name or IP address means this machine, without looking it up."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -155,7 +187,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_in(host: str, network: str) -> bool:
-    """Return whether an address is in a network such as 10.0.0.0/8."""
+    """Return whether the IP address `host` is in `network`, which is written as 10.0.0.0/8.
+
+    The result is False if `host` is a name or `network` has any other form.
+    """
     try:
         return "/" in network and ipaddress.ip_address(host) in ipaddress.ip_network(network, False)
     except ValueError:
@@ -163,53 +198,69 @@ def _is_in(host: str, network: str) -> bool:
 
 
 async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
-    """Read the whole reply, decompressed. Raises Unavailable for one that is too large."""
+    """Read and return the whole decompressed body of an HTTP reply.
+
+    Raises:
+        Unavailable: If the body is larger than `_LARGEST_REPLY_MIB`.
+    """
     try:
         await reply.content.readexactly((_LARGEST_REPLY_MIB << 20) + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise Unavailable(f"{reply.url}: its reply has more than {_LARGEST_REPLY_MIB} MiB")
+    raise Unavailable(f"{reply.url}: the reply has more than {_LARGEST_REPLY_MIB} MiB")
 
 
 class _Service(Settings):
-    """Settings that both have."""
+    """Settings that the rewards `http` and `judge` share."""
 
     url: str
-    """Address, http:// or https://."""
+    """Address of the service, with http:// or https://."""
     api_key_env: str = ""
-    """Environment variable that holds a bearer token."""
+    """Name of the environment variable with the service's key (a bearer token). Empty: no key."""
     retries: int = Field(3, ge=0)
-    """More tries of a request that failed for now."""
+    """Number of additional tries of a request that failed temporarily."""
 
     @field_validator("url")
     @classmethod
     def _is_address(cls, value: str) -> str:
+        """Return the address unchanged; raise ValueError if it is not an HTTP or HTTPS address."""
         if not re.match(r"https?://[^/\s]+", value):
             raise ValueError(f"url is {value!r}; it must begin with http:// or https://")
         return value
 
     def _poster(self) -> JsonPoster:
-        proxy_of(self.url)  # refuses a proxy that cannot be used before anything is scored
+        """Return a new HTTP client for the service.
+
+        Raises:
+            UserError: If the service's key is missing, or the proxy for it is not an HTTP proxy.
+        """
+        proxy_of(self.url)  # Raises for an unsupported proxy before any response is scored.
         return JsonPoster(self.api_key_env, self.retries)
 
 
 class Http(_Service):
-    """The score that a service gives.
+    """Scores with the number that an HTTP service returns for a response.
 
-    `plain` posts `prompt`, `response`, `answer` and `metadata` and reads a number, or an object
-    with `score` and named parts. `sglang` asks a reward model that SGLang serves (its `/classify`).
+    With the format `plain`, the service gets `prompt`, `response`, `answer` and `metadata`, and
+    returns a number or an object with `score` and named components. With `sglang`, the service is
+    a reward model that SGLang serves, and is called at `/classify`.
     """
 
     format: Literal["plain", "sglang"] = "plain"
-    """What the service talks."""
+    """Format of the requests and replies."""
     template: str = "{prompt}\n{response}"
-    """sglang: the text that the reward model reads."""
+    """Text that the reward model reads, with the format `sglang`."""
 
     def build_scorer(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
-        """The reward."""
+        """Return an asynchronous function that scores one sample by a request to the service.
+
+        Raises:
+            UserError: If the service's key is missing, or the proxy for it is not an HTTP proxy.
+        """
         post, address = self._poster().post, below(self.url, "classify")
 
         async def plain(sample: Sample) -> Returned:
+            """Post the response and its row; return the service's score and components."""
             row = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
             found = await post(self.url, {**row, "metadata": dict(sample.metadata)})
             if isinstance(found, dict) and "score" in found:
@@ -217,6 +268,7 @@ class Http(_Service):
             return found  # type: ignore[no-any-return]
 
         async def sglang(sample: Sample) -> Returned:
+            """Post the filled template to SGLang's reward model; return the model's score."""
             fields = {"prompt": sample.prompt, "response": sample.response}
             found = await post(address, {"text": [_filled(self.template, fields)]})
             try:
@@ -232,36 +284,41 @@ class Http(_Service):
 
 
 class Judge(_Service):
-    """The score that a language model gives by a rubric, divided by `full_marks`.
+    """Scores with the marks that a language model gives by a rubric, divided by `full_marks`.
 
-    Its reply ends with the line "Score: N", N from 0 to `full_marks`; a reply without such a line,
-    or one that was cut off, gives no score. Parts: `tokens_in`, `tokens_out`, and with prices
-    `cost`.
+    The model's reply must end with the line "Score: N", N from 0 to `full_marks`. A reply that has
+    no such line, or that was cut off, gives no score. The components are `tokens_in`, `tokens_out`
+    and, if prices are set, `cost`.
     """
 
     model: str
     """Name of the model at the endpoint."""
     rubric: str
-    """What to look for and how to count. May hold {prompt}, {response}, {answer}; what it does not
-    hold is put behind it."""
+    """Instructions for the model: what to look for and how to give marks. May contain {prompt},
+    {response} and {answer}. A text that it does not contain is appended."""
     full_marks: float = Field(10.0, gt=0)
-    """The best score of the rubric."""
+    """Highest number of marks that the rubric gives."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature."""
     max_tokens: int = Field(512, ge=1)
-    """Longest reply."""
+    """Maximum length of the model's reply in tokens."""
     price_in: float = Field(0.0, ge=0)
-    """Price of a million tokens of request."""
+    """Price of a million tokens of the request."""
     price_out: float = Field(0.0, ge=0)
-    """... of reply."""
+    """Price of a million tokens of the reply."""
     body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request, e.g. `top_p`."""
+    """Additional fields of the request, such as `top_p`."""
 
     def build_scorer(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
-        """The reward."""
+        """Return an asynchronous function that scores one sample by asking the language model.
+
+        Raises:
+            UserError: If the service's key is missing, or the proxy for it is not an HTTP proxy.
+        """
         post, address = self._poster().post, below(self.url, "chat/completions")
 
         async def score(sample: Sample) -> Returned:
+            """Ask the model until a reply states marks; return their share of `full_marks`."""
             spent = {"tokens_in": 0.0, "tokens_out": 0.0}
             text, cut = "", False
             for _ in range(self.retries + 1):
@@ -274,26 +331,28 @@ class Judge(_Service):
                 if marks is not None:
                     return marks / self.full_marks, {**spent, **self._cost(spent)}
                 if not self.temperature:
-                    break  # the reply would be the same again
+                    break  # At temperature 0 the next reply would be the same.
             if cut:
                 raise ValueError(
-                    f"{self.model} gave no score: its reply was cut off at max_tokens "
-                    f"{self.max_tokens}; raise that argument"
+                    f"model {self.model} gave no score: the reply was cut off at max_tokens "
+                    f"{self.max_tokens}. Increase that argument."
                 )
             raise ValueError(
-                f'{self.model} gave no score: its reply has no last line "Score: N" with N from 0 '
-                f"to {self.full_marks:g}, and ends {text[-100:]!r}"
+                f'model {self.model} gave no score: the reply has no last line "Score: N" with N '
+                f"from 0 to {self.full_marks:g}, and ends with {text[-100:]!r}"
             )
 
         return score
 
     def _cost(self, spent: dict[str, float]) -> dict[str, float]:
+        """Return the component `cost`, the price of the spent tokens; empty if no price is set."""
         if not self.price_in and not self.price_out:
             return {}
         cost = spent["tokens_in"] * self.price_in + spent["tokens_out"] * self.price_out
         return {"cost": cost / _MILLION}
 
     def _request(self, sample: Sample) -> dict[str, Any]:
+        """Return the body of the chat request that asks the model to judge one sample."""
         text = self.rubric
         fields = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
         for name, content in fields.items():
@@ -311,14 +370,19 @@ class Judge(_Service):
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:
-    """All places at once: what one field holds is never taken for the place of another."""
+    """Return `template` with each `{name}` replaced by the field of that name.
+
+    All are replaced in one pass, so that braces in the text of a field are never replaced. Unknown
+    names stay unchanged.
+    """
     return re.sub(r"{(\w+)}", lambda match: fields.get(match[1], match[0]), template)
 
 
 def marks_in(reply: str, full_marks: float) -> float | None:
-    """Return the marks that the last score line of `reply` states; None if they are not a score.
+    """Return the marks in the last line "Score: N" of a model's reply; None if there are none.
 
-    A thought before `</think>`, or one without an end, does not count.
+    N must be a number from 0 to `full_marks`; `N/full_marks` is accepted too. Text before
+    `</think>` and text after an unclosed `<think>` are ignored.
     """
     text = reply.rpartition("</think>")[2].partition("<think>")[0]
     lines = [found["stated"] for found in _SCORE.finditer(text)]
@@ -330,11 +394,19 @@ def marks_in(reply: str, full_marks: float) -> float | None:
 
 
 def _content(reply: Any, address: str) -> tuple[str, bool]:
-    """Return the text of a chat completion, and whether it was cut off. Raises ValueError."""
+    """Return the text of a chat completion, and whether it was cut off at its maximum length.
+
+    Args:
+        reply: The decoded JSON of the reply.
+        address: The service's address, for the error message.
+
+    Raises:
+        ValueError: If the reply is not a chat completion.
+    """
     try:
         choice = reply["choices"][0]
         return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
     except (LookupError, TypeError, AttributeError):
         raise ValueError(
-            f"{address} replied {short_repr(reply)}, which is no chat completion"
+            f"{address} replied {short_repr(reply)}, which is not a chat completion"
         ) from None

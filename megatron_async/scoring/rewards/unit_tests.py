@@ -1,15 +1,16 @@
-"""Runs in the sandbox, next to `program.py` and `tests.py`: the program, then its unit tests.
+"""Runs the program of a response (`program.py`) in the sandbox, then its unit tests (`tests.py`).
 
-Both run as modules of `sys.modules`, with a file, as an `import` would run them: dataclasses,
-pickling and type hints look their module up by its name. The program is `program` and not
-`__main__`, so that what it guards by `if __name__ == "__main__"` does not run.
+This file is copied next to both files. Program and tests run as modules in `sys.modules`, with a
+file, as `import` would run them, because dataclasses, pickling and type hints look up a module by
+its name. The program's module is named `program` and not `__main__`, so that code that it guards
+with `if __name__ == "__main__"` does not run.
 
-The proof that the tests ran to their end is a random text on standard input: it is read before the
-program starts and written after the last test, so that neither an early exit nor anything printed
-passes for success. The tests are read before it too, since it may write over their file. (A program
-that searches this interpreter's memory for the proof could cheat, or one that returns an object
-which equals everything or changes a module that the tests import; program and tests share one
-interpreter, as they do in HumanEval.)
+The proof that the tests ran to their end is a random text on standard input. It is read before the
+program starts and written after the last test, so that neither an early exit nor any output counts
+as success. The tests are read before the program starts too, since the program may overwrite their
+file. Program and tests share one interpreter, as in HumanEval. So a program can still cheat: it may
+search the interpreter's memory for the proof, return an object that equals everything, or change a
+module that the tests import.
 """
 
 import builtins
@@ -18,37 +19,46 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import CodeType, ModuleType
 
-_FRAMES = 3  # this module's, `main`'s and `exec`'s are beneath the program's own
+# Stack frames below the program's own: of this module, of `main` and of `exec`.
+_FRAMES = 3
 
 
 def _read(name: str) -> tuple[ModuleType, CodeType]:
-    """Return the module of `name`.py and its code. Raises the compiler's errors."""
+    """Register and return an empty module for the file `name`.py, and return its compiled code.
+
+    The code is not executed. Errors of the compiler are raised unchanged.
+    """
     path = os.path.abspath(f"{name}.py")  # noqa: PTH100 - no need for pathlib
     spec = spec_from_file_location(name, path)
     if spec is None:
         raise ImportError(f"{path} is not a module")
-    with open(path, "rb") as file:  # noqa: PTH123 - bytes: the file's own encoding counts
+    with open(path, "rb") as file:  # noqa: PTH123 - bytes, because the file may declare an encoding
         code = compile(file.read(), path, "exec", dont_inherit=True)
     module = sys.modules[name] = module_from_spec(spec)
     return module, code
 
 
 def main() -> None:
+    """Run the program and then its tests; write the proof to standard output if no test failed.
+
+    Standard input has two lines: the proof, and the name of the tested function or class. A failed
+    test raises its exception.
+    """
     proof, entry = sys.stdin.readline().strip(), sys.stdin.readline().strip()
     report = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # all that is printed counts toward the limit of output
-    sys.stdin = open(0)  # noqa: SIM115 - not the buffer with the proof
+    os.dup2(2, 1)  # The program's output goes to standard error; standard output has the proof.
+    sys.stdin = open(0)  # noqa: SIM115 - a new file object, whose buffer does not have the proof
     write, end, run, own = os.write, os._exit, exec, dict(vars(builtins))
     (program, program_code), (tests, tests_code) = _read("program"), _read("tests")
     sys.argv = [str(program.__file__)]
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - for processes that multiprocessing spawns
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - so that spawned processes find the program
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     exec(program_code, vars(program))
-    # What the program calls `abs` or `all` must not be what the tests call so.
-    kept = {n: v for n, v in vars(program).items() if n == entry or n not in own}
+    # The tests must not get functions of the program that are named like a builtin, such as `abs`.
+    shared = {n: v for n, v in vars(program).items() if n == entry or n not in own}
     dunder = {n: v for n, v in vars(tests).items() if n.startswith("__")}
-    vars(tests).update({**kept, **dunder, "__builtins__": own})
+    vars(tests).update({**shared, **dunder, "__builtins__": own})
     run(tests_code, vars(tests))
     write(report, proof.encode())
     end(0)

@@ -1,19 +1,22 @@
-"""The process between a scorer and a program that a response brought along.
+"""Launcher program: runs one program of a response in a sandbox, kills processes that it leaves.
 
-Run by path with a bare interpreter (standard library only):
+A scorer process starts this file by its path, with an interpreter that has only the standard
+library:
 
     launcher ─ fork ─ outer: new namespaces ─ fork ─ init: file system, limits ─ fork ─ program
 
 Invariants
-- The program runs with a clean environment, in a session and a directory of its own, with resource
-  limits, and as another user where the launcher is root.
-- With `namespaces` it sees no network, no process but its own, and of the file system only what is
-  listed, read-only, and a directory in memory. Without, only the rest of this list holds.
-- When the launcher ends, by whatever cause, nothing of the program is left (with `namespaces`; else
-  the launcher ends what it finds, unless it is killed itself).
-- The program holds no descriptor but its standard ones: the report is the launcher's alone.
-- All memory that the program can get is counted: calls for what belongs to no process, and for
-  namespaces in which it could mount more, are refused.
+- The program runs with a clean environment, in a separate session and directory, with resource
+  limits, and as another user if the launcher is root. (A trusted program, `apart` false in the
+  specification, keeps the launcher's user.)
+- With `namespaces` the program sees no network, only its own processes, and of the file system only
+  the listed directories, read-only, and a writable directory in memory. Without `namespaces` it
+  sees the machine's network, processes and files; the other invariants still hold.
+- With `namespaces`, no process of the program is left when the launcher ends for whatever reason.
+  Without them, the launcher kills the processes that it finds, unless it is itself killed.
+- The program has only the three standard descriptors, so only the launcher can write the report.
+- All memory that the program can get is counted. System calls that create memory outside of any
+  process, or new namespaces in which the program could mount more memory, are refused.
 """
 
 import ctypes
@@ -34,10 +37,11 @@ from typing import Any
 
 _NEWUSER = 0x10000000
 _CLONE = 0x00020000 | 0x08000000 | 0x04000000 | _NEWUSER | 0x20000000 | 0x40000000
-"""NEWNS, NEWIPC, NEWUTS, NEWUSER, NEWPID, NEWNET."""
+"""Flags of all new namespaces: NEWNS, NEWIPC, NEWUTS, NEWUSER, NEWPID, NEWNET."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
-_MS_KEPT = {1024: 1024, 2048: 2048, 4096: 1 << 21}  # statvfs's flag: mount's (noatime and so on)
+# Mount options that a remount must repeat (noatime and others): flag of statvfs -> flag of mount.
+_MS_KEPT = {1024: 1024, 2048: 2048, 4096: 1 << 21}
 _MNT_DETACH = 2
 PDEATHSIG, SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
 _USER, _NOBODY = 1000, 65534
@@ -50,8 +54,8 @@ _CALLS = {
     "x86_64": (0xC000003E, 56, (319, 447, 29, 68, 64, 272, 425)),
     "aarch64": (0xC00000B7, 220, (279, 447, 194, 186, 190, 97, 425)),
 }
-"""Of each machine: its mark, `clone`, and the refused ones: memfd_create, memfd_secret, shmget,
-msgget, semget, unshare, io_uring_setup."""
+"""For each machine architecture: its audit number, the number of `clone`, and those of the refused
+system calls: memfd_create, memfd_secret, shmget, msgget, semget, unshare, io_uring_setup."""
 _CLONE3 = 435
 _WATCH_SECONDS = 0.05
 _HOME = "box"
@@ -59,26 +63,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library; raise OSError if it returns an error."""
     if getattr(_libc, name)(*arguments):
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process. Raises OSError."""
+    """Set an attribute of this process with the system call `prctl`; raise OSError if it fails."""
     _call("prctl", option, value, 0, 0, 0)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """Mount `source` on `target` with the system call `mount`; raise OSError if it fails."""
     texts = [text.encode() for text in (source, target, kind)]
     _call("mount", *texts, ctypes.c_ulong(flags), data.encode() or None)
 
 
-# ---------------------------------------------------------------- the file system that it sees
+# ---------------------------------------------------------------- the program's file system
 
 
 def _bind(source: str, root: str) -> None:
-    """`source` under `root` at the same place, read-only, with what is mounted below it."""
+    """Mount the file or directory `source` read-only at the same path under `root`.
+
+    Everything that is mounted below `source` is included.
+    """
     target = root + source
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
@@ -87,15 +96,20 @@ def _bind(source: str, root: str) -> None:
         Path(target).touch()
     _mount(source, target, "", _MS_BIND | _MS_REC)
     below = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    for place in below:
-        if place == target or place.startswith(f"{target}/"):
-            found = os.statvfs(place).f_flag
+    for path in below:
+        if path == target or path.startswith(f"{target}/"):
+            found = os.statvfs(path).f_flag
             flags = found & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
             flags |= sum(new for old, new in _MS_KEPT.items() if found & old)
-            _mount("", place, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
+            _mount("", path, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
 
 
 def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
+    """Build a file system in memory at `root`, and make it the root of this mount namespace.
+
+    It has the system's programs and libraries and the directories `readable`, all read-only, some
+    devices, /proc if permitted, and at most `disk_mib` MiB of writable memory.
+    """
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     size = f"size={disk_mib}m,nr_inodes=16384,mode=755"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
@@ -105,14 +119,14 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
         elif os.path.isdir(f"/{name}"):
             _bind(f"/{name}", root)
     wanted: list[str] = []
-    for place in sorted({os.path.realpath(place) for place in (*_READ, *readable)}):
-        if os.path.exists(place) and not any(place.startswith(f"{w}/") for w in wanted):
-            wanted.append(place)
-            _bind(place, root)
-    for place in readable:  # a link to a directory that is there under its real name
-        if os.path.realpath(place) != place and not os.path.lexists(root + place):
-            os.makedirs(os.path.dirname(root + place), exist_ok=True)
-            os.symlink(os.path.realpath(place), root + place)
+    for path in sorted({os.path.realpath(path) for path in (*_READ, *readable)}):
+        if os.path.exists(path) and not any(path.startswith(f"{w}/") for w in wanted):
+            wanted.append(path)
+            _bind(path, root)
+    for path in readable:  # A link gets the same path inside, to the real directory mounted above.
+        if os.path.realpath(path) != path and not os.path.lexists(root + path):
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.symlink(os.path.realpath(path), root + path)
     os.mkdir(f"{root}/dev")
     for name in _DEVICES:
         Path(f"{root}/dev/{name}").touch()
@@ -121,7 +135,7 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
         os.makedirs(f"{root}/{name}", exist_ok=True)
         os.chmod(f"{root}/{name}", 0o1777)
     os.mkdir(f"{root}/proc")
-    with suppress(OSError):  # a container that masks parts of /proc forbids a new one
+    with suppress(OSError):  # A container that masks parts of /proc forbids mounting a new one.
         _mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     os.chdir(root)
     _call("pivot_root", b".", b".")
@@ -130,6 +144,7 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
 
 
 def _write_files(folder: Path, files: dict[str, str], owner: int | None) -> None:
+    """Create `folder` with the files, given by name and content; `owner` None keeps this user."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -142,25 +157,34 @@ def _write_files(folder: Path, files: dict[str, str], owner: int | None) -> None
 
 
 def _become(user: int) -> None:
+    """Change this process's user and group to the ID `user`, without supplementary groups."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def _tasks(spec: dict[str, Any]) -> int:
-    """The limit of tasks. Where all of the user's are counted (no user of its own, an older kernel)
-    there is none."""
-    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
-    own = spec["other_user"] or (spec["namespaces"] and release >= (5, 14))
-    return spec["processes"] + 1 if own else resource.RLIM_INFINITY  # init is one of them
+    """Return the value of RLIMIT_NPROC, the maximum number of the program's processes and threads.
+
+    It is unlimited if the kernel would also count this user's other processes, which is the case
+    if the program has no user ID of its own and the kernel is older than 5.14 or namespaces are
+    unavailable.
+    """
+    release = tuple(int(number) for number in os.uname().release.split(".")[:2])
+    counted_separately = spec["other_user"] or (spec["namespaces"] and release >= (5, 14))
+    # One more process than the setting, because the sandbox's init counts.
+    return spec["processes"] + 1 if counted_separately else resource.RLIM_INFINITY
 
 
 def _limit(spec: dict[str, Any]) -> None:
+    """Set the resource limits of `spec` for this process, which later becomes the program."""
     memory = spec["memory_mib"] << 20
     disk = spec["disk_mib"] << 20
-    for what, value in (  # data, not address space: a file that is mapped takes no memory
+    for what, value in (
+        # Data instead of address space, because a mapped file takes address space but no memory.
         (resource.RLIMIT_DATA, memory),
-        (resource.RLIMIT_AS, resource.RLIM_INFINITY),  # not the scorer's
+        # Lifts the limit that the scorer process sets for itself.
+        (resource.RLIMIT_AS, resource.RLIM_INFINITY),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NPROC, _tasks(spec)),
         (resource.RLIMIT_NOFILE, 256),
@@ -173,22 +197,31 @@ def _limit(spec: dict[str, Any]) -> None:
 
 
 class _Filter(ctypes.Structure):
+    """The C structure `sock_fprog`: a seccomp filter program and the number of its instructions."""
+
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
 
 def _refuse_calls() -> None:
-    """Refuse the calls of `_CALLS`, and `clone` for a new user namespace. Raises OSError."""
+    """Install a seccomp filter that refuses the system calls of `_CALLS` in this process.
+
+    It also refuses `clone` for a new user namespace, and reports `clone3` as not implemented.
+
+    Raises:
+        OSError: If the filter cannot be installed, or the machine's architecture is unknown.
+    """
     machine = os.uname().machine
     if machine not in _CALLS:
-        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
+        raise OSError(errno.ENOSYS, f"no filter of system calls exists for {machine}")
     mark, clone, refused = _CALLS[machine]
     load, equal, least, bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     refuse = (end, 0, 0, _REFUSE)
     steps = [(load, 0, 0, 4), (equal, 1, 0, mark), refuse, (load, 0, 0, 0)]
-    steps += [(least, 0, 1, 1 << 30), refuse]  # another numbering of the same machine (x32)
+    # Calls by the numbers of x32, another calling convention of the same machine, are refused.
+    steps += [(least, 0, 1, 1 << 30), refuse]
     for number in refused:
         steps += [(equal, 0, 1, number), refuse]
-    # No filter sees what clone3 is asked for; without it the C library takes clone.
+    # A filter cannot see the arguments of clone3. Without clone3, the C library uses clone.
     steps += [(equal, 0, 1, _CLONE3), (end, 0, 0, _NOT_THERE)]
     steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, _NEWUSER), refuse]
     steps.append((end, 0, 0, _ALLOW))
@@ -197,18 +230,24 @@ def _refuse_calls() -> None:
 
 
 def _exec(spec: dict[str, Any], home: str) -> None:
-    """Become the program; never returns."""
+    """Replace this process by the program of `spec`, with its limits; never return normally.
+
+    Args:
+        spec: The specification of the program.
+        home: The program's working directory.
+    """
     os.setsid()
     os.chdir(home)
     prctl(_NO_NEW_PRIVS, 1)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+    # Python ignores these signals, and a program would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     _limit(spec)
     if spec["apart"]:
         try:
             _refuse_calls()
         except OSError:
-            if spec["namespaces"]:  # else what is missing is reported already
+            if spec["namespaces"]:  # Without namespaces, missing isolation is already reported.
                 raise
     os.closerange(3, 1 << 16)
     environment = {
@@ -228,18 +267,22 @@ def _exec(spec: dict[str, Any], home: str) -> None:
 
 
 def _fork() -> int:
-    """A child that ends with its parent; 0 in it."""
+    """Fork a child that is killed when its parent ends; return its ID, or 0 in the child."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         prctl(PDEATHSIG, signal.SIGKILL)
-        if os.getppid() not in (parent, 0):  # 0: the parent is in another process namespace
+        # The parent's ID is 0 if the parent is in another process namespace.
+        if os.getppid() not in (parent, 0):
             os._exit(1)
     return child
 
 
 def _wait_for(child: int) -> int:
-    """The exit code of `child`; every other child that ends meanwhile is reaped."""
+    """Wait until the process `child` ends; return its exit code, 128 + n if signal n ended it.
+
+    Other children that end before are reaped.
+    """
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -248,7 +291,17 @@ def _wait_for(child: int) -> int:
 
 
 def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, errors: int) -> int:
-    """Run the program from new namespaces; the exit code is its own."""
+    """Run the program in new namespaces; return its exit code.
+
+    This runs in the launcher's child, which becomes the process `outer` of the module's diagram.
+
+    Args:
+        spec: The specification of the program.
+        root: An empty directory, for the program's file system.
+        ready: Pipe to report that the namespaces exist.
+        mapped: Pipe that tells that the launcher has mapped the user IDs.
+        errors: Pipe for the message if the setup fails.
+    """
     try:
         _call("unshare", _CLONE)
         os.write(ready, b".")
@@ -264,7 +317,7 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
         _write_files(Path("/", _HOME), spec["files"], _USER if other else None)
         if other:
             _become(_USER)
-            prctl(PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+            prctl(PDEATHSIG, signal.SIGKILL)  # Set again, because a change of user clears it.
         program = os.fork()
         if program == 0:
             _exec(spec, f"/{_HOME}")
@@ -276,7 +329,11 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
 
 
 def _map_users(child: int) -> None:
-    """The launcher's user is the only one inside; where it is root, `_USER` is nobody."""
+    """Map the user IDs of the new user namespace of `child` to users of the machine.
+
+    `_USER`, as which the program runs, is the launcher's user. If the launcher is root, `_USER` is
+    the machine's user nobody, and root is root.
+    """
     outside = os.geteuid()
     lines = f"{_USER} {outside} 1"
     if outside == 0:
@@ -292,6 +349,7 @@ def _map_users(child: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
+    """Return the process IDs of all descendants of the process `pid`."""
     found, todo = [], [pid]
     while todo:
         with suppress(OSError):
@@ -304,7 +362,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _memory_mib(pids: list[int]) -> int:
-    """Memory that these processes have for themselves or share without a file."""
+    """Return the anonymous and shared memory of the processes in MiB, without mapped files."""
     kib = 0
     for pid in pids:
         with suppress(OSError):
@@ -315,7 +373,13 @@ def _memory_mib(pids: list[int]) -> int:
 
 
 def _watch(child: int, spec: dict[str, Any], deadline: float) -> str:
-    """Wait for the program's end; why it must be ended, else empty."""
+    """Wait until the program ends or exceeds a limit; return the name of that limit, or empty.
+
+    Args:
+        child: The launcher's child; it ends when the program ends.
+        spec: The specification with the limits of memory and processes.
+        deadline: Time, by the monotonic clock, at which the time limit is exceeded.
+    """
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     while not poll.poll(1000 * _WATCH_SECONDS):
@@ -324,16 +388,18 @@ def _watch(child: int, spec: dict[str, Any], deadline: float) -> str:
         running = _descendants(os.getpid())
         if _memory_mib(running) > spec["memory_mib"]:
             return "memory"
-        if len(running) > spec["processes"] + 3:  # what is between the launcher and the program
+        # Up to three processes are not the program's own: those between the launcher and it.
+        if len(running) > spec["processes"] + 3:
             return "processes"
     return ""
 
 
 def _end_all(child: int) -> None:
+    """Kill the launcher's child and all other descendants, until none is left."""
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    while left := _descendants(os.getpid()):
-        for pid in left:
+    while remaining := _descendants(os.getpid()):
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -343,11 +409,17 @@ def _end_all(child: int) -> None:
 
 
 def _terminated(*_: object) -> None:
+    """Raise InterruptedError on SIGTERM, so that the launcher ends the program and cleans up."""
     raise InterruptedError("terminated")
 
 
 def _start(spec: dict[str, Any], root: str) -> tuple[int, int]:
-    """The child that the program ends with, and a pipe that holds what went wrong before it."""
+    """Start the program, with or without namespaces.
+
+    Returns:
+        The ID of the launcher's child, which ends when the program ends, and a pipe to read the
+        message from if the setup failed before the program started.
+    """
     problems, errors = os.pipe()
     if not spec["namespaces"]:
         other = _NOBODY if spec["other_user"] else None
@@ -383,7 +455,13 @@ def _start(spec: dict[str, Any], root: str) -> tuple[int, int]:
 
 
 def main(spec_fd: int, report_fd: int) -> None:
-    """Run the program that the specification describes; report its end as one JSON object."""
+    """Run the program that a JSON specification describes; write a JSON report of how it ended.
+
+    Args:
+        spec_fd: Descriptor to read the specification from.
+        report_fd: Descriptor to write the report to: an object with `exit_code`, `exceeded` (the
+            limit that the program exceeded) or `error` (the sandbox itself failed).
+    """
     for descriptor in (spec_fd, report_fd):
         os.set_inheritable(descriptor, False)
     with os.fdopen(spec_fd) as stream:

@@ -1,7 +1,8 @@
-"""Makes the scorer of a scorer process misbehave as `HOSTILE_SCORER` names, once it has its score.
+"""Makes the reward in a scorer process misbehave after each score.
 
-With this folder on PYTHONPATH it is imported by every Python process at its start, and acts in the
-scorer process only: what the tests start is the package's own code, unchanged.
+The environment variable `HOSTILE_SCORER` names the behavior, a function of this module. With this
+folder on PYTHONPATH every Python process imports this module at its start, but it acts only in
+scorer processes. So the tests start the package's own code, unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 
 def _sockets() -> Iterator[int]:
-    """Descriptors of this process that are sockets: the reply channel is one of them."""
+    """Yield the descriptors of this process that are sockets; one of them is the reply socket."""
     for fd in range(3, 1100):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -27,13 +28,14 @@ def _sockets() -> Iterator[int]:
 
 
 def _write_everywhere(data: bytes, descriptors: Any = range(3, 31)) -> None:
+    """Write `data` to each of the descriptors that is open for writing."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
             os.write(fd, data)
 
 
 def _reply_id() -> str:
-    """The id of the reply that is due, dug out of the frames of the harness."""
+    """Return the `id` of the pending reply, read from the stack frames of `process_main`."""
     frame = sys._getframe()
     while "request" not in frame.f_locals:
         assert frame.f_back is not None
@@ -53,7 +55,7 @@ def fork_and_raise(score: Any) -> Any:
 
 
 def fork_and_forge(score: Any) -> Any:
-    """A forked copy replies first, as the scorer would have."""
+    """Let a forked copy send a forged reply before the scorer replies."""
     name = _reply_id()
     pid = os.fork()
     if pid == 0:
@@ -84,7 +86,7 @@ def flood(score: Any) -> Any:
 def flood_from_a_thread(score: Any) -> Any:
     if threading.active_count() == 1:
         threading.Thread(target=flood, args=(score,), daemon=True).start()
-    time.sleep(0.05)  # lets the thread write
+    time.sleep(0.05)  # so that the thread writes before the reply
     return score
 
 
@@ -101,7 +103,7 @@ def read_input(score: Any) -> Any:
 
 
 def leave_children(score: Any) -> Any:
-    """One child, and one grandchild in a session of its own, whose parents have ended."""
+    """Leave a sleeping child, and an orphaned grandchild in a separate session."""
     if os.fork() == 0:
         time.sleep(600)
     between = os.fork()
@@ -125,7 +127,7 @@ def leave_children_and_die(score: Any) -> Any:
 
 
 def interrupted_reply(score: Any) -> Any:
-    """A signal handler that a scorer forgot raises just when its reply has been sent."""
+    """Raise an exception just after the reply has been sent, like a forgotten signal handler."""
 
     def interrupt(frame: Any, event: str, function: Any) -> None:
         if event == "c_return" and function.__name__ == "send":
@@ -187,15 +189,16 @@ def endless_recursion(score: Any) -> Any:
 
 
 def _misbehave(behavior: Callable[[Any], Any]) -> None:
+    """Pass each score of the reward `task` in this process through `behavior`."""
     from megatron_async.scoring.rewards.compare import TaskReward
 
     build_scorer = TaskReward.build_scorer
 
-    def bound_hostile(self: TaskReward, *arguments: Any) -> Any:
+    def build_hostile_scorer(self: TaskReward, *arguments: Any) -> Any:
         score = build_scorer(self, *arguments)
         return lambda sample: behavior(score(sample))
 
-    TaskReward.build_scorer = bound_hostile
+    TaskReward.build_scorer = build_hostile_scorer
 
 
 if "HOSTILE_SCORER" in os.environ and "megatron_async.scoring.process_main" in sys.orig_argv:

@@ -1,4 +1,4 @@
-"""Rewards as a user writes them, good and bad ones: imported by the tests' scorer processes."""
+"""Provides good and bad rewards as a user writes them; the tests' scorer processes import them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async.scoring.rewards import Sample, Unavailable
 
 
 def by_hand(sample: Sample, unit: float = 1.0) -> float:
-    """The answer is in the response."""
+    """Return `unit` if the row's answer is in the response, else 0."""
     return unit * float(sample.answer in sample.response)
 
 
@@ -22,7 +22,7 @@ def with_parts(sample: Sample) -> tuple[float, dict[str, float]]:
 
 
 async def ends_its_process(sample: Sample, seconds: float = 0.0) -> float:
-    """Answer after `seconds`; `die` ends the process, a moment after the others' answers."""
+    """Return 1 after `seconds`; for the response `die`, end the process 0.3 s later instead."""
     await asyncio.sleep(seconds)
     if sample.response == "die":
         await asyncio.sleep(0.3)
@@ -31,7 +31,7 @@ async def ends_its_process(sample: Sample, seconds: float = 0.0) -> float:
 
 
 class Counting:
-    """A class is made once in each scorer process."""
+    """Returns the number of calls so far, as a class is instantiated once in a scorer process."""
 
     def __init__(self, start: int = 0) -> None:
         self.seen = start
@@ -42,7 +42,7 @@ class Counting:
 
 
 def rank(samples: list[Sample]) -> list[float]:
-    """The share of the others that a response is longer than."""
+    """Return for each response the share of responses that are shorter."""
     lengths = [len(sample.response) for sample in samples]
     return [sum(length > other for other in lengths) / len(lengths) for length in lengths]
 
@@ -59,7 +59,7 @@ class Waits:
 
 
 async def hangs_on_request(sample: Sample) -> float:
-    """The response names what it does."""
+    """Hang, wait or end the process if the response says so, else return 1."""
     if sample.response == "hang":
         time.sleep(600)
     if sample.response == "wait":
@@ -70,7 +70,7 @@ async def hangs_on_request(sample: Sample) -> float:
 
 
 async def forks(sample: Sample) -> float:
-    """Its forked copies go on waiting for longer."""
+    """Fork the process; the copy continues to wait when the reward has returned."""
     await asyncio.sleep(0.02 if os.fork() else 1.0)
     return by_hand(sample)
 

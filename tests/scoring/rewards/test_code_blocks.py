@@ -1,4 +1,4 @@
-"""Which part of a response is its code: CommonMark's fences, and what models write instead."""
+"""Tests which text of a response is its code, with CommonMark's fences and models' variants."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_async.scoring.rewards.code_blocks import (
 
 
 def code_of(response: str, *tags: str) -> str:
+    """Return the most likely code of a response, with `tags` preferred."""
     return code_candidates(response, tags)[-1]
 
 
@@ -38,9 +39,7 @@ def code_of(response: str, *tags: str) -> str:
     ],
 )
 @pytest.mark.parametrize("marks", ["```", "~~~", "````"])
-def test_code_blocks_have_the_first_word_of_any_info_string_as_tag(
-    info: str, tag: str, marks: str
-) -> None:
+def test_code_blocks_tag_is_first_word_of_info_string(info: str, tag: str, marks: str) -> None:
     text = f"Here it is:\n{marks}{info}\nx = 1\n{marks}\nIt ends at once."
     assert code_blocks(text) == [CodeBlock(tag, "x = 1")]
 
@@ -78,18 +77,20 @@ def test_code_blocks_have_the_first_word_of_any_info_string_as_tag(
         ("So: **```python\nx\n```**", "x"),
     ],
 )
-def test_the_last_block_is_the_code_when_models_write_it_so(text: str, code: str) -> None:
+def test_code_candidates_ends_with_last_block_in_forms_that_models_write(
+    text: str, code: str
+) -> None:
     assert code_of(text) == code
 
 
 @pytest.mark.parametrize("tag", ["text", "output", "TXT", "console"])
-def test_a_block_of_output_is_not_the_code_when_another_block_exists(tag: str) -> None:
+def test_code_candidates_skips_output_block_when_another_block_exists(tag: str) -> None:
     text = f"```python\nx\n```\nIt prints:\n```{tag}\n5\n```\n"
     assert code_of(text) == "x" and code_of(text, *PYTHON_TAGS) == "x"
     assert code_of(f"```{tag}\n5\n```") == "5"
 
 
-def test_blocks_of_the_language_or_without_a_tag_are_preferred() -> None:
+def test_code_candidates_prefers_blocks_with_wanted_tag_or_no_tag() -> None:
     text = "```python\nx\n```\nRun it:\n```bash\npython f.py\n```\n"
     assert code_of(text, *PYTHON_TAGS) == "x"
     assert code_of(text) == "python f.py"
@@ -100,7 +101,7 @@ def test_blocks_of_the_language_or_without_a_tag_are_preferred() -> None:
 
 @pytest.mark.parametrize("indent", ["", "  ", "    "])
 @pytest.mark.parametrize("quotes", ['"""', "'''"])
-def test_a_fence_in_a_docstring_does_not_end_the_block(indent: str, quotes: str) -> None:
+def test_code_block_continues_when_fence_is_inside_docstring(indent: str, quotes: str) -> None:
     lines = [quotes, "Double it.", "```", "f(2)", "```", quotes, "return 2 * x"]
     body = "\n".join(f"{indent or ' '}{line}" for line in lines)
     if not indent:
@@ -109,7 +110,7 @@ def test_a_fence_in_a_docstring_does_not_end_the_block(indent: str, quotes: str)
     assert code_of(f"So:\n```python\n{code}\n```\nIt doubles.\n```text\n4\n```") == code
 
 
-def test_an_unfinished_string_in_a_draft_does_not_take_the_next_block() -> None:
+def test_code_block_ends_at_fence_when_its_string_never_ends() -> None:
     text = '```python\ns = """draft\n```\nBetter:\n```python\ndef f():\n    """F."""\n```\n'
     assert code_of(text) == 'def f():\n    """F."""'
 
@@ -122,7 +123,7 @@ _LINES = st.sampled_from(
 @settings(deadline=None)
 @given(lines=st.lists(_LINES, max_size=12))
 @example(lines=["~~~ c++", "```", "~~~", "```python", "x"])
-def test_blocks_are_those_of_commonmark(lines: list[str]) -> None:
+def test_code_blocks_equal_those_of_commonmark_parser(lines: list[str]) -> None:
     reference = MarkdownIt("commonmark").parse("\n".join(lines))
     expected = [token.content for token in reference if token.type == "fence"]
     found = [f"{block.code}\n" * bool(block.code) for block in code_blocks("\n".join(lines))]

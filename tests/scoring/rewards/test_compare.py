@@ -1,4 +1,4 @@
-"""The rewards that compare: `exact`, `regex`, `math`, and `task` on a file's answers."""
+"""Tests the rewards `exact`, `regex` and `math`, and `task` with the answers of a file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from megatron_async.scoring.rewards.sample import RewardScore, Sample
 
 
 def score(name: str, answer: str, response: str, **arguments: Any) -> RewardScore:
+    """Return the score that the reward `name` gives a response, for a row with this answer."""
     settings = build_config({"reward": {"name": name, "arguments": arguments}}).scorers
     (found,) = build_reward(settings, settings.parts[0]).score([Sample(response, answer=answer)])
     return found
 
 
-def test_exact_looks_at_the_final_answer_only() -> None:
+def test_exact_compares_only_the_final_answer() -> None:
     assert score("exact", "New  York", "I think <answer>New York</answer>").value == 1
     assert score("exact", "4", r"So \boxed{4}.").value == 1
     assert score("exact", "4", "<think>5</think>4").value == 1
@@ -37,11 +38,11 @@ def test_exact_looks_at_the_final_answer_only() -> None:
         ("3", "no number", 0.0),
     ],
 )
-def test_math_compares_values(reference: str, text: str, reward: float) -> None:
+def test_math_compares_mathematical_values(reference: str, text: str, reward: float) -> None:
     assert score("math", reference, text).value == reward
 
 
-def test_math_does_not_warn_that_its_limit_is_the_processes(
+def test_math_logs_no_warning_about_missing_time_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in ("math_verify.parser", "math_verify.grader"):
@@ -50,7 +51,7 @@ def test_math_does_not_warn_that_its_limit_is_the_processes(
     assert caplog.text == ""
 
 
-def test_regex_finds_a_pattern_or_compares_what_it_captures() -> None:
+def test_regex_finds_pattern_or_compares_captured_answer() -> None:
     form = r"^<think>.*</think>\s*<answer>.*</answer>$"
     assert score("regex", "", "<think>a\nb</think>\n<answer>4</answer>", pattern=form).value == 1
     assert score("regex", "", "4", pattern=form).value == 0
@@ -59,7 +60,7 @@ def test_regex_finds_a_pattern_or_compares_what_it_captures() -> None:
     assert score("regex", "7", "The answer is 7. No: the answer is 3", pattern=last).value == 0
 
 
-def test_task_is_the_checker_that_a_file_is_read_with() -> None:
+def test_task_scores_with_checker_of_task_name_when_rows_are_from_file() -> None:
     task = {"kind": "files", "name": "math", "path": "unused", "answer_marker": "#"}
     settings = build_config({"task": task}).scorers
     reward = build_reward(settings, settings.parts[0])

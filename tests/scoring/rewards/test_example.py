@@ -1,4 +1,4 @@
-"""examples/: the own reward on its Parquet file, the check of Lean proofs with a stand-in Lean."""
+"""Tests examples/: the user's reward with its Parquet file, and the Lean check with a fake Lean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_async.tasks import build_source
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_example_scores_the_rows_of_its_parquet_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_reward_scores_rows_of_its_parquet_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config("examples/own_reward/config.yaml")
     source = build_source(config.task)
@@ -30,6 +30,7 @@ def test_the_example_scores_the_rows_of_its_parquet_file(monkeypatch: pytest.Mon
     reward = build_reward(config.scorers, config.reward[0])
 
     def score(response: str) -> RewardScore:
+        """Return the example reward's score of a response to one fixed question."""
         (found,) = reward.score([sample_of({"question": "3+4-2", "answer": "5"}, response)])
         return found
 
@@ -54,10 +55,10 @@ STATEMENT = "theorem two : 1 + 1 = 2 := by\n  sorry"
         ("", False),
     ],
 )
-def test_a_proof_of_the_rows_own_statement_passes_when_lean_accepts_it(
+def test_check_proof_passes_when_lean_accepts_proof_of_rows_statement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: str, passes: bool
 ) -> None:
-    """The stand-in accepts what ends in `norm_num` behind the row's header."""
+    """The fake Lean accepts a text that starts with the header and contains `norm_num`."""
     lake = tmp_path / "lake"
     lake.write_text(
         "#!/bin/sh\ntest \"$*\" = 'env lean --stdin' || exit 9\n"

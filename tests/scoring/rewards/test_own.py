@@ -1,7 +1,7 @@
-"""Rewards of the user's: found, called, tried before a run, limited and counted in it.
+"""Tests rewards of the user's: import, calls, trial before a run, limits and counted failures.
 
-Asynchronous rewards have one process, which may end by itself: its scores up to then count, also on
-uvloop, which Ray runs the rollout manager with where it is installed.
+All asynchronous rewards run in one process, which may end by itself. The scores that it returned
+before then count, also on uvloop, which Ray uses for the rollout manager if uvloop is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.scoring.frames import WAITING
+from megatron_async.scoring.frames import ASYNC
 from megatron_async.scoring.jobs import ScoreJob
 from megatron_async.scoring.pool import LocalScorerPool
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess
@@ -35,16 +35,18 @@ Scores = list[tuple[float | None, dict[str, float]]]
 
 
 def own(name: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a reward in own.py."""
     return {"name": f"{HERE / 'own.py'}:{name}", **settings}
 
 
 def settings_of(*rewards: Any, limit: float = 30.0, **task: Any) -> ScorerSettings:
+    """Return the settings of scorers with these rewards and a time limit of each score."""
     task = {"scorer_timeout_seconds": limit, "scorer_workers": 2, **task}
     return build_config({"reward": list(rewards), "task": task}).scorers
 
 
 def scores(folder: Path, settings: ScorerSettings, *calls: Sequence[str]) -> list[Scores]:
-    """Of each call's responses, all calls at once, by a pool of scorer processes."""
+    """Score each call's responses with a pool of scorer processes, all calls concurrently."""
     write_character_tokenizer(folder)
     encode = character_tokenizer().encode
     prompt = Prompt(np.zeros(1, np.int32), "any", PAYLOAD)
@@ -61,7 +63,7 @@ def scores(folder: Path, settings: ScorerSettings, *calls: Sequence[str]) -> lis
     return asyncio.run(score())
 
 
-def test_functions_classes_and_groups_add_up_with_weights_and_name_their_parts(
+def test_pool_adds_up_functions_classes_and_groups_with_weights(
     tmp_path: Path,
 ) -> None:
     settings = settings_of(
@@ -89,12 +91,12 @@ def test_functions_classes_and_groups_add_up_with_weights_and_name_their_parts(
     assert second[0] == pytest.approx(10 * -0.03 + 0.5)
 
 
-def test_the_users_code_runs_in_the_scorers_process(tmp_path: Path) -> None:
+def test_pool_runs_users_code_in_scorer_process(tmp_path: Path) -> None:
     (((pid, _),),) = scores(tmp_path, settings_of(own("process_id")), ["2"])
     assert pid is not None and pid != os.getpid()
 
 
-def test_one_that_hangs_or_dies_in_the_event_loop_costs_nobody_else_a_reward(
+def test_pool_keeps_other_rewards_when_async_reward_hangs_or_dies(
     tmp_path: Path,
 ) -> None:
     settings = settings_of(own("hangs_on_request"), limit=2.0)
@@ -105,14 +107,14 @@ def test_one_that_hangs_or_dies_in_the_event_loop_costs_nobody_else_a_reward(
     assert found[2] == (0.0, {"scorer_crash": 1.0})
 
 
-def test_forked_copies_of_the_event_loop_take_no_requests(tmp_path: Path) -> None:
+def test_forked_copies_of_async_scorer_receive_no_requests(tmp_path: Path) -> None:
     settings = settings_of(own("forks", concurrency=2), limit=10.0)
     texts = ["2", "3"] * 8
     (found,) = scores(tmp_path, settings, texts)
     assert found == [(float(text == "2"), {}) for text in texts]
 
 
-def test_a_blocked_event_loop_is_replaced(tmp_path: Path) -> None:
+def test_pool_replaces_async_scorer_when_its_event_loop_is_blocked(tmp_path: Path) -> None:
     settings = settings_of(own("hangs_on_request"), limit=1.0)
     write_character_tokenizer(tmp_path)
     encode = character_tokenizer().encode
@@ -128,7 +130,7 @@ def test_a_blocked_event_loop_is_replaced(tmp_path: Path) -> None:
     assert asyncio.run(score()) == [(0.0, {"scorer_timeout": 1.0}), (1.0, {})]
 
 
-def test_a_blocking_one_that_hangs_dies_or_raises_is_counted_and_the_rest_scored(
+def test_pool_scores_other_rewards_when_blocking_reward_fails(
     tmp_path: Path,
 ) -> None:
     for name, fault in (
@@ -141,14 +143,14 @@ def test_a_blocking_one_that_hangs_dies_or_raises_is_counted_and_the_rest_scored
         assert reward == 1.0 and detail == {"by_hand": 1.0, name: 0.0, fault: 1.0}
 
 
-def test_a_failure_can_drop_the_trajectory(tmp_path: Path) -> None:
+def test_pool_returns_no_reward_when_scorer_fails_and_policy_is_drop(tmp_path: Path) -> None:
     settings = settings_of(own("by_hand"), own("dies"), on_scorer_timeout="drop")
     (((reward, detail),),) = scores(tmp_path, settings, ["2"])
     assert reward is None and detail == {"by_hand": 1.0, "scorer_crash": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("reward", "sentence"),
+    ("reward", "message"),
     [
         (own("raises"), r"JSONDecodeError: .* at .*own\.py:\d+"),
         (own("returns_text"), "returned 'full marks'; it must be a number"),
@@ -156,7 +158,7 @@ def test_a_failure_can_drop_the_trajectory(tmp_path: Path) -> None:
         (own("by_hand", group=True), r"AttributeError: 'list' object .* at .*own\.py:\d+"),
         (
             own("dies"),
-            r"dies: it ended with exit code 3 \(tried on \['2', ''\] as response",
+            r"dies: the process ended with exit code 3 \(tried on \['2', ''\] as response",
         ),
         (
             own("sleeps", timeout_seconds=0.5),
@@ -171,13 +173,13 @@ def test_a_failure_can_drop_the_trajectory(tmp_path: Path) -> None:
         ({"name": "regex", "arguments": {"pattern": "("}}, "is not a regular expression"),
     ],
 )
-def test_a_bad_reward_is_found_before_anything_starts(reward: Any, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_check_rewards_refuses_bad_reward(reward: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         check_rewards(settings_of(reward), PAYLOAD)
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "line"),
     [
         ("import json\n\ndef score(sample)\n    return 1.0\n", "mine.py:3"),
         ("import helper\n\ndef score(sample):\n    return 1.0\n", "helper.py:2"),
@@ -185,8 +187,8 @@ def test_a_bad_reward_is_found_before_anything_starts(reward: Any, sentence: str
     ],
     ids=["its own syntax", "that of a module of its own", "an exception"],
 )
-def test_an_error_at_the_import_names_the_users_line_and_no_frame_of_the_import_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+def test_check_rewards_names_users_line_when_import_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -195,13 +197,11 @@ def test_an_error_at_the_import_names_the_users_line_and_no_frame_of_the_import_
     with pytest.raises(UserError) as caught:
         check_rewards(settings_of(f"{tmp_path / 'mine.py'}:score"), PAYLOAD)
     assert "frozen" not in str(caught.value)
-    assert str(caught.value).endswith(f" at {tmp_path / place}")
+    assert str(caught.value).endswith(f" at {tmp_path / line}")
 
 
 @pytest.mark.parametrize("function", ["(s): return None", "(s, other): return 1.0"])
-def test_what_is_wrong_with_a_call_names_the_users_file_and_none_of_ours(
-    tmp_path: Path, function: str
-) -> None:
+def test_check_rewards_names_only_users_file_when_call_fails(tmp_path: Path, function: str) -> None:
     (tmp_path / "mine.py").write_text(f"def score{function}\n")
     with pytest.raises(UserError) as caught:
         check_rewards(settings_of(f"{tmp_path / 'mine.py'}:score"), PAYLOAD)
@@ -209,24 +209,24 @@ def test_what_is_wrong_with_a_call_names_the_users_file_and_none_of_ours(
     assert "megatron_async/" not in str(caught.value)
 
 
-def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None:
+def test_check_rewards_names_users_line_when_evaluated_text_is_bad() -> None:
     with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+ \(tried"):
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
 
 
-@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "scorer_timeout"])
-def test_a_part_with_the_name_of_a_metric_is_refused(part: str) -> None:
-    with pytest.raises(ValueError, match=f"names a part {part!r}, which is a name of metrics"):
-        score_of((1.0, {"fine": 0.5, part: 0.5}))
+@pytest.mark.parametrize("name", ["mean", "uninformative_groups", "scorer_timeout"])
+def test_score_of_refuses_component_with_name_of_metric(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a component {name!r}, which is the name of a metric"):
+        score_of((1.0, {"fine": 0.5, name: 0.5}))
     assert score_of((1.0, {"fine": 0.5})).parts == {"fine": 0.5}
 
 
-def test_good_ones_pass_the_check() -> None:
+def test_check_rewards_accepts_good_rewards() -> None:
     check_rewards(settings_of(own("with_parts"), own("rank", group=True), own("waits")), PAYLOAD)
 
 
 @pytest.mark.parametrize(
-    ("reward", "sentence"),
+    ("reward", "message"),
     [
         ("nonsense", "reward is 'nonsense'; it must be package.module:name"),
         (["exact", "exact"], "reward has 'exact' twice"),
@@ -236,19 +236,19 @@ def test_good_ones_pass_the_check() -> None:
         (7, "reward is 7"),
     ],
 )
-def test_a_bad_setting_is_refused_in_a_sentence(reward: Any, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_config_refuses_bad_reward_setting_with_clear_message(reward: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         build_config({"reward": reward})
 
 
-def test_a_file_beside_the_config_is_found_and_a_name_is_enough(tmp_path: Path) -> None:
+def test_config_finds_reward_file_next_to_config_by_name_only(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(sample):\n    return 1.0\n")
     (tmp_path / "run.yaml").write_text("reward: mine.py:score\n")
     (reward,) = load_config(tmp_path / "run.yaml").reward
     assert reward.name == f"{tmp_path / 'mine.py'}:score" and reward.display_name == "score"
 
 
-def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
+def test_scorer_log_has_traceback_of_failure_when_rewards_print_a_lot(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rewards = [own("talks", label="talk"), own("calls_raises"), own("fails_slowly")]
@@ -256,7 +256,7 @@ def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
     scores(tmp_path, settings, ["2"])
     (log,) = tmp_path.glob("scorer-*.log")
     text = log.read_text()
-    assert "talking" in text and "more than this log takes" in text
+    assert "talking" in text and "printed more than 16 KiB" in text
     for line in (
         "reward calls_raises failed: JSONDecodeError: ",
         f'  File "{HERE / "own.py"}", line ',
@@ -272,46 +272,49 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
+    """Function that runs a coroutine in an event loop of asyncio or uvloop."""
     found: Run = pytest.importorskip(request.param).run
     return found
 
 
 async def started(reward: str, **arguments: float) -> ScorerProcess:
-    process = ScorerProcess(settings_of(own(reward, arguments=arguments)), WAITING)
+    """Start a scorer process for an asynchronous reward; return it once it is ready."""
+    process = ScorerProcess(settings_of(own(reward, arguments=arguments)), ASYNC)
     assert await process.ready() == [True]
     return process
 
 
-async def asked_for(process: ScorerProcess, response: str) -> dict[str, Any]:
+async def reply_to(process: ScorerProcess, response: str) -> dict[str, Any]:
+    """Send a response to the scorer process; return its reply."""
     (reply,) = [
         reply async for reply in process.stream_replies([ScoreJob(0, PAYLOAD, (response,))])
     ]
     return reply
 
 
-def test_scores_that_were_found_before_the_end_count_though_the_loop_was_busy(run: Run) -> None:
+def test_replies_before_end_of_scorer_count_when_loop_was_busy(run: Run) -> None:
     async def body() -> None:
         process = await started("ends_its_process", seconds=0.3)
-        asked = [asked_for(process, text) for text in [*["ok"] * 20, "die"]]
-        answers = asyncio.gather(*asked, return_exceptions=True)
+        calls = [reply_to(process, text) for text in [*["ok"] * 20, "die"]]
+        replies = asyncio.gather(*calls, return_exceptions=True)
         await asyncio.sleep(0.1)
         time.sleep(1.5)
-        *found, ended = await answers
-        for answer in found:
-            assert not isinstance(answer, BaseException) and answer["scores"][0][0] == 1.0
+        *found, ended = await replies
+        for reply in found:
+            assert not isinstance(reply, BaseException) and reply["scores"][0][0] == 1.0
         assert isinstance(ended, ScorerCrash) and process.closed
         await process.finish()
 
     run(body())
 
 
-def test_the_end_closes_no_descriptor_that_is_another_files_by_then(run: Run) -> None:
+def test_end_of_scorer_closes_no_descriptor_of_another_file(run: Run) -> None:
     opened: list[tuple[int, int]] = []
 
     async def body() -> None:
         process = await started("ends_its_process")
         with pytest.raises(ScorerCrash):
-            await asked_for(process, "die")
+            await reply_to(process, "die")
         number = process.requests.fileno()
         await process.finish()
         with Path(os.devnull).open() as file:
@@ -321,4 +324,4 @@ def test_the_end_closes_no_descriptor_that_is_another_files_by_then(run: Run) ->
     run(body())
     ((number, descriptor),) = opened
     assert number == descriptor
-    os.close(descriptor)  # fails where somebody has closed it
+    os.close(descriptor)  # raises OSError if the end of the process has closed it

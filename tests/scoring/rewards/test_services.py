@@ -1,4 +1,7 @@
-"""`http` and `judge` against a service in this process: what they send, read, retry and count."""
+"""Tests the rewards `http` and `judge` against a service in this process.
+
+The tests check what the rewards send, read, retry and count.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ from megatron_async.scoring.rewards.reward import build_reward
 from megatron_async.scoring.rewards.sample import RewardScore, Sample, Unavailable
 
 SAMPLE = Sample("It is 4.", "2+2?", "4", {"level": 1})
-Answer = Callable[[dict[str, Any]], Any]
+Reply = Callable[[dict[str, Any]], Any]
+"""Returns the service's reply to a request with this body."""
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
+    """A request that the service received."""
+
     path: str
     authorization: str
     body: dict[str, Any]
@@ -28,6 +34,7 @@ class Asked(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the rewards retry without a pause."""
     monkeypatch.setattr(services, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
@@ -37,9 +44,14 @@ def served(
     name: str = "http",
     **arguments: Any,
 ) -> RewardScore:
-    """Score `SAMPLE` by a service with this handler.
+    """Start a service with this handler; return the score that a reward gives `SAMPLE` by it.
 
-    `where` is the path of the service's address, or makes the whole address from the service's own.
+    Args:
+        handler: Replies to every request.
+        where: Path of the reward's `url` on the service, or a function that returns the whole `url`
+            for the service's address.
+        name: Name of the reward.
+        arguments: Arguments of the reward.
     """
 
     async def score() -> RewardScore:
@@ -61,28 +73,28 @@ def served(
     return asyncio.run(score())
 
 
-def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[RewardScore, list[Asked]]:
-    """One score; the service answers the n-th request by `answers[n]`."""
-    asked: list[Asked] = []
+def ask(name: str, replies: list[Reply], **arguments: Any) -> tuple[RewardScore, list[Request]]:
+    """Score `SAMPLE` by a service whose n-th reply is `replies[n]`; return score and requests."""
+    requests: list[Request] = []
 
     async def reply(request: web.Request) -> web.Response:
         body = await request.json()
-        asked.append(Asked(request.path, request.headers.get("Authorization", ""), body))
-        found = answers[len(asked) - 1](body)
+        requests.append(Request(request.path, request.headers.get("Authorization", ""), body))
+        found = replies[len(requests) - 1](body)
         return found if isinstance(found, web.Response) else web.json_response(found)
 
     arguments = {"retries": 3, **arguments}
-    return served(reply, "/v1", name, **arguments), asked
+    return served(reply, "/v1", name, **arguments), requests
 
 
-def test_connections_are_closed_with_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+def test_services_close_connections_when_event_loop_ends(caplog: pytest.LogCaptureFixture) -> None:
     ask("http", [lambda _: 1.0])
     gc.collect()
     assert "Unclosed" not in caplog.text
 
 
 def completion(text: str) -> dict[str, Any]:
-    """As an OpenAI-compatible endpoint replies."""
+    """Return a reply with this text in the form of an OpenAI-compatible endpoint."""
     return {
         "object": "chat.completion",
         "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}],
@@ -91,6 +103,7 @@ def completion(text: str) -> dict[str, Any]:
 
 
 def busy(_: Any) -> web.Response:
+    """Reply that the service is busy."""
     return web.Response(status=429, headers={"Retry-After": "0"}, text="slow down")
 
 
@@ -98,19 +111,19 @@ HUGE = b'"' + b"x" * (4 << 20) + b'"'
 
 
 def huge(_: Any) -> web.Response:
-    """A few kilobytes on the wire."""
+    """Reply with more than 4 MiB, which take only a few kilobytes compressed."""
     reply = web.Response(body=HUGE)
     reply.enable_compression()
     return reply
 
 
-def test_a_reply_within_the_limit_is_read_whole() -> None:
+def test_http_reads_whole_reply_when_within_size_limit() -> None:
     padded = {"score": 0.5, "note": 1.0, **{f"part{i}": 0.0 for i in range(20_000)}}
     score, _ = ask("http", [lambda _: padded])
     assert (score.value, len(score.parts)) == (0.5, 20_001)
 
 
-def test_a_service_gets_the_row_and_gives_a_number_or_named_parts(
+def test_http_sends_row_and_accepts_number_or_named_components(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KEY", "abc")
@@ -126,17 +139,17 @@ def test_a_service_gets_the_row_and_gives_a_number_or_named_parts(
     assert score == RewardScore(1.0, {"style": 0.25})
 
 
-def test_a_reward_model_of_sglang_gets_the_filled_template() -> None:
-    answer = [{"embedding": [-1.5], "meta_info": {"id": "x", "prompt_tokens": 9}}]
+def test_http_sends_filled_template_when_format_is_sglang() -> None:
+    reply = [{"embedding": [-1.5], "meta_info": {"id": "x", "prompt_tokens": 9}}]
     score, (request,) = ask(
-        "http", [lambda _: answer], format="sglang", template="U: {prompt} A: {response}"
+        "http", [lambda _: reply], format="sglang", template="U: {prompt} A: {response}"
     )
     assert score.value == -1.5
     assert request.path == "/v1/classify"
     assert request.body == {"text": ["U: 2+2? A: It is 4."]}
 
 
-def test_a_grading_model_is_asked_by_its_rubric_and_its_last_score_counts() -> None:
+def test_judge_sends_rubric_and_counts_last_stated_score() -> None:
     score, (request,) = ask(
         "judge",
         [lambda _: completion("<think>Score: 1</think>Right, but terse. **Score: 8**")],
@@ -191,14 +204,14 @@ def test_a_grading_model_is_asked_by_its_rubric_and_its_last_score_counts() -> N
         ("8", None),
     ],
 )
-def test_the_marks_are_those_of_the_last_score_line(reply: str, marks: float | None) -> None:
+def test_marks_in_returns_marks_of_last_score_line(reply: str, marks: float | None) -> None:
     assert services.marks_in(reply, 10.0) == marks
 
 
-def test_a_reply_that_was_cut_off_gives_no_score() -> None:
+def test_judge_gives_no_score_when_reply_was_cut_off() -> None:
     reply = completion("Score: 1")
     reply["choices"][0]["finish_reason"] = "length"
-    with pytest.raises(ValueError, match="cut off at max_tokens 512; raise that argument"):
+    with pytest.raises(ValueError, match=r"cut off at max_tokens 512\. Increase that argument"):
         ask("judge", [lambda _: reply], model="m", rubric="r")
 
 
@@ -211,12 +224,12 @@ def test_a_reply_that_was_cut_off_gives_no_score() -> None:
         ("http://h/v1/?a=b/c", "http://h/v1/p?a=b/c"),
     ],
 )
-def test_an_address_below_a_service_keeps_its_query(url: str, address: str) -> None:
+def test_below_keeps_query_of_service_address(url: str, address: str) -> None:
     assert services.below(url, "p") == address
 
 
 @pytest.mark.parametrize("tail", ["score/", "score", "a%2Fb/?x=%7E", "?sig=a%2Bb%3D%3D", "a//b"])
-def test_a_score_is_asked_for_at_the_address_as_given(tail: str) -> None:
+def test_http_requests_exactly_the_given_address(tail: str) -> None:
     targets = []
 
     async def score(request: web.Request) -> web.Response:
@@ -229,20 +242,20 @@ def test_a_score_is_asked_for_at_the_address_as_given(tail: str) -> None:
 
 @pytest.mark.parametrize("status", [301, 302, 303])
 @pytest.mark.parametrize("name", ["http", "judge"])
-def test_a_redirect_that_drops_the_body_is_a_failure_with_both_addresses(
-    name: str, status: int
-) -> None:
+def test_services_fail_with_both_addresses_when_redirect_drops_body(name: str, status: int) -> None:
     async def moved(request: web.Request) -> web.Response:
         assert request.path.startswith("/here"), "the redirect is not followed"
         return web.Response(status=status, headers={"Location": "/there"})
 
     arguments = {"model": "m", "rubric": "r"} if name == "judge" else {}
-    with pytest.raises(Unavailable, match=r"http://127[^ ]*/here.*redirects to http://127.*/there"):
+    with pytest.raises(
+        Unavailable, match=r"http://127[^ ]*/here[^ ]* redirects to http://127.*/there"
+    ):
         served(moved, "/here", name, **arguments)
 
 
 @pytest.mark.parametrize("status", [307, 308])
-def test_a_redirect_that_keeps_the_body_is_followed(status: int) -> None:
+def test_http_follows_redirect_when_body_is_kept(status: int) -> None:
     async def moved(request: web.Request) -> web.Response:
         if request.path == "/there":
             return web.json_response(float((await request.json())["response"] == SAMPLE.response))
@@ -252,7 +265,7 @@ def test_a_redirect_that_keeps_the_body_is_followed(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [300, 301, 304])
-def test_a_reply_without_success_is_no_score(status: int) -> None:
+def test_http_is_unavailable_when_status_is_not_success(status: int) -> None:
     async def odd(request: web.Request) -> web.Response:
         return web.Response(status=status, text="1.0" * (status != 304))
 
@@ -284,7 +297,7 @@ def test_a_reply_without_success_is_no_score(status: int) -> None:
         ("http://127.grader.com/", {"http_proxy": "http://p"}, "http://p"),
     ],
 )
-def test_proxy_variables_count_but_never_for_this_machine(
+def test_proxy_of_follows_environment_except_for_this_machine(
     monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], proxy: str | None
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
@@ -295,12 +308,12 @@ def test_proxy_variables_count_but_never_for_this_machine(
     assert services.proxy_of(url) == proxy
 
 
-def test_a_service_behind_the_sites_proxy_is_asked_through_it(
+def test_http_uses_proxy_when_environment_names_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def proxy(request: web.Request) -> web.Response:
-        asked = str(request.url) == "http://grader.invalid/score"
-        return web.json_response(float(asked and (await request.json())["prompt"] == "2+2?"))
+        proxied = str(request.url) == "http://grader.invalid/score"
+        return web.json_response(float(proxied and (await request.json())["prompt"] == "2+2?"))
 
     def through(address: str) -> str:
         monkeypatch.setenv("http_proxy", address)
@@ -309,42 +322,47 @@ def test_a_service_behind_the_sites_proxy_is_asked_through_it(
     assert served(proxy, through).value == 1.0
 
 
-def test_a_proxy_that_does_not_speak_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_is_refused_when_proxy_is_not_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "socks5://p:1080")
     settings = build_config({"reward": {"name": "http", "arguments": {"url": "http://x"}}}).scorers
     with pytest.raises(UserError, match="names the proxy socks5://p:1080 for http://x; only HTTP"):
         build_reward(settings, settings.parts[0])
 
 
-def test_a_busy_service_is_asked_again_and_every_reply_is_counted() -> None:
-    answers: list[Answer] = [busy, lambda _: web.Response(status=503)]
-    answers += [lambda _: completion("no idea"), lambda _: completion("Score: 5")]
-    score, asked = ask("judge", answers, model="m", rubric="r", temperature=0.7)
-    assert (score.value, len(asked), score.parts["tokens_out"]) == (0.5, 4, 20.0)
+def test_judge_retries_and_counts_tokens_of_every_reply_when_service_is_busy() -> None:
+    replies: list[Reply] = [busy, lambda _: web.Response(status=503)]
+    replies += [lambda _: completion("no idea"), lambda _: completion("Score: 5")]
+    score, requests = ask("judge", replies, model="m", rubric="r", temperature=0.7)
+    assert (score.value, len(requests), score.parts["tokens_out"]) == (0.5, 4, 20.0)
 
 
 @pytest.mark.parametrize(
-    ("answers", "error", "sentence", "requests"),
+    ("replies", "error", "message", "requests"),
     [
         ([busy] * 3, Unavailable, "status 429: slow down", 3),
         ([lambda _: web.Response(status=401, text="no key")], Unavailable, "401: no key", 1),
         ([lambda _: web.Response(text="<html>")], Unavailable, "not JSON", 1),
         ([lambda _: web.Response(body=b"\xff")], Unavailable, "not JSON", 1),
         ([lambda _: web.Response(text="[" * 90_000)], Unavailable, "not JSON", 1),
-        ([huge], Unavailable, "its reply has more than 4 MiB", 1),
+        ([huge], Unavailable, "the reply has more than 4 MiB", 1),
         ([lambda _: web.Response(status=400, body=HUGE)], Unavailable, "more than 4 MiB", 1),
-        ([lambda _: completion("fine!")], ValueError, "no last line .Score: N. .*ends 'fine!'", 1),
-        ([lambda _: {"error": "x"}], ValueError, "which is no chat completion", 1),
+        (
+            [lambda _: completion("fine!")],
+            ValueError,
+            "no last line .Score: N. .*ends with 'fine!'",
+            1,
+        ),
+        ([lambda _: {"error": "x"}], ValueError, "which is not a chat completion", 1),
     ],
 )
-def test_what_a_service_does_wrong_is_named(
-    answers: list[Answer], error: type[Exception], sentence: str, requests: int
+def test_judge_error_names_cause_when_service_fails(
+    replies: list[Reply], error: type[Exception], message: str, requests: int
 ) -> None:
-    with pytest.raises(error, match=sentence):
-        ask("judge", answers, model="m", rubric="r", retries=2)
+    with pytest.raises(error, match=message):
+        ask("judge", replies, model="m", rubric="r", retries=2)
 
 
-def test_a_service_that_is_not_there_is_unavailable() -> None:
+def test_http_is_unavailable_when_no_service_listens() -> None:
     settings = build_config(
         {"reward": {"name": "http", "arguments": {"url": "http://127.0.0.1:9", "retries": 0}}}
     ).scorers
@@ -353,14 +371,14 @@ def test_a_service_that_is_not_there_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"url": "localhost:80"}, "it must begin with http:// or https://"),
         ({"url": "http://x", "api_key_env": "NO_SUCH_KEY"}, "there is no such environment"),
         ({"url": "http://x", "retrys": 1}, "unknown setting retrys"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_http_is_refused_when_arguments_are_bad(arguments: dict[str, Any], message: str) -> None:
     settings = build_config({"reward": {"name": "http", "arguments": arguments}}).scorers
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         build_reward(settings, settings.parts[0])

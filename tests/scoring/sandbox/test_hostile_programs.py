@@ -1,4 +1,4 @@
-"""Hostile programs are contained: each is run, and what it was out for is looked for outside."""
+"""Tests that the sandbox contains hostile programs: runs each, and looks for effects outside."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megatron_async.errors import UserError
 from megatron_async.scoring.sandbox import Outcome, Sandbox
 
 LIMITS = SandboxConfig(memory_mib=128, disk_mib=16, processes=12)
-SECONDS = 20.0  # far more than any of them takes; machines that run tests are busy
-APART = "namespaces"
+SECONDS = 20.0  # Far longer than any program takes, because machines that run tests are busy.
+NAMESPACES = "namespaces"
 
 
 PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
-"""One that another user may run too: root's own may be out of its reach."""
+"""A Python interpreter that other users may run too; root's own may be inaccessible to them."""
 
 
 class WithoutNamespaces(Sandbox):
-    """As on a machine that forbids namespaces."""
+    """A sandbox as on a machine that forbids namespaces."""
 
     def _problem(self) -> str:
         return "Operation not permitted" if self._namespaces else ""
 
 
-@pytest.fixture(scope="module", params=[APART, "limits"])
+@pytest.fixture(scope="module", params=[NAMESPACES, "limits"])
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     if request.param == "limits":
         return WithoutNamespaces(LIMITS)
@@ -44,7 +44,7 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
 
 
 @pytest.fixture(scope="module")
-def apart() -> Sandbox:
+def isolated() -> Sandbox:
     found = Sandbox(LIMITS)
     if found.missing:
         pytest.skip(found.missing)
@@ -52,11 +52,12 @@ def apart() -> Sandbox:
 
 
 def run(sandbox: Sandbox, program: str, seconds: float = SECONDS) -> Outcome:
+    """Run a Python program in the sandbox."""
     return sandbox.run([PYTHON, "-I", "-S", "p.py"], {"p.py": program}, seconds)
 
 
-def left(mark: str) -> list[psutil.Process]:
-    """Processes whose command line holds `mark`, once what is being killed had time to go."""
+def remaining(mark: str) -> list[psutil.Process]:
+    """Wait up to 30 s until no process has `mark` in its command line; return those that have."""
     deadline = time.monotonic() + 30.0
     while True:
         found = []
@@ -71,7 +72,7 @@ def left(mark: str) -> list[psutil.Process]:
         time.sleep(0.05)
 
 
-def test_a_program_runs_and_its_output_and_exit_status_are_reported(sandbox: Sandbox) -> None:
+def test_sandbox_reports_output_and_exit_status_of_program(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "import sys; print(open('p.py').read()[:6]); sys.exit(3)")
     assert (outcome.exit_code, outcome.exceeded, outcome.output) == (3, "", "import\n")
     echo = sandbox.run(["cat"], {}, SECONDS, stdin="back")
@@ -82,21 +83,21 @@ def test_a_program_runs_and_its_output_and_exit_status_are_reported(sandbox: San
     assert missing.exit_code == 127 and "no-such-program cannot be run" in missing.errors
 
 
-def test_fork_bomb(sandbox: Sandbox) -> None:
+def test_sandbox_ends_all_processes_of_fork_bomb(sandbox: Sandbox) -> None:
     mark = f"bomb-{os.getpid()}"
     bomb = f"'{mark}'\nimport os, time\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
     began = time.monotonic()
     outcome = sandbox.run([PYTHON, "-I", "-S", "-c", bomb], {}, 3.0)
     assert outcome.exit_code != 0 and time.monotonic() - began < 60.0
-    assert left(mark) == []
+    assert remaining(mark) == []
 
 
-def test_memory_of_one_process(sandbox: Sandbox) -> None:
+def test_sandbox_refuses_memory_when_one_process_exceeds_limit(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "block = bytearray(1 << 30)\nprint('got it')")
     assert outcome.exit_code == 1 and "MemoryError" in outcome.errors
 
 
-def test_memory_of_many_processes(sandbox: Sandbox) -> None:
+def test_sandbox_ends_program_when_processes_together_exceed_memory(sandbox: Sandbox) -> None:
     program = (
         "import os, time\n"
         "for _ in range(6):\n"
@@ -108,8 +109,8 @@ def test_memory_of_many_processes(sandbox: Sandbox) -> None:
     assert run(sandbox, program).exceeded == "memory"
 
 
-def test_memory_that_belongs_to_no_process(sandbox: Sandbox) -> None:
-    """Files in memory and System V's kinds of it; a namespace in which more could be mounted."""
+def test_sandbox_refuses_memory_that_belongs_to_no_process(sandbox: Sandbox) -> None:
+    """Such memory is files in memory, System V memory, and mounts in a new namespace."""
     program = (
         "import ctypes, os, platform, threading\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -125,79 +126,77 @@ def test_memory_that_belongs_to_no_process(sandbox: Sandbox) -> None:
         "thread = threading.Thread(target=print, args=('a thread',))\n"
         "thread.start(); thread.join()\n"
     )
-    asked = ("memfd_create", "shmget", "msgget", "unshare", "syscall")
-    wanted = [*(f"{name} refused" for name in asked), "a thread"]
-    assert run(sandbox, program).output.splitlines() == wanted
+    calls = ("memfd_create", "shmget", "msgget", "unshare", "syscall")
+    expected = [*(f"{name} refused" for name in calls), "a thread"]
+    assert run(sandbox, program).output.splitlines() == expected
 
 
-def test_endless_output(sandbox: Sandbox) -> None:
+def test_sandbox_ends_program_when_it_prints_forever(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "while True: print('x' * 1000)")
     assert outcome.exceeded == "output" and len(outcome.output) <= 64 << 10
 
 
-def test_endless_run(sandbox: Sandbox) -> None:
+def test_sandbox_ends_program_when_it_runs_forever(sandbox: Sandbox) -> None:
     mark = f"endless-{os.getpid()}"
     outcome = sandbox.run([PYTHON, "-c", f"'{mark}'\nwhile True: pass"], {}, 0.5)
     assert outcome.exceeded == "seconds" or outcome.exit_code == 152  # SIGXCPU
-    assert left(mark) == []
+    assert remaining(mark) == []
 
 
-def test_filling_the_disk(apart: Sandbox) -> None:
-    outcome = run(apart, "open('a', 'wb').write(b'x' * (1 << 25))")
+def test_sandbox_refuses_writes_when_disk_limit_is_reached(isolated: Sandbox) -> None:
+    outcome = run(isolated, "open('a', 'wb').write(b'x' * (1 << 25))")
     assert outcome.exit_code != 0
     many = "for i in range(9): open(f'/tmp/{i}', 'wb').write(b'x' * (1 << 22))"
-    outcome = run(apart, many)
+    outcome = run(isolated, many)
     assert outcome.exit_code == 1 and "No space left" in outcome.errors
 
 
-def test_reading_the_run_directory_and_what_else_is_on_this_machine(
-    apart: Sandbox, tmp_path: Path
-) -> None:
+def test_sandbox_hides_files_of_the_machine(isolated: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "store.sqlite"
     secret.write_text("secret")
     secret.chmod(0o644)
     for path in (secret, Path.home(), Path("/etc/passwd"), Path("/proc/1/environ")):
-        outcome = run(apart, f"import pathlib\nprint(pathlib.Path({str(path)!r}).read_text())")
+        outcome = run(isolated, f"import pathlib\nprint(pathlib.Path({str(path)!r}).read_text())")
         assert outcome.exit_code == 1 and "secret" not in outcome.output, path
 
 
-def test_environment_variables_and_descriptors_of_the_scorer_are_not_passed_on(
+def test_sandbox_hides_environment_and_descriptors_of_scorer(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "secret")
     program = (
         "import os\n"
-        "held = []\n"
+        "opened = []\n"
         "for fd in range(64):\n"
-        "    try: os.fstat(fd); held.append(fd)\n"
+        "    try: os.fstat(fd); opened.append(fd)\n"
         "    except OSError: pass\n"
-        "print('API_KEY' in os.environ, held)\n"
+        "print('API_KEY' in os.environ, opened)\n"
     )
     assert run(sandbox, program).output == "False [0, 1, 2]\n"
 
 
-def test_writing_outside(apart: Sandbox, tmp_path: Path) -> None:
+def test_sandbox_prevents_writing_outside_its_folder(isolated: Sandbox, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     readable = SandboxConfig(readable=[str(tmp_path)])
     outcome = run(Sandbox(readable), f"open({str(tmp_path / 'mine')!r}, 'w').write('x')")
     assert outcome.exit_code == 1 and "Read-only file system" in outcome.errors
     for path in ("/tmp/megatron-async-mine", f"{sys.prefix}/megatron-async-mine"):
-        run(apart, f"open({path!r}, 'w').write('x')")
+        run(isolated, f"open({path!r}, 'w').write('x')")
         assert not Path(path).exists()
 
 
-def test_network(apart: Sandbox) -> None:
+def test_sandbox_prevents_network_connections(isolated: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         port = server.getsockname()[1]
         program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\nprint('in')"
-        outcome = run(apart, program)
+        outcome = run(isolated, program)
         assert outcome.exit_code == 1 and "in" not in outcome.output
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_killing_the_parent(sandbox: Sandbox) -> None:
+def test_sandbox_keeps_working_when_program_kills_its_parents(sandbox: Sandbox) -> None:
     program = (
         "import os, signal\n"
         f"for pid in (os.getppid(), {os.getpid()}, -1):\n"
@@ -210,7 +209,7 @@ def test_killing_the_parent(sandbox: Sandbox) -> None:
     assert run(sandbox, "print('next')").output == "next\n"
 
 
-def test_a_child_that_outlives_it(sandbox: Sandbox) -> None:
+def test_sandbox_kills_child_that_survives_program(sandbox: Sandbox) -> None:
     mark = f"child-{os.getpid()}"
     program = (
         "import os, sys\n"
@@ -226,38 +225,38 @@ def test_a_child_that_outlives_it(sandbox: Sandbox) -> None:
     )
     outcome = run(sandbox, program)
     assert outcome.output == "done\n" and outcome.exit_code == 0
-    assert left(mark) == []
+    assert remaining(mark) == []
 
 
-def test_nothing_is_left_of_it_when_the_scorer_is_killed(apart: Sandbox) -> None:
+def test_sandbox_leaves_no_process_when_scorer_is_killed(isolated: Sandbox) -> None:
     mark = f"orphan-{os.getpid()}"
     child = os.fork()
     if child == 0:
-        apart.run([PYTHON, "-c", f"'{mark}'\nwhile True: pass"], {}, 600.0)
+        isolated.run([PYTHON, "-c", f"'{mark}'\nwhile True: pass"], {}, 600.0)
         os._exit(0)
     killer = threading.Timer(1.0, os.kill, (child, 9))
     killer.start()
     os.waitpid(child, 0)
     killer.join()
-    assert left(mark) == []
+    assert remaining(mark) == []
 
 
-def test_the_address_space_of_the_scorer_is_not_the_programs(sandbox: Sandbox) -> None:
+def test_sandbox_lifts_address_space_limit_of_scorer(sandbox: Sandbox) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (64 << 30, hard))
     try:
-        asked = "import resource; print(resource.getrlimit(resource.RLIMIT_AS))"
-        assert run(sandbox, asked).output == f"{(hard, hard)}\n"
+        program = "import resource; print(resource.getrlimit(resource.RLIMIT_AS))"
+        assert run(sandbox, program).output == f"{(hard, hard)}\n"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def test_files_of_a_sandbox_are_removed(sandbox: Sandbox) -> None:
-    place = run(sandbox, "import os; print(os.getcwd())").output.strip()
-    assert place == "/box" or not Path(place).exists()
+def test_sandbox_removes_its_files(sandbox: Sandbox) -> None:
+    folder = run(sandbox, "import os; print(os.getcwd())").output.strip()
+    assert folder == "/box" or not Path(folder).exists()
 
 
-def test_where_namespaces_are_forbidden_that_is_reported_or_refused() -> None:
+def test_sandbox_reports_or_refuses_when_namespaces_are_forbidden() -> None:
     assert "reach the network" in WithoutNamespaces(LIMITS).missing
     with pytest.raises(UserError, match=r"scoring\.sandbox\.required is true, and programs"):
         WithoutNamespaces(LIMITS.model_copy(update={"required": True}))
