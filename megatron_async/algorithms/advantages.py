@@ -1,11 +1,11 @@
-"""From rewards to advantages, and the reward shaping and filtering that come before.
+"""Computes advantages from rewards, and shapes and filters rewards before that.
 
 Invariants
-- Functions take all trajectories of a batch (or minibatch), an episode of several sequences once;
-  whole groups are present. `_S` stands for them here.
-- Arithmetic is in the dtype of the rewards; nothing carries a gradient.
-- A group of one is its own population: grpo, dr_grpo and rloo leave its reward as it is (mean 0,
-  std 1), as verl 0.9.1 does.
+- The functions get all trajectories of a batch or minibatch, in whole groups. An episode of several
+  sequences is one trajectory here; `_S` stands for trajectories in this module.
+- Arithmetic is in the dtype of the rewards. No result has a gradient.
+- A group of one trajectory is its own population: grpo, dr_grpo and rloo leave its reward as it is
+  (mean 0, std 1), as verl 0.9.1 does.
 """
 
 import torch
@@ -19,10 +19,13 @@ def group_advantages(
     normalize_std: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R - group mean) / (group std + epsilon), std with n - 1 (GRPO, arXiv 2402.03300, 4.1.2).
+    """Return (R - group mean) / (group std + epsilon), std with n - 1 (GRPO, arXiv 2402.03300,
+    4.1.2).
 
-    Without `normalize_std` R - group mean (Dr. GRPO, arXiv 2503.20783). With its slope in R where
-    mean and std stay as they are.
+    Without `normalize_std` the advantage is R - group mean (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        The advantages, and their derivatives with respect to R for constant mean and std, both [S].
     """
     count_G, sum_G = _group_sums(rewards_S, group_index_S)
     alone_G = count_G == 1
@@ -37,7 +40,8 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
-    """R_i minus the mean reward of the other generations (RLOO, arXiv 2402.14740)."""
+    """Return R_i minus the mean reward of the other trajectories of its group (RLOO, arXiv
+    2402.14740)."""
     count_G, sum_G = _group_sums(rewards_S, group_index_S)
     others_S = (count_G[group_index_S] - 1.0).clamp(min=1.0)
     baseline_S = (sum_G[group_index_S] - rewards_S) / others_S
@@ -47,10 +51,19 @@ def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tenso
 def whitened_advantages(
     rewards_S: torch.Tensor, tokens_S: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R - mean) / sqrt(var + 1e-8), both over all trained tokens of the batch, var with n - 1.
+    """Return (R - mean) / sqrt(var + 1e-8), both over all trained tokens of the batch, var with n -
+    1.
 
-    REINFORCE++ (arXiv 2501.03262) with discount 1: each token's return is its sequence's reward.
-    With its slope in R where mean and var stay as they are; zeros where nothing is trained.
+    This is REINFORCE++ (arXiv 2501.03262) with discount 1: the return of each token is the reward
+    of its trajectory.
+
+    Args:
+        rewards_S: The rewards.
+        tokens_S: Number of trained tokens of each trajectory.
+
+    Returns:
+        The advantages, and their derivatives with respect to R for constant mean and var, both [S].
+        Both are 0 if no token is trained.
     """
     tokens_S = tokens_S.to(rewards_S.dtype)
     count = tokens_S.sum()
@@ -63,7 +76,7 @@ def whitened_advantages(
 
 
 def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:
-    """R minus the mean over the batch: Monte-Carlo policy gradient (Williams 1992)."""
+    """Return R minus the mean over the batch: the Monte-Carlo policy gradient (Williams 1992)."""
     return rewards_S - rewards_S.mean() if rewards_S.numel() else rewards_S
 
 
@@ -76,13 +89,20 @@ def rapid_advantages(
     leave_one_out: bool = False,
     bound: float = 20.0,
 ) -> torch.Tensor:
-    """A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k (RAPID).
+    """Return A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k
+    (RAPID).
 
-    w_j = exp(c(log pi_theta(y_j | x) - log mu(y_j | x))) of the whole generation under the current
-    policy, so it changes with every update. The paper's Eq. 5 prints max(w_j, eta); its text
-    states that the clip bounds the weight and reports 5 % of the weights clipped: only min fits.
-    `leave_one_out` takes j = i out of the sum and divides by N_k - 1 (a group of one has baseline
-    0).
+    w_j = exp(c(log pi_theta(y_j | x) - log mu(y_j | x))) is the weight of the whole generation
+    under the current policy, so it changes with every update. The paper's Eq. 5 prints max(w_j,
+    eta). Its text says that the clip bounds the weight and that 5 % of the weights are clipped,
+    which only min fits.
+
+    Args:
+        log_weights_S: log w_j before clamping.
+        eta: Upper bound of the weights.
+        leave_one_out: Whether j = i is left out of the sum, which is then divided by N_k - 1. A
+            group of one has baseline 0.
+        bound: Bound of c, which clamps log-ratios to [-bound, bound].
     """
     count_G, _ = _group_sums(rewards_S, group_index_S)
     weight_S = log_weights_S.clamp(-bound, bound).exp().clamp(max=eta)
@@ -97,18 +117,21 @@ def rapid_advantages(
 def overlong_penalty(
     length_S: torch.Tensor, *, max_length: int, buffer: float, penalty: float = 1.0
 ) -> torch.Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), to be added to the reward.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), which is added to the
+    reward.
 
-    0 up to max_length - buffer tokens, then linearly down to -penalty at max_length and above.
+    It is 0 up to max_length - buffer tokens, and decreases linearly to -penalty at max_length and
+    above.
     """
     excess_S = length_S.double() - (max_length - buffer)
     return -penalty * (excess_S / buffer).clamp(0.0, 1.0)
 
 
 def informative_groups(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
-    """DAPO's dynamic sampling: per group, whether its rewards are not all equal, bool [G].
+    """Return, for each group, whether its rewards are not all equal, bool [G] (DAPO's dynamic
+    sampling).
 
-    (arXiv 2503.14476, Eq. 11; for binary rewards this is 0 < number correct < N.)
+    See arXiv 2503.14476, Eq. 11; for binary rewards this is 0 < number correct < N.
     """
     groups = int(group_index_S.max()) + 1 if group_index_S.numel() else 0
     low_G = rewards_S.new_full((groups,), float("inf"))

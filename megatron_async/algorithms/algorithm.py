@@ -1,6 +1,6 @@
-"""`Algorithm`: the one seam between the trainer and advantages, correction and losses.
+"""Provides `Algorithm`, the only interface of the trainer to advantages, correction and losses.
 
-How a trainer uses it, once per batch:
+A trainer uses it once per batch as follows:
 
     algorithm = build_algorithm(config)
     batch = DeviceBatch.of(token_batch, device)
@@ -16,11 +16,11 @@ How a trainer uses it, once per batch:
         metrics |= finalize(total)
 
 Invariants
-- Batches are never modified: each step returns a new one.
-- A batch holds all its sequences on every rank, so every number is global and needs no collective.
-  A loss is the same for any split of them into microbatches.
-- Minibatches hold whole groups (RAPID's baseline and denominators need them).
-- An episode counts once in every baseline and std, whatever its branches and turns ([E]).
+- Batches are never modified; each step returns a new one.
+- A batch has all its sequences on every rank, so every number is global and needs no collective.
+  The loss is the same for every split of the sequences into microbatches.
+- Minibatches consist of whole groups, because RAPID's baseline and denominators need them.
+- An episode counts once in every baseline and std, however many branches and turns it has ([E]).
 - Statistics are computed in float64, losses in the type of the log-probs.
 """
 
@@ -48,18 +48,22 @@ from megatron_async.trajectory.packing import TURN_RETURNS
 
 
 def build_algorithm(config: RunConfig) -> "Algorithm":
-    """The algorithm of a run."""
+    """Create the algorithm of a run from its settings."""
     return Algorithm(config.algorithm, max_response_length=config.sampling.max_new_tokens)
 
 
 def build_sft_algorithm() -> "Algorithm":
-    """Masked cross-entropy averaged over all trained tokens, whatever the run's own recipe is."""
+    """Create the algorithm of supervised fine-tuning: masked cross-entropy, averaged over trained
+    tokens.
+
+    It does not depend on the run's own recipe.
+    """
     settings = recipe_defaults("sft")["algorithm"]
     return Algorithm(AlgorithmConfig.model_validate(settings), max_response_length=1)
 
 
 class Algorithm:
-    """Settings and nothing else; all methods are pure."""
+    """Computes advantages, corrections and losses by `algorithm` settings; all methods are pure."""
 
     def __init__(self, config: AlgorithmConfig, *, max_response_length: int) -> None:
         self.config = config
@@ -69,17 +73,17 @@ class Algorithm:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Return whether pi_old is recomputed at the start of the update (decoupled mode)."""
+        """Whether pi_old is recomputed at the start of the update (decoupled mode)."""
         return self.loss_config.ratio_to == "old"
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """Return whether a frozen reference policy is evaluated."""
+        """Whether a frozen reference policy is evaluated."""
         return self.config.kl.loss_coef > 0 or self.config.kl.reward_coef > 0
 
     @property
     def needs_minibatch_pass(self) -> bool:
-        """Return whether each update starts with a no-gradient pass over its whole minibatch."""
+        """Whether each update starts with a no-gradient pass over its whole minibatch."""
         return self.config.advantage.estimator == "rapid" or self._normalizes_in_loss
 
     @property
@@ -96,9 +100,16 @@ class Algorithm:
         return self.loss_config.surrogate == "sft"
 
     def prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
-        """Advantages (RAPID's excepted), weights and mask of decoupled correction, metrics.
+        """Compute what does not depend on the current policy: shaped rewards, advantages and, if
+        decoupled, correction.
 
-        Raises NonFiniteError naming the array.
+        RAPID's advantages depend on the current policy; `prepare_minibatch` computes them.
+
+        Returns:
+            The batch with these fields, and metrics.
+
+        Raises:
+            NonFiniteError: If an array has non-finite values; the message names the array.
         """
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
@@ -119,9 +130,15 @@ class Algorithm:
     def prepare_minibatch(
         self, batch: DeviceBatch, logprobs_T: Tensor | None = None
     ) -> tuple[DeviceBatch, Denominators]:
-        """Return the batch and denominators that a step shares; some depend on the current policy.
+        """Compute what all microbatches of one optimizer step share, some of it from the current
+        policy.
 
-        `logprobs_T` are those of the no-gradient pass, needed when `needs_minibatch_pass`.
+        Args:
+            batch: The minibatch.
+            logprobs_T: Log-probs of the no-gradient pass; required if `needs_minibatch_pass`.
+
+        Returns:
+            The minibatch, with RAPID's advantages if it is RAPID, and the denominators of the loss.
         """
         tokens, sequences = (batch.loss_mask_T != 0).sum(), (batch.trained_S > 0).sum()
         denominators = Denominators(float(tokens), float(sequences))
@@ -154,7 +171,7 @@ class Algorithm:
     def inputs(
         self, batch: DeviceBatch, logprobs_T: Tensor, entropy_T: Tensor | None = None
     ) -> LossInputs:
-        """A prepared (micro)batch and the current log-probs as the loss reads them.
+        """Return the inputs of the loss for a prepared (micro)batch and its current log-probs.
 
         For SFT the rollout policy is the current one.
         """
@@ -188,9 +205,16 @@ class Algorithm:
         backend: Backend = "auto",
         check: bool = True,
     ) -> LossOutput:
-        """The sum over a microbatch's tokens of a (l + kl_coef q - entropy_coef H).
+        """Return the loss of a microbatch: the sum over its tokens of a (l + kl_coef q -
+        entropy_coef H).
 
-        a, l and q are written out in `LossConfig`; `backend` and `check` as in `is_loss`.
+        `LossConfig` defines a, l and q.
+
+        Args:
+            inputs: The microbatch, as `inputs` returns it.
+            denominators: The denominators that `prepare_minibatch` returns.
+            backend: As in `is_loss`.
+            check: As in `is_loss`.
         """
         asked = (inputs, self.loss_config, denominators)
         if self._own_loss is not None:
@@ -198,10 +222,11 @@ class Algorithm:
         return is_loss(*asked, backend=backend, check=check)
 
     def correction_metrics(self, batch: DeviceBatch, logprobs_T: Tensor) -> dict[str, float]:
-        """`rollout_corr/` of a minibatch in bypass mode, from the log-probs its loss saw.
+        """Return the `rollout_corr/` metrics of a minibatch in bypass mode, from the log-probs of
+        its loss.
 
-        In decoupled mode `prepare` reports them. Empty for SFT and for a minibatch without any
-        trained token.
+        In decoupled mode `prepare` returns them. The result is empty for SFT and for a minibatch
+        without trained tokens.
         """
         bypass = self.config.correction.bypass_mode and not self._is_sft
         if not bypass or not batch.loss_mask_T.any():
@@ -217,9 +242,10 @@ class Algorithm:
         return correct(reported, batch, logprobs_T)[2]
 
     def log_weights(self, batch: DeviceBatch, logprobs_T: Tensor) -> Tensor:
-        """log w of every trained token of a minibatch, from the log-probs its loss saw.
+        """Return log w for every trained token of a minibatch, from the log-probs of its loss.
 
-        w is the raw weight to the policy that wrote the token. Empty for SFT, which has none.
+        w is the raw weight relative to the policy that generated the token. The result is empty for
+        SFT.
         """
         counted_T = (batch.loss_mask_T != 0) & (not self._is_sft)
         return (logprobs_T - batch.rollout_logprobs_T)[counted_T]
@@ -243,7 +269,8 @@ class Algorithm:
         return replace(batch, loss_mask_T=kept_T, is_weights_T=weights_T), metrics
 
     def _rewards(self, batch: DeviceBatch) -> Tensor:
-        """Rewards with length shaping and the reference KL taken off, float64 [E]."""
+        """Return the rewards after length shaping and minus the KL to the reference, float64
+        [E]."""
         first_E, cu_S1 = batch.episodes[0], batch.cu_seqlens_S1
         rewards_E = batch.rewards_S.double()[first_E]
         check_finite({"rewards": rewards_E}, torch.ones_like(rewards_E))
@@ -267,7 +294,8 @@ class Algorithm:
     def _advantages(
         self, rewards_E: Tensor, groups_E: Tensor, trained_E: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantages, and their slope in their own rewards where statistics stay, [E]."""
+        """Return the advantages, and their derivatives with respect to the rewards for constant
+        statistics, [E]."""
         ones_E = torch.ones_like(rewards_E)
         match self.config.advantage.estimator:
             case "grpo":
@@ -283,7 +311,8 @@ class Algorithm:
         return ones_E, torch.zeros_like(rewards_E)
 
     def _anchor(self, batch: DeviceBatch) -> Tensor:
-        """The log-probs that the ratio is to, float64 [T]."""
+        """Return the log-probs in the denominator of the ratio, float64 [T]: pi_old's or the
+        rollout policy's."""
         if not self.needs_old_logprobs:
             return batch.rollout_logprobs_T.double()
         assert batch.old_logprobs_T is not None
@@ -291,7 +320,12 @@ class Algorithm:
 
 
 def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) -> DeviceBatch:
-    """Advantages of tokens: their sequence's, and what their turn returns more times `scale_S`."""
+    """Set the advantage of each token: its sequence's, plus `scale_S` times the additional return
+    of its turn.
+
+    The additional return is the return of the token's turn minus the reward of its sequence; it is
+    0 without turns.
+    """
     cu_S1, returns_T = batch.cu_seqlens_S1, batch.columns.get(TURN_RETURNS)
     advantages_T = spread(advantages_S, cu_S1)
     if returns_T is not None:
@@ -302,6 +336,6 @@ def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) 
 
 
 def _of_episodes(values_S: Tensor, batch: DeviceBatch) -> Tensor:
-    """The sum over the sequences of each episode, [E]."""
+    """Return the sum of `values_S` over the sequences of each episode, [E]."""
     first_E, index_S = batch.episodes
     return values_S.new_zeros(len(first_E)).index_add(0, index_S, values_S)

@@ -1,12 +1,12 @@
-"""Rollout correction: importance weights and rejection masks between two policies' log-probs.
+"""Computes rollout correction: importance weights and rejection masks between two policies.
 
-Definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`; the guide
-docs/algo/rollout_corr.md), re-implemented on packed streams. Where its code and its guide differ
-the code holds; docs/algorithms.md lists each such place.
+The definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`; the guide
+docs/algo/rollout_corr.md), re-implemented on packed streams. Where code and guide of verl differ,
+this module follows the code; docs/algorithms.md lists each such place.
 
-Its metrics stand under `rollout_corr/`; the function of verl that holds one is named in its
-docstring. "Rows" are sequences; "all rows" includes empty ones (no
-trained token), which enter means with the value that an empty mean has there.
+Metrics begin with `rollout_corr/`; docstrings name the function of verl that computes them. "Rows"
+are sequences. "All rows" includes rows without trained tokens, which enter means with the value
+that an empty mean has there.
 
 Invariants
 - A padded [B, L] input and the packed [T] input of the same rows give the same numbers.
@@ -44,7 +44,7 @@ _SMALLEST_MEAN = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class MaskedRows:
-    """Packed float64 log-probs, 0 at untrained tokens, and the 0/1 mask."""
+    """Packed log-probs of two policies, float64 and 0 at untrained tokens, with the 0/1 mask."""
 
     old_T: torch.Tensor
     rollout_T: torch.Tensor
@@ -64,11 +64,12 @@ class MaskedRows:
         return self.mask_T != 0
 
     def row_mean(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Mean over each row's trained tokens, [S]; 0 for an empty row."""
+        """Return the mean of `values_T` over each row's trained tokens, [S]; 0 for a row without
+        any."""
         return segment_sum(values_T * self.mask_T, self.cu_seqlens_S1) / self.length_S.clamp(min=1)
 
     def trained(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Values of trained tokens only, [n]."""
+        """Return the values at trained tokens only, [n]."""
         return values_T[self.trained_T]
 
 
@@ -194,7 +195,9 @@ def rejection_metrics(
 
 
 def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
-    """The gap between the two policies (`compute_offpolicy_metrics`), whatever is corrected.
+    """Return metrics of the gap between the two policies (`compute_offpolicy_metrics`).
+
+    They do not depend on the correction.
 
     a_i, b_i the rows' mean log-probs under pi_old and pi_rollout (0 for an empty row); per-row
     numbers are over all rows.
@@ -242,7 +245,8 @@ def compute_rollout_correction(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """Weights (None without `rollout_is`), the mask after rejection, and all metrics.
+    """Compute importance weights (None without `rollout_is`), the mask after rejection, and
+    metrics.
 
     Inputs are padded [B, L], or packed [T] with `cu_seqlens` [S + 1]; outputs have their shape.
     Weights: token exp(c(l)) m; sequence exp(c(sum_t l m)) m. A number truncates above, `lo_hi`
@@ -250,8 +254,9 @@ def compute_rollout_correction(
     over tokens, or over non-empty sequences (unless it is <= 1e-8). Rejection: see
     `RejectionRule`; all options must pass.
 
-    Raises NonFiniteError naming the tensor; ValueError for a malformed threshold, shapes that do
-    not fit, or a batch without any trained token.
+    Raises:
+        NonFiniteError: If a tensor has non-finite values; the message names it.
+        ValueError: If a threshold or the shapes are invalid, or no token is trained.
     """
     if not old_logprobs.shape == rollout_logprobs.shape == response_mask.shape:
         raise ValueError(
@@ -292,7 +297,10 @@ def compute_rollout_correction(
 def correct(
     config: RolloutCorrectionConfig, batch: DeviceBatch, logprobs_T: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """`compute_rollout_correction` of a batch with the settings of `config`."""
+    """Call `compute_rollout_correction` for a batch, with the settings of `config`.
+
+    `logprobs_T` are the log-probs of pi_old.
+    """
     return compute_rollout_correction(
         logprobs_T,
         batch.rollout_logprobs_T,
@@ -303,7 +311,8 @@ def correct(
 
 
 def rejection_rules(config: RolloutCorrectionConfig) -> tuple[RejectionRule, ...]:
-    """The rules of a correction config as the loss reads them (empty without `rollout_rs`)."""
+    """Return the rejection rules of a correction config for the loss; empty without
+    `rollout_rs`."""
     if config.rollout_rs is None or config.rollout_rs_threshold is None:
         return ()
     return tuple(
@@ -349,7 +358,7 @@ def _weights(
 def weight_mean(
     weights_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, level: str
 ) -> float:
-    """Mean weight over tokens, or over non-empty sequences; 1 if it is <= 1e-8."""
+    """Return the mean weight over tokens, or over non-empty sequences; 1 if the mean is <= 1e-8."""
     if level == "token":
         found = total(weights_T * mask_T) / max(total(mask_T), 1.0)
     else:

@@ -1,13 +1,14 @@
-"""`DeviceBatch`: a batch as tensors on the device that computes with it.
+"""Provides `DeviceBatch`, a batch as tensors on the device that computes with it.
 
 Invariants
-- The arrays of a `TokenBatch` go to the device once, in `DeviceBatch.of`. From there to the loss
-  and the metrics all is torch on that device, and parts of a batch are picked there.
-- In the trainer and in losses only `to_device` and `to_host` turn arrays into tensors and back.
-- To a GPU an array goes through pinned memory (of torch's cache, so that it is pinned once): a copy
-  from other host memory makes the host wait for all that the GPU has been given.
-- Fields in `_T` have an entry for each token and those in `_S` for each sequence, as in
-  `TokenBatch`, and its type.
+- The arrays of a `TokenBatch` are copied to the device once, in `DeviceBatch.of`. From there to
+  loss and metrics, everything is torch on that device, and subsets of a batch are selected there.
+- In the trainer and in losses only `to_device` and `to_host` convert between arrays and tensors.
+- An array is copied to a GPU through pinned memory, from torch's cache, so that memory is pinned
+  once. A copy from other host memory would make the host wait until the GPU has finished all its
+  work.
+- Fields in `_T` have one entry for each token and fields in `_S` one for each sequence, with the
+  types that they have in `TokenBatch`.
 """
 
 import itertools
@@ -26,25 +27,25 @@ from megatron_async.trajectory.batch import TokenBatch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
-    """A tensor of its own there: arrays of a batch may be read-only."""
+    """Copy an array to `device` as a new tensor; the arrays of a batch may be read-only."""
     tensor, target = torch.tensor(array), torch.device(device)
     return (tensor.pin_memory() if target.type == "cuda" else tensor).to(target, non_blocking=True)
 
 
 def to_host(values: Tensor) -> npt.NDArray[Any]:
-    """Results as an array; waits for the device."""
+    """Copy a tensor to the host as an array; waits for the device."""
     array: npt.NDArray[Any] = values.cpu().numpy()
     return array
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBatch:
-    """S sequences, T tokens; what `TokenBatch` does not have is None until it is computed.
+    """A batch of S sequences and T tokens on the device.
 
-    `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer. The algorithm fills in
-    `shaped_rewards_S` (rewards with length shaping and the reference KL), `advantages_T` and
-    `is_weights_T` (decoupled correction). `columns` holds further values of each token, [T, ...],
-    for a loss function of the user's.
+    Fields that `TokenBatch` does not have are None until they are computed. The trainer fills in
+    `old_logprobs_T` and `ref_logprobs_T`. The algorithm fills in `shaped_rewards_S` (rewards after
+    length shaping and the KL to the reference), `advantages_T` and `is_weights_T` (decoupled
+    correction). `columns` has further values of each token, [T, ...], for a user's own loss.
     """
 
     token_ids_T: Tensor
@@ -66,7 +67,7 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, batch: TokenBatch, device: torch.device | str = "cpu") -> "DeviceBatch":
-        """Upload it."""
+        """Copy a `TokenBatch` to the device."""
         names = {one.name for one in fields(cls)}
         arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
         return cls(
@@ -85,14 +86,16 @@ class DeviceBatch:
 
     @property
     def trained_S(self) -> Tensor:
-        """Trained tokens of each sequence."""
+        """Number of trained tokens of each sequence, [S]."""
         return segment_sum((self.loss_mask_T != 0).double(), self.cu_seqlens_S1)
 
     @property
     def episodes(self) -> tuple[Tensor, Tensor]:
-        """The first sequence of each trajectory [E], and each sequence's trajectory [S], from 0.
+        """Index of the first sequence of each trajectory [E], and index of each sequence's
+        trajectory [S].
 
-        Branches of an episode are neighbors: without any, both count the sequences.
+        The branches of an episode are adjacent sequences of one trajectory. If no trajectory has
+        several branches, both results are 0, 1, 2, ...
         """
         _, index_S, count_E = torch.unique_consecutive(
             self.trajectory_ids_S, return_inverse=True, return_counts=True
@@ -101,33 +104,39 @@ class DeviceBatch:
 
     @property
     def group_index_S(self) -> Tensor:
-        """Each sequence's group, numbered from 0 as the ids rise."""
+        """Index of each sequence's group, numbered from 0 in the order of the group ids."""
         return torch.unique(self.group_ids_S, return_inverse=True)[1]
 
     def sizes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens, and trained tokens, of each sequence, on the host; waits for the device."""
+        """Return the numbers of tokens and of trained tokens of each sequence, on the host.
+
+        This waits for the device.
+        """
         sizes_2S = torch.stack([self.cu_seqlens_S1.diff(), self.trained_S]).tolist()
         lengths_S, trained_S = np.array(sizes_2S, dtype=np.int64)
         return lengths_S, trained_S
 
     def tokens_of(self, sequences: Tensor) -> Tensor:
-        """Places in this stream of the tokens of these sequences, in their order."""
+        """Return the indices in the packed stream of the tokens of `sequences`, in the order of
+        `sequences`."""
         lengths_S = self.cu_seqlens_S1.diff()[sequences]
         shift_S = self.cu_seqlens_S1[sequences] - (lengths_S.cumsum(0) - lengths_S)
         shift_T = shift_S.repeat_interleave(lengths_S)
         return shift_T + torch.arange(len(shift_T), device=shift_T.device)
 
     def select(self, sequences: Tensor) -> "DeviceBatch":
-        """A batch of just these sequences, in this order."""
+        """Return a batch that consists of these sequences, in this order."""
         lengths_S = self.cu_seqlens_S1.diff()[sequences]
         return self._taken(self.tokens_of(sequences), sequences, lengths_S)
 
     def trained(self) -> "DeviceBatch":
-        """A batch of just the trained tokens; `cu_seqlens_S1` keeps sequences apart among them."""
+        """Return a batch that consists of the trained tokens; `cu_seqlens_S1` has their sequences'
+        borders."""
         return self._taken(self.loss_mask_T.nonzero()[:, 0], slice(None), self.trained_S)
 
     def minibatches(self, count: int) -> "list[DeviceBatch]":
-        """Split into `count` parts of whole groups, as even in groups as they can be."""
+        """Split the batch into `count` minibatches of whole groups, whose numbers of groups differ
+        by one at most."""
         group_S = self.group_index_S
         groups = int(group_S.max()) + 1 if len(group_S) else 0
         bounds = np.linspace(0, groups, count + 1).round().astype(int).tolist()

@@ -1,7 +1,7 @@
-"""From the settings of a run to the thresholds that a loss reads.
+"""Converts the settings of a run to the thresholds that a loss reads.
 
-Invariant: the only place that defines what a named loss is made of; losses and kernels see
-`LossConfig` alone.
+Invariant: this is the only place that defines a named loss. Losses and kernels see only
+`LossConfig`.
 """
 
 from megatron_async_kernels.loss_types import LossConfig
@@ -13,11 +13,11 @@ from megatron_async.runtime.import_path import is_import_path
 
 
 def loss_config(config: AlgorithmConfig) -> LossConfig:
-    """The loss's thresholds from the settings.
+    """Return the `LossConfig` of a run's `algorithm` settings.
 
-    `rapid` is `reinforce` with whole-generation weights bounded by eta (or unbounded); `aipo` in
+    `rapid` is `reinforce` with weights of whole generations, bounded by eta or unbounded. `aipo` in
     its coefficient form is `reinforce` with token weights bounded by delta. In bypass mode
-    `correction.rollout_is` is the weight of `reinforce`, and rejection happens in the loss.
+    `correction.rollout_is` is the weight of `reinforce`, and the loss itself rejects tokens.
     """
     loss, correction = config.loss, config.correction
     surrogate, level = "own" if is_import_path(loss.name) else str(loss.name), "none"

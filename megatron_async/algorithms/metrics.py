@@ -1,9 +1,9 @@
-"""From additive sums to the numbers that a run reports.
+"""Converts additive sums to the metrics that a run reports.
 
 Invariants
-- Every reported number is a function of sums and maxima over the whole minibatch, so it does not
-  depend on microbatches or ranks.
-- A mean over nothing is left out rather than reported as 0.
+- Every metric is a function of sums and maxima over the whole minibatch, so it does not depend on
+  microbatches or ranks.
+- A mean over nothing is left out; it is not reported as 0.
 
 "Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation.
 """
@@ -19,14 +19,17 @@ from megatron_async.algorithms.advantages import informative_groups
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
-    """(sum w)^2 / (n sum w^2), as a share of n (Kish 1965); 0 when all weights are 0."""
+    """Return (sum w)^2 / (n sum w^2), a share of the number n of weights w (Kish 1965).
+
+    It is 0 if all weights are 0.
+    """
     if count <= 0 or weight_square_sum <= 0:
         return 0.0
     return weight_sum * weight_sum / (count * weight_square_sum)
 
 
 def finalize(metrics: LossMetrics) -> dict[str, float]:
-    """Reported numbers of one minibatch; `metrics` are merged over microbatches and ranks.
+    """Return the metrics of one minibatch, from `metrics` merged over microbatches and ranks.
 
     loss/{policy, kl, entropy}           sums of the loss's parts
     actor/clip_high, clip_low, clip_dual share of kept tokens where that bound is active
@@ -104,7 +107,7 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
 
 
 def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates that have it."""
+    """Return the mean of each metric over the updates that have it."""
     names = {name: None for one in metrics for name in one}
     return {name: float(np.mean([one[name] for one in metrics if name in one])) for name in names}
 
@@ -125,9 +128,9 @@ def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
 
 
 def lag_shares(lag_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
-    """Return the share of a batch's trained tokens at each lag, before training.
+    """Return the share of a batch's trained tokens at each lag, as `staleness/lag_share_{k}`.
 
-    staleness/lag_share_{k}, the last k: or more. Empty without a trained token.
+    The last k stands for this lag or more. Without trained tokens the result is empty.
     """
     bins = lag_T[mask_T != 0].clamp(max=NUM_LAG_BINS - 1)
     if not bins.numel():
@@ -136,11 +139,11 @@ def lag_shares(lag_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
 
 
 def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict[str, float]:
-    """Return `reward/...` metrics of a batch; nothing for no sequence.
+    """Return the `reward/...` metrics of a batch; empty for a batch without sequences.
 
-    `standard_error` of the mean takes groups as independent, not their members: the square root of
-    the sum of squares of the groups' summed residuals, over the number of sequences (the
-    cluster-robust estimate of Liang and Zeger 1986).
+    `reward/standard_error` is the standard error of the mean. It treats groups as independent, but
+    not their members: the square root of the sum of squares of the groups' summed residuals,
+    divided by the number of sequences (the cluster-robust estimate of Liang and Zeger 1986).
     """
     if not rewards_S.numel():
         return {}
@@ -157,29 +160,32 @@ def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict
     }
 
 
-# ---------------------------------------------------------------- of elements, in float64
+# ---------------------------------------------------------------- statistics of elements
 
 
 def total(values: torch.Tensor) -> float:
-    """Return their sum."""
+    """Return the sum of all elements, computed in float64."""
     return float(values.double().sum())
 
 
 def mean(values: torch.Tensor) -> float:
-    """Return their mean; 0 when there is nothing."""
+    """Return the mean of all elements, computed in float64; 0 if there are none."""
     return total(values) / values.numel() if values.numel() else 0.0
 
 
 def largest(values: torch.Tensor) -> float:
-    """Return their maximum; -inf when there is nothing."""
+    """Return the largest element; -inf if there are none."""
     return float(values.double().max()) if values.numel() else -math.inf
 
 
 def smallest(values: torch.Tensor) -> float:
-    """Return their minimum; inf when there is nothing."""
+    """Return the smallest element; inf if there are none."""
     return -largest(-values.double())
 
 
 def std(values: torch.Tensor, *, unbiased: bool) -> float:
-    """Return the standard deviation (n - 1 or n), 0 for fewer than two values; two passes."""
+    """Return the standard deviation (n - 1 if `unbiased`, else n); 0 for fewer than two elements.
+
+    It is computed in float64, in two passes.
+    """
     return float(values.double().std(correction=int(unbiased))) if values.numel() > 1 else 0.0

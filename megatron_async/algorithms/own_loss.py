@@ -1,7 +1,7 @@
-"""A user's own loss by import path (`algorithm.loss`): imported, and tried before a run starts.
+"""Loads a user's own loss by import path (`algorithm.loss`), and tries it before a run starts.
 
-It is a function from `LossInputs` (fields in `megatron_async_kernels.loss_types`) to the loss of
-each token, [T]. `OwnLoss` in `megatron_async_kernels.loss_torch` says what it may do.
+The loss is a function from `LossInputs` (fields in `megatron_async_kernels.loss_types`) to the loss
+of each token, [T]. `OwnLoss` in `megatron_async_kernels.loss_torch` describes what it may do.
 """
 
 from functools import partial
@@ -16,18 +16,27 @@ from megatron_async.runtime.import_path import described, is_import_path, load_o
 
 
 def own_loss(config: AlgorithmConfig) -> OwnLoss | None:
-    """The function that `algorithm.loss.name` imports; None where it names a loss of ours."""
+    """Load the function that `algorithm.loss.name` imports; return None if it names a built-in
+    loss.
+
+    Raises:
+        UserError: If it cannot be imported or is not a function.
+    """
     settings = config.loss
     if not is_import_path(settings.name):
         return None
     function = load_object(settings.name, "algorithm.loss.name")
     if not callable(function):
-        raise UserError(f"algorithm.loss.name is {settings.name!r}, which is not a function")
+        raise UserError(f"algorithm.loss.name is {settings.name!r}; it must import a function")
     return partial(function, **settings.arguments) if settings.arguments else function
 
 
 def check_own_loss(config: AlgorithmConfig) -> None:
-    """Call the user's loss once on a few tokens; UserError names what is wrong with it."""
+    """Call the user's own loss, if any, once on six tokens.
+
+    Raises:
+        UserError: If the loss fails, returns an invalid result, or has no gradient.
+    """
     function = own_loss(config)
     if function is None:
         return
@@ -54,5 +63,5 @@ def check_own_loss(config: AlgorithmConfig) -> None:
     slopes = (output.dlogp_T, output.dentropy_T)
     if not any(slope is not None and bool(slope.any()) for slope in slopes):
         raise UserError(
-            f"{where}, whose loss has no gradient: it must depend on logprobs_T or entropy_T"
+            f"{where}; its loss has no gradient. It must depend on logprobs_T or entropy_T."
         )

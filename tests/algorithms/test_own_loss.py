@@ -141,7 +141,7 @@ def test_a_wrong_shape_and_an_infinite_loss_are_named() -> None:
     [
         ("no_such_package.losses:f", "there is no module 'no_such_package.losses'"),
         (here("nothing"), "has no 'nothing'"),
-        (here("not_a_function"), "not a function"),
+        (here("not_a_function"), "it must import a function"),
         ("/nowhere/loss.py:f", "there is no file /nowhere/loss.py"),
         ("nonsense", "is 'nonsense'; it must be one of ppo_clip"),
     ],
