@@ -1,15 +1,16 @@
-"""Weight exchange: a policy version from the trainer to the engines.
+"""Sends a policy version from the trainer to the engines, and verifies that they have loaded it.
 
-- publisher: the collective export and the senders, as one call on every rank; which ranks send.
-- transports: the ways to the engines: distributed, tensor, disk, delta.
-- verify: do engines hold what was sent? Names, checksums and log-prob ratios, the only such rules.
-- stage_order: senders of several pipeline stages, one after the other. gpu_sharing: the rank that
-  sends to an engine on the trainer's own GPUs.
-- version_directory: a version as a directory, there whole or not at all.
-- blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
-- lost_engines: finds the engines that caused the failure of a broadcast.
-- nccl_errors: a lost engine fails an update, not the trainer or the other engines.
-- prefetch, background_stage: one bucket travels while another is loaded.
-- quantize: fp8 weights for engines that hold them so.
-- http: calls to engines, every one with a limit; failures name the engine.
+- publisher: exports and sends the weights, as one call on every rank; chooses the ranks that send.
+- transports: how weights reach the engines: distributed, tensor, disk, delta.
+- verify: checks that engines have what was sent, by names, checksums and log-prob ratios.
+- stage_order: lets the senders of several pipeline stages send one after the other.
+- gpu_sharing: finds the rank that sends to an engine on the trainer's own GPUs.
+- version_directory: a published version as a directory that exists completely or not at all.
+- blocks: differences between two versions.
+- receiver: the engine's side of `delta`, which applies differences and checks digests.
+- lost_engines: finds the engines that caused a broadcast to fail.
+- nccl_errors: error handling with which a lost engine fails an update, but no process.
+- prefetch, background_stage: transfer one bucket while another is loaded.
+- quantize: converts weights to fp8 for engines that use it.
+- http: calls to engines, each with a time limit; errors name the engine.
 """

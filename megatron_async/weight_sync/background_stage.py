@@ -1,13 +1,15 @@
-"""Double buffering: while one bucket is sent, written or loaded, the next one is gathered.
+"""Runs one stage of a pipeline on a background thread, so that two buckets are processed at a time.
+
+While one bucket is sent, written or loaded on that thread, the caller gathers the next one:
 
     with BackgroundStage(send) as ahead:
         for bucket in buckets:      # collective: stays on the calling thread
             ahead.put(bucket)
 
 Invariants
-- Items are worked on in order, one at a time; at most one is in work while the caller makes the
-  next, so at most two exist.
-- An error of the work is raised by the next `put` or at the end of the block, never lost.
+- Items are processed in order, one at a time. At most two exist: the one that is processed, and the
+  next one, which the caller makes.
+- An error of the work is raised by the next `put` or at the end of the block. None is lost.
 """
 
 import time
@@ -19,7 +21,10 @@ Item = TypeVar("Item")
 
 
 class BackgroundStage(Generic[Item]):
-    """Runs `work(item)` on a thread of its own; `busy_seconds` is how long that thread worked."""
+    """Runs `work(item)` on its own thread for one item after the other.
+
+    `busy_seconds` is the total time that the thread has worked.
+    """
 
     def __init__(self, work: Callable[[Item], object]) -> None:
         self._work = work
@@ -28,18 +33,20 @@ class BackgroundStage(Generic[Item]):
         self.busy_seconds = 0.0
 
     def put(self, item: Item) -> None:
-        """Wait for the item before; raises what its work raised. Then begin this one."""
+        """Wait until the previous item is done, and raise its error if it failed; then start with
+        `item`."""
         self.wait()
         self._running = self._pool.submit(self._timed, item)
 
     def wait(self) -> None:
-        """Wait until nothing is in work."""
+        """Wait until no item is being processed; raise the error of the last one if it failed."""
         running, self._running = self._running, None
         try:
             if running is not None:
-                running.result()  # bounded: every work has a limit of its own
+                running.result()  # The work has its own time limit.
         finally:
-            del running  # else an error of the work, this frame and the item hold each other
+            # Otherwise an error of the work, this frame and the item form a reference cycle.
+            del running
 
     def _timed(self, item: Item) -> None:
         began = time.perf_counter()

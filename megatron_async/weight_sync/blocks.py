@@ -1,19 +1,20 @@
-"""The difference between two byte strings of equal length, as a small self-checking byte string.
+"""Computes the difference between two byte strings of equal length, in a compact form with a
+checksum.
 
     delta = encode(base, new)
     apply(base, delta) == new          # or DeltaError
 
-Only blocks that differ are in it, as their exclusive-or with the base, low bytes before high ones:
-what an optimizer step changes of a bfloat16 number is mostly its last bits, so that nearly all of
-these bytes are zero, and zstd makes little of them.
+The difference contains only blocks that differ, as their exclusive-or with the base, all low bytes
+before all high bytes. An optimizer step mostly changes the last bits of a bfloat16 number, so
+nearly all of the high bytes are zero, and zstd compresses them well.
 
     magic (8) | length (8) | block size (4) | changed blocks (4) | SHA-256 of the new bytes (32)
     | zstd( bit of each block | exclusive-or of the tail | low bytes | high bytes )
 
 Invariants
-- `apply` returns exactly the bytes that `encode` was given, or raises DeltaError: a damaged delta,
-  another base and a damaged base all show in the SHA-256.
-- No more is decompressed than the header's sizes allow.
+- `apply` returns exactly the bytes that `encode` was given, or raises DeltaError. The SHA-256
+  detects a damaged difference, another base, and a damaged base.
+- No more bytes are decompressed than the sizes in the header allow.
 """
 
 import hashlib
@@ -33,11 +34,11 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap | _Bytes
 
 
 class DeltaError(ValueError):
-    """A difference that cannot be applied to this base."""
+    """A difference cannot be applied to this base."""
 
 
 def encode(base: Buffer, new: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """Return the difference that turns `base` into `new`, which has as many bytes."""
+    """Return the difference that turns `base` into `new`, which has the same number of bytes."""
     old_N, new_N = _as_array(base), _as_array(new)
     whole = len(new_N) // block_bytes * block_bytes
     old_BK = old_N[:whole].reshape(-1, block_bytes)
@@ -59,25 +60,31 @@ def encode(base: Buffer, new: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
 
 
 def apply(base: Buffer, delta: bytes) -> bytes:
-    """The new bytes. Raises DeltaError when the result is not what `encode` was given."""
+    """Apply the difference `delta` to `base`; return the new bytes.
+
+    Raises:
+        DeltaError: If the result is not what `encode` was given.
+    """
     old_N = _as_array(base)
     if len(delta) < _HEADER.size:
-        raise DeltaError("the difference is cut short")
+        raise DeltaError("the difference is incomplete")
     magic, length, block_bytes, changed, digest = _HEADER.unpack_from(delta)
     if magic != _MAGIC:
-        raise DeltaError("this is not a difference of weights")
+        raise DeltaError("the data is not a difference of weights")
     if length != len(old_N):
         raise DeltaError(f"the difference is for {length} bytes, the base has {len(old_N)}")
     if block_bytes < 2 or block_bytes % 2:
         raise DeltaError(f"the difference has blocks of {block_bytes} bytes")
     blocks, tail = divmod(length, block_bytes)
     if changed > blocks:
-        raise DeltaError(f"the difference has {changed} blocks of {blocks}")
+        raise DeltaError(
+            f"the difference has {changed} changed blocks, but the base has {blocks} blocks"
+        )
     marks = -(-blocks // 8)
     body = _decompress(delta[_HEADER.size :], marks + tail + changed * block_bytes)
     changed_B = np.unpackbits(body[:marks], count=blocks).astype(bool)
     if int(changed_B.sum()) != changed:
-        raise DeltaError("the difference and its list of blocks disagree")
+        raise DeltaError("the difference does not match its list of changed blocks")
     result_N = old_N.copy()
     result_N[blocks * block_bytes :] ^= body[marks : marks + tail]
     xor_2X = body[marks + tail :].reshape(2, -1)
@@ -85,15 +92,17 @@ def apply(base: Buffer, delta: bytes) -> bytes:
     result_BK = result_N[: blocks * block_bytes].reshape(-1, block_bytes)
     result_BK[changed_B] ^= xor_CK
     if hashlib.sha256(result_N.data).digest() != digest:
-        raise DeltaError("the difference is damaged, or against another base")
+        raise DeltaError("the difference is damaged, or relative to another base")
     return result_N.tobytes()
 
 
 def _decompress(data: bytes, size: int) -> _Bytes:
     try:
-        found = zstandard.frame_content_size(data)  # asked first: that much would be allocated
+        found = zstandard.frame_content_size(
+            data
+        )  # Checked first, since decompression allocates as much.
         if found != size:
-            raise DeltaError(f"the difference holds {found} bytes instead of {size}")
+            raise DeltaError(f"the difference contains {found} bytes instead of {size}")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the difference cannot be decompressed: {error}") from error

@@ -1,11 +1,11 @@
-"""Blocking HTTP calls to inference engines, for the trainer's sending rank.
+"""Makes blocking HTTP calls to inference engines, for the trainer ranks that send weights.
 
 Invariants
-- Every call has a time limit; an engine that refuses, answers anything but 200 or is too slow is
-  an `EngineCallError` that names the engine, the call and the answer.
-- Calls to several engines run side by side; one engine's failure does not hide the others'.
-- A limit counts time for which this process has run: an answer that came while it was stopped is
-  in time, and no engine's failure.
+- Every call has a time limit. If an engine refuses the connection, replies with another status than
+  200, or is too slow, the call raises an `EngineCallError` that names engine, call and reply.
+- Calls to several engines run in parallel. The failure of one engine does not hide others.
+- A time limit counts only time in which this process was running. A reply that arrived while the
+  process was stopped is in time, and the engine did not fail.
 """
 
 import http.client
@@ -22,15 +22,17 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
 MOST_BYTES = 16 << 20
-"""Size limit of the answer to a call. The largest valid answer is about 1.5 MB: checksums of 10,000
-parameters, at 150 bytes each."""
+"""Largest accepted size of a reply, in bytes.
+
+The largest valid reply has about 1.5 MB: checksums of 10,000 parameters, at 150 bytes each.
+"""
 _ANSWER_CHARACTERS = 500
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """An engine as the trainer sees it; `engine3.1` is the second start of the one with index 3."""
+    """Name and URL of an engine. `engine3.1` is the second start of the engine with index 3."""
 
     engine_id: str
     url: str
@@ -41,9 +43,11 @@ class EngineAddress:
 
 
 class EngineCallError(ComponentFailure):
-    """Calls to engines failed; `engine_ids` are those that did.
+    """Calls to engines have failed.
 
-    `status` is the HTTP status of a single call that was answered.
+    Attributes:
+        engine_ids: The engines whose calls have failed.
+        status: HTTP status, if a single call got a reply; otherwise None.
     """
 
     def __init__(self, message: str, engine_ids: Sequence[str], status: int | None = None) -> None:
@@ -60,7 +64,12 @@ def call(
     timeout_seconds: float,
     api_key: str = "",
 ) -> dict[str, Any]:
-    """The JSON object that the engine answers ({} if it answers with something else)."""
+    """Call an engine over HTTP; return the JSON object of its reply, {} if the reply is something
+    else.
+
+    Raises:
+        EngineCallError: If the call fails, or the engine replies with another status than 200.
+    """
     parts = urlsplit(engine.url)
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -76,8 +85,8 @@ def call(
         with connection.getresponse() as response:
             status, answer = response.status, response.read(MOST_BYTES + 1)
             if len(answer) > MOST_BYTES:
-                raise http.client.HTTPException(f"it answered with more than {MOST_BYTES} bytes")
-            if response.length:  # `read` with a limit does not report a truncated answer itself
+                raise http.client.HTTPException(f"the reply has more than {MOST_BYTES} bytes")
+            if response.length:  # `read` with a limit does not report a truncated reply.
                 raise http.client.IncompleteRead(answer, response.length)
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(
@@ -90,7 +99,8 @@ def call(
     if status != http.client.OK:
         text = answer[:_ANSWER_CHARACTERS].decode(errors="replace")
         raise EngineCallError(
-            f"engine {engine.engine_id} ({engine.url}): {method} /{path} answered {status}: {text}",
+            f"engine {engine.engine_id} ({engine.url}): {method} /{path} returned status {status}: "
+            f"{text}",
             [engine.engine_id],
             status,
         )
@@ -98,7 +108,7 @@ def call(
 
 
 def json_object(answer: bytes) -> dict[str, Any]:
-    """A JSON object, or an empty one where an engine answers with nothing or with plain text."""
+    """Parse a JSON object; return an empty one if the reply is empty or is not a JSON object."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
@@ -107,7 +117,10 @@ def json_object(answer: bytes) -> dict[str, Any]:
 
 
 class _PatientSocket(socket.socket):
-    """A connected socket with a limit of time awake for all that is sent and received."""
+    """A connected socket that limits the total time of sending and receiving.
+
+    Only time in which the process was running counts.
+    """
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         super().__init__(fileno=connected.detach())
@@ -134,12 +147,12 @@ class _PatientSocket(socket.socket):
 
 
 class EngineCalls:
-    """Calls to several engines side by side, on threads of its own."""
+    """Makes parallel calls to a fixed set of engines, on its own threads."""
 
     def __init__(self, engines: Sequence[EngineAddress], api_key: str = "") -> None:
         self.engines = tuple(engines)
         self._api_key = api_key
-        # Two calls per engine can be under way: one that is stuck, and the one that ends it.
+        # Two calls per engine can run: one that is stuck, and the one that ends it.
         self._pool = ThreadPoolExecutor(
             max_workers=max(2 * len(self.engines), 1), thread_name_prefix="engine-calls"
         )
@@ -152,7 +165,10 @@ class EngineCalls:
         method: str = "POST",
         only: Sequence[int] | None = None,
     ) -> list[Future[dict[str, Any]]]:
-        """Begin one call per engine, or of `only` these; `body_of(i)` is the body for the i-th."""
+        """Start one call to each engine, or only to those whose indices are in `only`.
+
+        `body_of(i)` is the body of the call to the i-th engine.
+        """
         places = range(len(self.engines)) if only is None else only
         return [
             self._pool.submit(
@@ -168,19 +184,27 @@ class EngineCalls:
         timeout_seconds: float,
         method: str = "POST",
     ) -> list[dict[str, Any]]:
-        """Call all engines and wait. Raises EngineCallError naming all that failed."""
+        """Call all engines and wait for their replies.
+
+        Raises:
+            EngineCallError: If calls fail; it names all engines that failed.
+        """
         return gather(self.start(path, lambda _: body, timeout_seconds, method))
 
     def close(self) -> None:
-        """Close without waiting for calls under way, which end at their own limits."""
+        """Release the threads, without waiting for running calls; these end at their own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Results in order, once all are there. Raises EngineCallError with all failures."""
+    """Wait for all calls; return their replies in order.
+
+    Raises:
+        EngineCallError: If calls have failed; it contains all failures.
+    """
     for future in futures:
-        # Waits, bounded by the call's own limit. An error that were raised here would know this
-        # frame, and the frame it: with the caller's bucket of weights until the collector comes.
+        # Waits for the call, which has its own limit. An error raised here would form a reference
+        # cycle with this frame, which would keep the caller's bucket of weights in memory.
         future.exception()
     raise_together(failures_of(futures))
     return [future.result() for future in futures]
@@ -196,7 +220,7 @@ def failures_of(futures: Sequence[Future[dict[str, Any]]]) -> list[EngineCallErr
 
 
 def raise_together(failures: Sequence[EngineCallError]) -> None:
-    """Raise a single EngineCallError for several; nothing if there is none."""
+    """Raise one EngineCallError that contains all `failures`; does nothing if there are none."""
     if failures:
         raise EngineCallError(
             "; ".join(str(failure) for failure in failures),
@@ -205,7 +229,8 @@ def raise_together(failures: Sequence[EngineCallError]) -> None:
 
 
 def address_toward(url: str) -> str:
-    """This machine's address on the interface that reaches `url` (nothing is sent)."""
+    """Return this machine's IP address on the network interface that reaches `url`. Nothing is
+    sent."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         opened.connect((parts.hostname or "", parts.port or 80))

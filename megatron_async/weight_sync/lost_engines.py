@@ -50,7 +50,7 @@ def raise_lost(announced: Sequence[Future[dict[str, Any]]], calls: EngineCalls) 
     pairs = zip(calls.engines, announced, strict=True)
     silent = [engine.engine_id for engine, call in pairs if not call.done()]
     if silent:
-        raise EngineCallError(f"{', '.join(silent)} did not answer a failed broadcast", silent)
+        raise EngineCallError(f"{', '.join(silent)} did not reply to a failed broadcast", silent)
     raise_together(failures_of(announced))
 
 

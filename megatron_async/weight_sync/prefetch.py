@@ -1,19 +1,21 @@
-"""The engine's end of `weights.transport: distributed`: receive one bucket, load another meanwhile.
+"""Receives the next bucket while an engine loads the current one (`weights.transport:
+distributed`).
 
-SGLang receives a bucket, loads it, and only then listens for the next; the link is idle meanwhile.
-Here each announcement also has the size of the bucket after it (in `load_format`, the one field
-that SGLang hands through), so that its receive is posted before this one's load begins.
+This module runs in the engine. SGLang receives a bucket, loads it, and only then waits for the next
+one, so the link is idle while it loads. Here each announcement of a bucket also contains the size
+of the bucket after it, in `load_format`, the only field that SGLang passes on. So the next receive
+is posted before the current bucket is loaded.
 
 Invariants
-- Receives of a group are posted in the order in which its sender broadcasts, one ahead at most.
-- Two buffers for each group, from its first bucket until its last: what was handed out is valid
-  until the next bucket is asked for, as the one after that arrives in its place. Loaders copy; none
-  may keep it.
-- Between updates a device's memory is free for other things. A host's two newest buffers are kept:
-  there, the first touch of new memory takes as long as receiving into it.
-- After a failure the group is forgotten. Its sender throws it away as well, so that a receive that
-  is still posted never meets another update's bytes. Of a sender that was killed everything is
-  forgotten when the next update begins (`clear`), and its group is to be ended then.
+- The receives of a group are posted in the order in which its sender broadcasts, at most one ahead.
+- A group has two buffers from its first bucket to its last. A returned bucket is valid until the
+  next one is requested, because the bucket after that arrives in the same buffer. Loaders copy the
+  values and must not keep the buffer.
+- Between updates a device's memory is free for other uses. The two newest buffers on the host are
+  kept, because the first use of new host memory takes as long as receiving a bucket into it.
+- After a failure the group is forgotten. Its sender abandons it too, so that a posted receive
+  cannot get the bytes of another update. If a sender was killed, all its receives are forgotten
+  when the next update begins (`clear`), and its groups must be ended then.
 """
 
 from collections.abc import Callable
@@ -28,19 +30,24 @@ _SEPARATOR = "+next_bytes="
 
 
 def load_format(next_bytes: int) -> str:
-    """Return the announcement of a bucket that one of `next_bytes` follows; 0: it is the last."""
+    """Return the `load_format` that announces a bucket followed by one of `next_bytes` bytes.
+
+    0 means that it is the last bucket.
+    """
     return f"{FLATTENED}{_SEPARATOR}{next_bytes}"
 
 
 def next_bytes_of(announced: str | None) -> int | None:
-    """The inverse of `load_format`; None for an announcement without a next size."""
+    """Return the size of the following bucket from an announcement; None if it does not contain
+    one."""
     base, separator, size = (announced or "").partition(_SEPARATOR)
     return int(size) if base == FLATTENED and separator else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """A posted receive into the beginning of `buffer`; `other` is being loaded from."""
+    """A posted receive of `size` bytes into the start of `buffer`; `other` is the group's other
+    buffer."""
 
     buffer: Tensor
     size: int
@@ -49,7 +56,7 @@ class _Arrival:
 
 
 class BucketPrefetcher:
-    """Receives of all groups of one process. Not thread-safe."""
+    """The posted receives of all groups of one process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._arriving: dict[str, _Arrival] = {}
@@ -58,10 +65,20 @@ class BucketPrefetcher:
     def take(
         self, group: str, size: int, next_bytes: int, start: Callable[[Tensor], Any], device: str
     ) -> Tensor:
-        """The next bucket of `group`, [size] bytes, on `device`; then listens for one more.
+        """Return the next bucket of `group` and post the receive of the one after it.
 
-        `start` posts a broadcast's receive into a byte tensor and returns its work handle. Raises
-        ValueError when the bucket is not as large as was announced, and what the handle raises.
+        Args:
+            group: Name of the group.
+            size: Number of bytes of the bucket.
+            next_bytes: Number of bytes of the bucket after it; 0 if there is none.
+            start: Posts the receive of a broadcast into a byte tensor; returns its work handle.
+            device: Device of the buffers.
+
+        Returns:
+            The bucket, [size] bytes.
+
+        Raises:
+            ValueError: If the bucket has another size than was announced.
         """
         arrival = self._arriving.pop(group, None)
         if arrival is None:
@@ -71,7 +88,8 @@ class BucketPrefetcher:
             arrival = _Arrival(buffer, size, start(buffer[:size]), other)
         if arrival.size != size:
             raise ValueError(
-                f"a bucket of {arrival.size} bytes was announced for {group}, and {size} came"
+                f"a bucket of {arrival.size} bytes was announced for {group}, but it has {size} "
+                "bytes"
             )
         arrival.work.wait()
         if next_bytes:
@@ -83,18 +101,19 @@ class BucketPrefetcher:
         return arrival.buffer[:size]
 
     def forget(self, group: str) -> bool:
-        """The group is being left; whether a receive of it is still posted."""
+        """Forget the posted receive of a group that is being left; return whether there was one."""
         return self._arriving.pop(group, None) is not None
 
     def clear(self) -> frozenset[str]:
-        """An update begins: what is still posted belongs to one that nobody ended; its groups."""
+        """Forget receives left by an unfinished update; return their groups."""
         groups = frozenset(self._arriving)
         self._arriving.clear()
         return groups
 
 
 def _room(free: list[Tensor], size: int, device: str) -> Tensor:
-    """Take a buffer out of `free`, or make one, that holds `size` bytes."""
+    """Remove a buffer of at least `size` bytes from `free` and return it; allocate one if there is
+    none."""
     for place, buffer in enumerate(free):
         if buffer.nbytes >= size:
             return free.pop(place)

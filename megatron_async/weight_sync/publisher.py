@@ -1,20 +1,23 @@
-"""Publishing a policy version: the collective export and the senders, as one call on every rank.
+"""Publishes a policy version: exports the weights and sends them, as one call on every trainer
+rank.
 
-The ranks that send weights communicate over gloo groups: a trainer's pipeline stages, one after the
-other, or, to engines on the trainer's own GPUs, one rank for each engine, side by side.
+The ranks that send weights communicate over gloo groups. They are the leaders of the trainer's
+pipeline stages, which send one after the other. If engines are on the trainer's own GPUs, they are
+one rank for each engine, and they send in parallel.
 
-The transport of a run is chosen here: no other module imports them all.
+The transport of a run is chosen in this module; no other module imports all transports.
 
 Invariants
-- Every rank calls `publish` in the same order; the export is collective and always exhausted, also
-  when a sending rank fails half-way.
-- The leader of every pipeline stage sends its own layers, stage after stage (`stage_order.py`): no
-  layer passes through another stage on its way to the engines. Engines on the trainer's own GPUs
-  (`gpu_sharing.py`) get all layers from the ranks on theirs, so there every rank gathers all.
-- An engine that fails during a transfer is left out and the whole update is repeated for the
-  others; each repetition has at least one engine less, so it ends.
-- `join` gives every leader the results of all, so that all of them decide alike.
-- A wait for another rank has the group's time limit.
+- Every rank calls `publish` in the same order. The export is collective and is always completed,
+  also if a sending rank fails in the middle.
+- The leader of every pipeline stage sends the layers of its stage, stage after stage
+  (`stage_order.py`). No layer passes through another stage. Engines on the trainer's own GPUs
+  (`gpu_sharing.py`) get all layers from the ranks on the same GPUs, so there every rank gathers all
+  layers.
+- An engine that fails during a transfer is excluded, and the whole update is repeated for the other
+  engines. Each repetition has at least one engine less, so the repetitions end.
+- `join` gives every leader the results of all leaders, so that all make the same decision.
+- Waiting for another rank is limited by the time limit of the group.
 """
 
 import shutil
@@ -60,7 +63,7 @@ from megatron_async.weight_sync.transports.tensor import (
 )
 
 _MIB = 1 << 20
-# For the leaders' own messages, and what engines that are well take to be connected.
+# Time for the leaders' own messages, and for connecting to healthy engines.
 _SLACK_SECONDS = 60.0
 _HELD_BUCKETS = 3
 
@@ -68,10 +71,13 @@ _HELD_BUCKETS = 3
 def make_sender(
     settings: WeightsConfig, engines: EngineConfig, device: torch.device, directory: Path
 ) -> WeightSender:
-    """The sender that `weights.transport` names.
+    """Create the sender for `weights.transport`.
 
-    `device` is the engines' kind of device; `directory` is where `disk` and `delta` publish (a
-    file system that the engines' hosts see under the same name).
+    Args:
+        settings: Settings of the weight exchange.
+        engines: Settings of the engines.
+        device: Kind of device that the engines run on.
+        directory: Where `disk` and `delta` publish. The engines' hosts must have the same path.
     """
     match settings.transport:
         case "distributed":
@@ -85,9 +91,9 @@ def make_sender(
 
 
 class Leaders:
-    """Ranks with a sender each, over a gloo group of their own.
+    """Trainer ranks that have a sender each, with their own gloo group.
 
-    Construct it on every rank, in the same order as other groups; only leaders use it.
+    Construct it on every rank, in the same order as other groups; only the leaders use it.
     """
 
     def __init__(self, leaders: list[int], timeout_seconds: float) -> None:
@@ -96,11 +102,11 @@ class Leaders:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank is one of them."""
+        """Whether this rank is a leader."""
         return dist.get_rank() in self._leaders
 
     def join(self, result: Any) -> list[Any]:
-        """The results of all leaders, in their order."""
+        """Exchange `result` with all leaders; return their results in the order of leaders."""
         results: list[Any] = [None] * len(self._leaders)
         dist.all_gather_object(results, result, group=self._group)
         return results
@@ -111,7 +117,7 @@ def _gloo(ranks: list[int], timeout_seconds: float) -> dist.ProcessGroup:
 
 
 class StageLeaders(StageOrder, Leaders):
-    """The order of the leaders of all pipeline stages."""
+    """Leaders of all pipeline stages, and the order in which they send."""
 
     def __init__(self, timeout_seconds: float) -> None:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -127,12 +133,12 @@ class StageLeaders(StageOrder, Leaders):
             dist.recv_object_list(box, src=self._leaders[self.index - 1], group=self._group)
         except RuntimeError as error:
             raise ComponentFailure(
-                f"pipeline stage {self.index} waited too long for stage {self.index - 1} to send "
+                f"pipeline stage {self.index} timed out waiting for stage {self.index - 1} to send "
                 f"its weights: {error}"
             ) from error
         token: StageToken = box[0]
         if token.failed:
-            raise EarlierStageFailed(f"pipeline stage {self.index - 1} did not send its weights")
+            raise EarlierStageFailed(f"pipeline stage {self.index - 1} failed to send its weights")
         return token
 
     def hand_on(self, token: StageToken) -> None:
@@ -141,7 +147,8 @@ class StageLeaders(StageOrder, Leaders):
 
 
 class SharedGpus(StageOrder, Leaders):
-    """Engines on the GPUs of these ranks: each has a leader, and none waits for another's.
+    """Leaders for engines on the GPUs of trainer ranks: one for each engine, none waits for
+    another.
 
     Construct it on every rank, in the same order as other groups.
     """
@@ -154,13 +161,15 @@ class SharedGpus(StageOrder, Leaders):
         self._size = tensor
 
     def mine(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
-        """The engine on this rank's GPU, if it is among them."""
+        """Return the engine on this rank's GPU, if `engines` contains it, as a list."""
         return [e for e in engines if e.index == self._engine]
 
     def collect(self, tensors: Bucket, by_value: bool) -> PayloadBucket:
-        """Collective over the ranks on the engine's GPUs: a payload for each of its tensor ranks.
+        """Collect the payload of every tensor rank of the engine on this rank's GPU at the engine's
+        leader.
 
-        Only the leader gets them, and each of them must keep its bucket until they are loaded.
+        This is collective over the ranks on the engine's GPUs. Only the leader gets the payloads.
+        Every rank must keep its bucket until the engine has loaded the payloads.
         """
         if self._engine is None:
             return PayloadBucket(None)
@@ -173,7 +182,7 @@ class SharedGpus(StageOrder, Leaders):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result of one leader's part: a value, the engines that failed, or another error."""
+    """Result of one leader's work: a value, the engines that failed, or another error."""
 
     value: Any = None
     failed: frozenset[str] = frozenset()
@@ -187,13 +196,19 @@ class _Outcome:
 class WeightPublisher:
     """Sends the policy of this trainer to engines.
 
-    `report` is that of the newest transfer, over all stages; on leading ranks only.
+    `report` is the report of the newest transfer, over all stages; it is set on leading ranks only.
     """
 
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """Collective. `directory`: where `disk` and `delta` publish; only this run may use it."""
+        """Create groups and sender. This is collective.
+
+        Args:
+            config: Settings of the run.
+            chunks: The model chunks of this rank.
+            directory: Where `disk` and `delta` publish; no other run may use it.
+        """
         self._settings, self._directory = config.weights, directory
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
@@ -202,7 +217,7 @@ class WeightPublisher:
             config.schedule.kv == "recompute"
         )
         if config.engines.placement == "colocated":
-            self._flush_cache = False  # its memory was given back, and the cache with it
+            self._flush_cache = False  # The KV cache was released with the engine's memory.
         self._names_in_fp8: frozenset[str] = frozenset()
         if config.engines.quantization == "fp8":
             self._names_in_fp8 = quantized_names(self._architecture)
@@ -211,7 +226,7 @@ class WeightPublisher:
         if config.engines.placement == "colocated":
             self._shared = SharedGpus(config.engines.count, config.engines.tensor, limit)
         self._order: StageLeaders | SharedGpus = self._shared or StageLeaders(limit)
-        # An engine loads one bucket while this rank makes the next two.
+        # An engine may load one bucket while this rank makes the next two.
         self._held: deque[Bucket] = deque(maxlen=_HELD_BUCKETS)
         self._sender: WeightSender | None = None
         device = sending_device(config.engines)
@@ -221,10 +236,13 @@ class WeightPublisher:
         self.report: TransferReport | None = None
 
     def publish(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
-        """Make `engines` hold `version`; returns the ids of those that do (same on every rank).
+        """Send `version` to `engines`, which must be idle or paused. This is collective.
 
-        The engines are ready for it (idle or paused). Raises ComponentFailure, on every rank, for
-        a failure that is not one engine's.
+        Returns:
+            The ids of the engines that have loaded the version, the same on every rank.
+
+        Raises:
+            ComponentFailure: On every rank, for a failure that no single engine has caused.
         """
         wanted = list(engines)
         while wanted:
@@ -238,16 +256,18 @@ class WeightPublisher:
         """Remove files published by earlier processes; call this once an update is verified."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
-        elif self._sender is not None:  # an earlier launch may have published files here
+        elif (
+            self._sender is not None
+        ):  # An earlier launch with another transport may have published here.
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave the engines alone."""
+        """Disconnect from the engines."""
         if self._sender is not None:
             self._sender.close()
 
     def _attempt(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> set[str]:
-        """Transfer once to all; returns the engines at which it failed."""
+        """Send the version to all `engines` once; return the ids of the engines that failed."""
         stream = self._stream()
         outcomes: list[_Outcome] = []
         sender, shared = self._sender, self._shared
@@ -257,7 +277,7 @@ class WeightPublisher:
             if all(outcome.ok for outcome in outcomes):
                 send = partial(sender.send, stream, version, self._flush_cache, self._order)
                 outcome = _outcome_of(send) if mine else _Outcome()
-                for _ in stream:  # other leaders may need this rank's shards
+                for _ in stream:  # Other leaders may need this rank's shards.
                     pass
                 outcomes = self._order.join(outcome)
             reports = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -273,7 +293,7 @@ class WeightPublisher:
         return _failed_engines(box[0])
 
     def _stream(self) -> Iterator[Bucket]:
-        """Buckets for the engines; collective."""
+        """Yield the buckets of weights for the engines. This is collective."""
         shared, size = self._shared, self._settings.bucket_mib * _MIB
         stream = stage_buckets(
             self._chunks,
@@ -288,7 +308,11 @@ class WeightPublisher:
             yield bucket if shared is None else self._held[-1]
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
-        """Connect in turn, as engines join one group after the other; to none: leave the last."""
+        """Connect the sender to `engines` when the previous leader has connected; disconnect it if
+        empty.
+
+        The order matters because each engine joins one group after the other.
+        """
         self._order.take()
         token = StageToken(failed=True)
         try:
@@ -311,7 +335,11 @@ def _outcome_of(work: Callable[[], Any]) -> _Outcome:
 
 
 def _failed_engines(outcomes: Sequence[_Outcome]) -> set[str]:
-    """The engines that failed. Raises the error of the first stage that had another one."""
+    """Return the engines that failed according to all leaders' outcomes.
+
+    Raises:
+        Exception: The error of the first leader that failed in another way.
+    """
     failed = {engine_id for outcome in outcomes for engine_id in outcome.failed}
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     own = [error for error in errors if not isinstance(error, EarlierStageFailed)]

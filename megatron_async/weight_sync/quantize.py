@@ -1,14 +1,15 @@
-"""Weights in fp8 for engines that hold them so (`engines.quantization: fp8`).
+"""Converts weights to fp8 for engines with `engines.quantization: fp8`.
 
-The form is SGLang's (and DeepSeek-V3's) block-wise one: a matrix in float8_e4m3fn, and beside it
-`weight_scale_inv` in float32 with one number for each block of 128 x 128, so that a weight is its
-fp8 number times its block's scale. Only linear layers are quantized: embedding, head, norms, biases
-and routers keep their precision.
+The format is the block-wise one of SGLang and DeepSeek-V3: a matrix in float8_e4m3fn and, beside
+it, `weight_scale_inv` in float32 with one number for each block of 128 x 128. A weight is its fp8
+number times the scale of its block. Only linear layers are quantized. Embedding, head, norms,
+biases and routers keep their precision.
 
 Invariants
-- Each fp8 number is the nearest one to weight / scale, and the largest weight of a block is the
-  largest fp8 number: the error is at most 1/16 of a weight, or scale / 1024 of a tiny one.
-- A weight that is not finite is an error that names the tensor.
+- Each fp8 number is the one nearest to weight / scale, and the largest weight of a block becomes
+  the largest fp8 number. So the error is at most 1/16 of a weight, or scale / 1024 for a tiny
+  weight.
+- A weight that is not finite causes an error that names its tensor.
 """
 
 from collections.abc import Iterator
@@ -24,39 +25,47 @@ from megatron_async.models.families import rules_of, stage_rules
 from megatron_async.models.shards import Rule, ShardLayout
 
 BLOCK = 128
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # Largest number of float8_e4m3fn.
 SCALE_SUFFIX = "_scale_inv"
 _LINEAR = {ShardLayout.ROWS, ShardLayout.COLUMNS, ShardLayout.QKV, ShardLayout.GATE_UP}
 
 
 def quantize(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 numbers [R, C] and block scales [ceil(R / 128), ceil(C / 128)] in float32."""
+    """Quantize a matrix to fp8.
+
+    Returns:
+        The fp8 numbers [R, C], and the scales of the blocks in float32, [ceil(R / 128), ceil(C /
+        128)].
+    """
     rows, columns = weight_RC.shape
     padded = torch.nn.functional.pad(
         weight_RC.detach().to(torch.float32), (0, -columns % BLOCK, 0, -rows % BLOCK)
     )
     blocks_rRcC = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     largest_rc = blocks_rRcC.abs().amax(dim=(1, 3))
-    # A block of zeros has no scale of its own; so has one too small for a normal float32 scale.
+    # A block of zeros, or of weights too small for a normal float32 scale, gets the scale 1.
     scale_rc = largest_rc / FP8_MAX
     scale_rc = torch.where(scale_rc < torch.finfo(torch.float32).tiny, 1.0, scale_rc)
-    # Rounding of the division may pass the largest number, which fp8 has no room for.
+    # Rounding of the division may exceed the largest number that fp8 can represent.
     numbers = (blocks_rRcC / scale_rc[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     quantized = numbers.to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
     return quantized.contiguous(), scale_rc
 
 
 def is_quantized(rule: Rule) -> bool:
-    """Return whether the tensors of this rule are matrices of linear layers."""
+    """Return whether the tensors of this rule are matrices of linear layers, which are
+    quantized."""
     return rule.is_matrix and rule.layout in _LINEAR
 
 
 def quantized_tensors(
     tensors: Iterator[tuple[str, Tensor]], names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same stream with those in `names` as fp8, each followed by its scales.
+    """Yield all `tensors`, with those in `names` converted to fp8 and each of these followed by its
+    scales.
 
-    Raises ComponentFailure naming a tensor that is not finite.
+    Raises:
+        ComponentFailure: If a tensor to be quantized is not finite; the message names it.
     """
     for name, tensor in tensors:
         if name not in names:
@@ -64,13 +73,15 @@ def quantized_tensors(
             continue
         quantized, scale = quantize(tensor)
         if not bool(scale.isfinite().all()):
-            raise ComponentFailure(f"{name} has weights that are not finite; fp8 cannot hold them")
+            raise ComponentFailure(
+                f"{name} has weights that are not finite; fp8 cannot represent them"
+            )
         yield name, quantized
         yield name + SCALE_SUFFIX, scale
 
 
 def quantized_names(architecture: Architecture) -> frozenset[str]:
-    """The Hugging Face tensors that become fp8."""
+    """Return the names of the Hugging Face tensors that are converted to fp8."""
     experts = architecture.experts.num if architecture.experts else 1
     return frozenset(
         name
@@ -82,7 +93,8 @@ def quantized_names(architecture: Architecture) -> frozenset[str]:
 
 
 def quantization_config(architecture: Architecture) -> dict[str, Any]:
-    """Return the entry of an fp8 checkpoint of this model in config.json."""
+    """Return the `quantization_config` that config.json of an fp8 checkpoint of this model
+    contains."""
     kept = [
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
         for rule, layer in stage_rules(architecture)
@@ -97,11 +109,16 @@ def quantization_config(architecture: Architecture) -> dict[str, Any]:
 
 
 def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) -> None:
-    """Refuse a model that engines cannot hold in fp8. Raises UserError."""
+    """Check that engines can run a model in fp8.
+
+    Raises:
+        UserError: If the engines run on CPUs, or a matrix cannot be divided into blocks for each
+            GPU.
+    """
     if device == "cpu":
         raise UserError(
-            "engines.quantization is fp8, which needs GPU engines: SGLang's fp8 layers do not run "
-            "on this kind of CPU (engines.device is cpu)"
+            "engines.quantization is fp8 and engines.device is cpu; SGLang's fp8 layers do not run "
+            "on this kind of CPU. Use GPU engines, or no quantization."
         )
     for rule in rules_of(architecture):
         if not is_quantized(rule):
@@ -110,7 +127,7 @@ def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) ->
             dim = 1 if rule.layout is ShardLayout.COLUMNS else 0
             if shape[dim] % (BLOCK * engines.tensor):
                 raise UserError(
-                    f"engines.quantization is fp8, but {name} has {shape[dim]} "
-                    f"{'columns' if dim else 'rows'}, which engines.tensor {engines.tensor} does "
-                    f"not divide into blocks of {BLOCK}"
+                    f"engines.quantization is fp8 and {name} has {shape[dim]} "
+                    f"{'columns' if dim else 'rows'}; engines.tensor {engines.tensor} does not "
+                    f"divide them into blocks of {BLOCK}"
                 )

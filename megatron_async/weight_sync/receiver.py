@@ -1,14 +1,15 @@
-"""The engine's end of `weights.transport: delta`: whole weights made of differences, beside it.
+"""Receives weights in an engine (`weights.transport: delta`) and makes whole weights from
+differences.
 
-It lives in the engine's server process (`engines/sglang/receiver.py`) and keeps one policy version
-in a directory of its machine: safetensors in bfloat16, which the engine then loads from there.
+It runs in the engine's server process (`engines/sglang/receiver.py`) and keeps one policy version
+in a directory of its machine, as safetensors in bfloat16, from which the engine loads it.
 
 Invariants
-- A version is there whole, with the checksums of its manifest, or not at all: nothing is ever
-  loaded from a mixture.
-- Whatever is wrong with differences (another base, a damaged file on either side) is
-  `FullVersionNeeded`; the version that was held stays. A whole version that is
-  damaged is a ComponentFailure.
+- A version exists completely, with the checksums of its manifest, or not at all. A mixture of
+  versions is never loaded.
+- Any problem with differences (another base, a damaged file on either side) raises
+  `FullVersionNeeded`, and the previous version is kept. A damaged whole version raises a
+  ComponentFailure.
 """
 
 import mmap
@@ -36,29 +37,37 @@ _PREFIX = "megatron-async-weights-"
 
 
 class FullVersionNeeded(ComponentFailure):
-    """The differences do not lead from what this receiver holds to the version wanted."""
+    """The published differences do not lead from the receiver's version to the requested
+    version."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """A version on this machine, and the bytes that were read of its published files."""
+    """A version on this machine, and the number of bytes that were read from its published
+    files."""
 
     path: Path
     bytes: int
 
 
 class WeightReceiver:
-    """Keeps the newest version below `root`, a directory that nobody else writes to."""
+    """Keeps the newest version below `root`, a directory that nothing else writes to."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._held: tuple[VersionManifest, Path] | None = None
 
     def receive(self, directory: Path, version: str, *, full: bool) -> Received:
-        """Make `version`, published in `directory`, whole on this machine.
+        """Make `version`, which is published in `directory`, complete on this machine.
 
-        Raises FullVersionNeeded when that takes the whole version and `full` is false, and
-        ComponentFailure when it cannot be done.
+        Args:
+            directory: Directory in which versions are published.
+            version: The policy version.
+            full: Whether to read the whole version; otherwise its differences are read.
+
+        Raises:
+            FullVersionNeeded: If `full` is false and differences are not sufficient.
+            ComponentFailure: If the version cannot be made complete.
         """
         source = directory / (version if full else version + DELTA_SUFFIX)
         try:
@@ -79,22 +88,23 @@ class WeightReceiver:
     def _take_delta(self, source: Path, manifest: VersionManifest) -> Received:
         if self._held is None:
             raise FullVersionNeeded(
-                f"{manifest.version} came as differences, and nothing is held yet"
+                f"{manifest.version} was published as differences, but this engine has no version "
+                "yet"
             )
         held, base = self._held
         if held.digest == manifest.digest and held.version == manifest.version:
-            try:  # it is sent again because something was wrong: perhaps these very files
+            try:  # The version is sent again after a failure, which these files may have caused.
                 for name, expected in held.shards.items():
                     read_shard(base, name, expected)
             except ComponentFailure as error:
                 raise FullVersionNeeded(
-                    f"{held.version} is held, but not whole: {error}"
+                    f"the files of {held.version} are damaged: {error}"
                 ) from error
             return Received(base, 0)
         if held.digest != manifest.base:
             raise FullVersionNeeded(
-                f"the differences to {manifest.version} are not against {held.version}, which is "
-                "held"
+                f"the differences to {manifest.version} are not relative to {held.version}, which "
+                "this engine has"
             )
         files = manifest.files or {}
 
@@ -105,11 +115,13 @@ class WeightReceiver:
                     data = apply(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), delta)
             except (ComponentFailure, DeltaError, OSError, KeyError, ValueError) as error:
                 raise FullVersionNeeded(
-                    f"the differences from {held.version} to {manifest.version} do not hold: "
+                    f"the differences from {held.version} to {manifest.version} cannot be applied: "
                     f"{name}: {error}"
                 ) from error
             if shard_of(data) != expected:
-                raise FullVersionNeeded(f"{name} of {manifest.version} is not what was published")
+                raise FullVersionNeeded(
+                    f"{name} of {manifest.version} differs from what was published"
+                )
             return data
 
         return self._make(manifest, shard, sum(file.bytes for file in files.values()))
@@ -117,7 +129,7 @@ class WeightReceiver:
     def _make(
         self, manifest: VersionManifest, shard: Callable[[str, ShardRecord], bytes], size: int
     ) -> Received:
-        """Write all shards, then let go of the version before."""
+        """Write all shards of a version; then remove the previous version."""
         target = VersionWriter(self._root, f"{manifest.version}-{manifest.digest[:16]}")
         try:
             for name, expected in manifest.shards.items():
@@ -126,7 +138,7 @@ class WeightReceiver:
                 VersionManifest(manifest.version, manifest.shards, manifest.owners)
             )
         except (OSError, CannotWrite) as error:
-            raise ComponentFailure(f"weights cannot be kept in {self._root}: {error}") from error
+            raise ComponentFailure(f"weights cannot be written to {self._root}: {error}") from error
         finally:
             target.discard()
         before, self._held = self._held, (manifest, path)

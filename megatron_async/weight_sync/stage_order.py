@@ -1,15 +1,15 @@
-"""StageOrder: the senders of a trainer's pipeline stages talk to the engines one after the other.
+"""Lets the senders of a trainer's pipeline stages send to the engines one after the other.
 
-Each stage's leader gathers and sends its own layers over its own connection. Engines take what
-they are asked in the order of arrival, and that order must be the same on all of them: two groups
-whose broadcasts they entered in different orders would wait for each other for ever. Hence a token
-that passes from stage to stage; gathering a first bucket, or writing files, needs no turn.
+The leader of each stage gathers and sends the layers of its stage over its own connection. Engines
+process requests in the order of arrival, and that order must be the same on all engines: if two
+groups entered broadcasts in different orders, they would wait for each other forever. Therefore a
+token passes from stage to stage. Gathering a first bucket, and writing files, need no token.
 
 Invariants
-- The stage before hands on its token exactly once for each `take`, also when it has failed.
-- A stage after one that failed sends nothing: its `take` raises `EarlierStageFailed`.
+- The previous stage passes its token on exactly once for each `take`, also after it has failed.
+- A stage after a failed one sends nothing: its `take` raises `EarlierStageFailed`.
 
-`publisher.py` has that of a real trainer; a sender that is alone needs none.
+`publisher.py` implements the order of a real trainer. A single sender needs none.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,24 @@ from typing import Any, Final
 
 from megatron_async.errors import ComponentFailure
 
-# Senders of a trainer that send at the same time; the simulator counts with as many.
+# Number of a trainer's senders that send at the same time; the simulator assumes the same number.
 SENDERS_AT_ONCE: Final = 1
 
 
 class EarlierStageFailed(ComponentFailure):
-    """The stage before did not get through; its own leader has the reason."""
+    """The previous pipeline stage has failed to send its weights; its own leader reports the
+    reason."""
 
 
 @dataclass(frozen=True)
 class StageToken:
-    """Work of the stages before: the names they have sent, and what they have written."""
+    """What the previous stages have done in an update.
+
+    Attributes:
+        names: Names of the tensors that they have sent.
+        written: Entries of the files that they have written.
+        failed: Whether one of them has failed.
+    """
 
     names: frozenset[str] = frozenset()
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -36,14 +43,19 @@ class StageToken:
 
 
 class StageOrder:
-    """A leader's place in the order of senders; this one is a sender alone."""
+    """The position of a leader in the order of senders; this class is the order of a single
+    sender."""
 
     index = 0
     last = True
 
     def take(self) -> StageToken:
-        """Wait for the stage before. Raises EarlierStageFailed."""
+        """Wait for the token of the previous stage, and return it.
+
+        Raises:
+            EarlierStageFailed: If a previous stage has failed.
+        """
         return StageToken()
 
     def hand_on(self, token: StageToken) -> None:
-        """Let the next stage go on; does nothing on the last one."""
+        """Pass the token to the next stage; does nothing in the last stage."""

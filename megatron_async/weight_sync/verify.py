@@ -1,14 +1,15 @@
-"""Do engines hold what the trainer sent, and sample from what their log-probs describe?
+"""Checks that engines have what the trainer sent, and that their log-probs describe what they
+sample.
 
-Pure checks of what engines report. SGLang accepts a tensor whose name it does not know and ignores
-it, its checksums are over its own fused layout, so that a trainer cannot compute them, and some of
-its settings change log-probs or sampling. Hence four checks, each of which catches what the others
-cannot (docs/semantics.md section 5):
+These are pure checks of the engines' reports. They are needed because SGLang accepts and ignores a
+tensor with an unknown name, because its checksums are over its own fused layout, which a trainer
+cannot compute, and because some of its settings change log-probs or sampling. Each of the four
+checks detects what the others cannot (docs/semantics.md section 5):
 
-- every name that is sent belongs to a parameter that the engine has (`NameCheck.add`);
-- every parameter that the engine has was sent (`NameCheck.finish`);
-- all engines hold one version under one checksum (`agreed_checksum`, `disagreement`);
-- tokens that an engine samples have ratio 1 under the trainer (`RatioCheck`).
+- Every name that is sent belongs to a parameter of the engine (`NameCheck.add`).
+- Every parameter of the engine was sent (`NameCheck.finish`).
+- All engines have the same version with the same checksum (`agreed_checksum`, `disagreement`).
+- Tokens that an engine samples have ratio 1 under the trainer (`RatioCheck`).
 """
 
 import math
@@ -36,7 +37,9 @@ _FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def engine_parameter(name: str) -> str:
-    """SGLang's parameter that holds the Hugging Face tensor `name` (fused QKV, gate/up, experts).
+    """Return the name of SGLang's parameter that contains the Hugging Face tensor `name`.
+
+    SGLang fuses query, key and value, gate and up projections, and experts.
 
     >>> engine_parameter("model.layers.0.self_attn.k_proj.weight")
     'model.layers.0.self_attn.qkv_proj.weight'
@@ -49,9 +52,9 @@ def engine_parameter(name: str) -> str:
 
 
 def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
-    """Parameter names in an engine's reply to `weights_checker` (all its ranks).
+    """Return all parameter names in an engine's reply to `weights_checker`, of all its ranks.
 
-    None in a reply that is not of its form.
+    The result is empty for a reply of another form.
     """
     try:
         return frozenset(name for rank in checksum_answer["ranks"] for name in rank["checksums"])
@@ -60,7 +63,7 @@ def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
 
 
 class NameCheck:
-    """Compares the names of one update with the parameters that the engines have."""
+    """Compares the tensor names of one update with the parameters of the engines."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -83,35 +86,39 @@ class NameCheck:
         ]
         if unknown:
             raise ComponentFailure(
-                f"the engines do not know {_listing(unknown)}: they would ignore it silently"
+                f"the engines have no parameter for {_listing(unknown)}; they would ignore it "
+                "silently"
             )
         self._sent.update(owners.values())
         self._sent.update(owners)
 
     @property
     def sent(self) -> frozenset[str]:
-        """Names of this update so far, and the engines' parameters that they belong to."""
+        """Names sent in this update so far, and the engines' parameters that they belong to."""
         return frozenset(self._sent)
 
     def sent_before(self, names: Iterable[str]) -> None:
-        """Add the names that another sender of the same update had in `sent`."""
+        """Add the names that another sender of the same update has sent (its `sent`)."""
         self._sent.update(names)
 
     def finish(self) -> None:
-        """The update is complete. Raises ComponentFailure if a parameter was left out.
+        """Check that the complete update has all parameters of the engines.
 
-        Scales of quantized weights are made by the engine and not sent.
+        Scales of quantized weights need not be sent, because the engine computes them.
+
+        Raises:
+            ComponentFailure: If a parameter is missing.
         """
         missing = [name for name in self._known - self._sent if _SCALES.search(name) is None]
         if missing:
             raise ComponentFailure(
-                f"the update left out {_listing(missing)}, which the engines would keep as it was"
+                f"the update lacks {_listing(missing)}, which the engines would keep unchanged"
             )
 
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """Report of an engine about the version that it holds."""
+    """The version that an engine reports to have loaded, with the checksum of its weights."""
 
     engine_id: str
     version: PolicyVersion
@@ -119,7 +126,8 @@ class HeldVersion:
 
 
 def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> str | None:
-    """The checksum that most engines with `version` have; None where two are equally common."""
+    """Return the checksum that most engines with `version` report; None if two are equally
+    common."""
     counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
     clear = len(counts) == 1 or (len(counts) == 2 and counts[0][1] > counts[1][1])
     return counts[0][0] if clear else None
@@ -128,7 +136,8 @@ def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> s
 def disagreement(
     held: HeldVersion, reports: Sequence[HeldVersion], version: PolicyVersion, agreed: str | None
 ) -> str | None:
-    """Return the reason if this engine does not hold `version` as agreed."""
+    """Return why the engine of `held` does not have `version` with the `agreed` checksum; None if
+    it does."""
     if held.version != version:
         return (
             f"engine {held.engine_id} reports version {held.version} after the update to {version}"
@@ -141,41 +150,46 @@ def disagreement(
 
 @dataclass(frozen=True)
 class RatioError:
-    """Mean and largest |engine - trainer| log-prob over the tokens that an engine sampled."""
+    """Mean and largest |engine's log-prob - trainer's log-prob| over tokens that an engine has
+    sampled."""
 
     mean: float
     largest: float
 
     @classmethod
     def of(cls, engine_N: FloatArray, trainer_N: FloatArray) -> "RatioError":
-        """Compare two arrays [N], N > 0. What is not a number stays so, and passes no check."""
+        """Compare two arrays of log-probs [N], N > 0. NaN is kept, and passes no check."""
         error_N = np.abs(engine_N.astype(np.float64) - trainer_N.astype(np.float64))
         return cls(float(error_N.mean()), float(error_N.max()))
 
 
 EXACT_TOLERANCE = 1e-4
-"""Largest mean error at temperature 1 where engine and trainer compute in float32."""
+"""Largest accepted mean error at temperature 1 if engine and trainer compute in float32."""
 BASELINE_UPDATES = 4
-"""Updates from which the usual error is learned where one of them computes in less."""
+"""Number of updates from which the usual error is learned if one of them computes in less
+precision."""
 GROSS_FACTOR = 10.0
-"""A mean error above this many times the usual one is a gross error, ..."""
+"""Multiple of the usual mean error above which an error is gross, within the next two bounds."""
 GROSS_LEAST, GROSS_MOST = 0.2, 1.0
-"""... but none below the first of these is, and each above the second; that one alone counts while
-the baseline is learned. Weights of another model are 2 to 9 off, log-probs at another temperature
-1.7; healthy half-precision runs are reported with 0.03 to 0.4."""
+"""Mean errors below `GROSS_LEAST` are never gross, and errors above `GROSS_MOST` always are.
+
+While the usual error is being learned, only `GROSS_MOST` counts. Weights of another model have
+errors of 2 to 9, log-probs at another temperature 1.7. Healthy half-precision runs are reported
+with 0.03 to 0.4."""
 
 
 class RatioCheck:
-    """Limit on the distance from 1 of ratios of on-policy tokens; it learns what is usual.
+    """Limits the error of log-probs of on-policy tokens, and learns which error is usual.
 
-    With `tolerance` that is the limit of the mean error. Without: `EXACT_TOLERANCE` where all
-    compute in float32 (`exact`); else gross errors alone do not pass. The baseline is the median of
-    the engines' mean errors over the first `BASELINE_UPDATES` updates of this object's life.
+    With `tolerance`, that is the limit of the mean error. Without it, the limit is
+    `EXACT_TOLERANCE` if engine and trainer compute in float32 (`exact`); otherwise only gross
+    errors fail. The usual error is the median of the engines' mean errors over the first
+    `BASELINE_UPDATES` updates that this object sees.
     """
 
     def __init__(self, *, tolerance: float | None, temperature: float) -> None:
         self._tolerance = tolerance
-        # An error of the logits is divided by it.
+        # The temperature divides an error of the logits.
         self._exact = EXACT_TOLERANCE / min(1.0, temperature)
         self._learned: list[list[float]] = []
 
@@ -187,7 +201,7 @@ class RatioCheck:
         return median(mean for update in self._learned for mean in update)
 
     def limit(self, *, exact: bool) -> float:
-        """Largest mean error that passes."""
+        """Return the largest mean error that passes; `exact` is whether all compute in float32."""
         if self._tolerance is not None:
             return self._tolerance
         if exact:
@@ -197,17 +211,19 @@ class RatioCheck:
         return min(GROSS_MOST, max(GROSS_LEAST, GROSS_FACTOR * self.baseline))
 
     def passes(self, error: RatioError, *, exact: bool) -> bool:
-        """Return whether an engine's error is within the limit (a NaN never is)."""
+        """Return whether an engine's error is within the limit; NaN is not."""
         return error.mean <= self.limit(exact=exact)
 
     def learn(self, errors: Iterable[RatioError]) -> None:
-        """Add an update's errors, of the engines that passed."""
+        """Add the errors of an update, of the engines that passed, to the baseline until it is
+        complete."""
         means = [error.mean for error in errors]
         if means and self.baseline is None:
             self._learned.append(means)
 
     def drift(self, errors: Iterable[RatioError]) -> float | None:
-        """The largest of the mean errors over the usual one; None until that is learned."""
+        """Return the largest mean error divided by the usual one; None until the usual error is
+        learned."""
         worst = max((error.mean for error in errors), default=math.nan)
         return None if self.baseline is None else worst / max(self.baseline, 1e-12)
 

@@ -1,12 +1,13 @@
-"""A directory that holds one policy version: safetensors shards, an index, a manifest.
+"""Writes and reads a directory with one policy version: safetensors shards, an index, a manifest.
 
     <directory>/<name>/{model-00-00001.safetensors, ..., model.safetensors.index.json,
                         manifest.json}
 
 Invariants
-- It exists complete or not at all: it is written under another name, flushed and renamed.
-- The manifest holds the SHA-256 of every shard, and one of itself: `read_manifest` raises on any
-  difference in the manifest, `check_shard` on one in a shard.
+- The directory exists completely or not at all: it is written under another name, flushed and
+  renamed.
+- The manifest contains the SHA-256 of every shard and of itself. `read_manifest` raises an error if
+  the manifest was changed, and `read_shard` if a shard was.
 """
 
 import hashlib
@@ -31,23 +32,29 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Entry of a manifest for one file."""
+    """Checksum and size of one file, as a manifest records them."""
 
     sha256: str
     bytes: int
 
 
 def shard_of(data: bytes) -> ShardRecord:
-    """The entry of a file with this content."""
+    """Return the record of a file with the content `data`."""
     return ShardRecord(hashlib.sha256(data).hexdigest(), len(data))
 
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """A published version. `owners` maps each tensor to the shard that holds it.
+    """Manifest of a published version.
 
-    Of differences (`delta.py`), `base` is the digest of the version that they are against, and
-    `files` are the files of differences, named like the shard that each of them makes.
+    Attributes:
+        version: The policy version.
+        shards: Record of each shard of the whole version, by file name.
+        owners: Name of the shard that contains each tensor.
+        base: If the directory contains differences (`delta.py`), the digest of the version that
+            they are relative to; otherwise None.
+        files: Records of the files with differences; each has the name of the shard that it
+            produces.
     """
 
     version: str
@@ -58,22 +65,26 @@ class VersionManifest:
 
     @property
     def digest(self) -> str:
-        """Identifies the weights, bit for bit: over all shards of the whole model."""
+        """Digest that identifies the weights bit for bit, over all shards of the whole model."""
         return _sha256({name: shard.sha256 for name, shard in self.shards.items()})
 
     def to_json(self) -> bytes:
-        """Serialize it, with a checksum of itself."""
+        """Serialize the manifest, with a checksum of its own content."""
         content = asdict(self)
         return json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> VersionManifest:
-    """The manifest of a published directory. Raises ComponentFailure if it is not as written."""
+    """Read the manifest of the published directory `path`.
+
+    Raises:
+        ComponentFailure: If the manifest is missing or was changed.
+    """
     try:
         content = json.loads((path / MANIFEST).read_bytes())
         recorded = content.pop("sha256")
         if recorded != _sha256(content):
-            raise ValueError("its checksum is not that of its content")
+            raise ValueError("its checksum does not match its content")
         return TypeAdapter(VersionManifest).validate_python(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ComponentFailure(
@@ -82,7 +93,11 @@ def read_manifest(path: Path) -> VersionManifest:
 
 
 def read_shard(path: Path, name: str, expected: ShardRecord) -> bytes:
-    """A shard's content. Raises ComponentFailure if it is not as written."""
+    """Read the shard `name` of the published directory `path`.
+
+    Raises:
+        ComponentFailure: If the shard is missing or differs from its record `expected`.
+    """
     try:
         data = (path / name).read_bytes()
     except OSError as error:
@@ -93,7 +108,8 @@ def read_shard(path: Path, name: str, expected: ShardRecord) -> bytes:
 
 
 class VersionWriter:
-    """A directory in the making. Several stages' senders may write to the same one."""
+    """Writes a version directory; it gets its name in `finish`. Senders of several stages may share
+    one."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.path = directory / name
@@ -101,14 +117,15 @@ class VersionWriter:
         self._partial.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, data: bytes) -> ShardRecord:
-        """Write a file."""
+        """Write the file `name` with the content `data`; return its record."""
         _write(self._partial / name, data)
         return shard_of(data)
 
     def finish(self, manifest: VersionManifest, *, index: bool = True) -> Path:
-        """Index and manifest, then the rename; an older directory of the name is replaced.
+        """Write index and manifest, then rename the directory; an older one of that name is
+        replaced.
 
-        Files of an attempt that failed before are removed.
+        Files of an earlier, failed attempt are removed first.
         """
         files = manifest.shards if manifest.files is None else manifest.files
         for path in self._partial.iterdir():
@@ -125,12 +142,12 @@ class VersionWriter:
         return self.path
 
     def discard(self) -> None:
-        """Remove what was written; does nothing after `finish`."""
+        """Remove the files that were written; does nothing after `finish`."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """A bucket as the content of a safetensors file."""
+    """Return the tensors of a bucket as the content of a safetensors file."""
     return save({name: tensor.detach().cpu().contiguous() for name, tensor in bucket})
 
 

@@ -210,7 +210,7 @@ class Engine(FakeEngine):
             r"did not enter the first broadcast within weights\.timeout_sec",
         ),
         (Engine("receives"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
-        (Engine("refuses"), 20.0, r"engine engine .*answered 400"),
+        (Engine("refuses"), 20.0, r"engine engine .*returned status 400"),
     ],
     ids=["waits for nothing", "has answered", "refuses"],
 )
@@ -257,7 +257,7 @@ def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> N
 def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
     sender = _sender()
     sender.connect([start("works")])
-    with pytest.raises(ComponentFailure, match=r"left out 'y\.weight'"):
+    with pytest.raises(ComponentFailure, match=r"lacks 'y\.weight'"):
         sender.send(_buckets()[:1], VERSION)
     sender.close()
 

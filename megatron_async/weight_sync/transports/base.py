@@ -1,4 +1,4 @@
-"""Transports of a new policy version to the engines: the interface, and what all share.
+"""Provides the interface of transports, which send a new policy version to the engines.
 
     sender = make_sender(config.weights, config.engines, torch.device("cpu"), directory)
     sender.connect(addresses)                     # again whenever the set of engines changes
@@ -6,16 +6,17 @@
     sender.close()
 
 Invariants
-- The caller of `send` keeps the engines idle or paused; nothing is generated between its first and
-  its last bucket. The version is announced with the last bucket, so no token is ever labeled with
-  weights that were only partly there.
-- Names are checked against the engines' own parameters before they are sent, completeness after.
-- Every wait has a limit. After any failure the engines that are left hold an undefined mixture:
-  `send` raises `EngineCallError` (its `engine_ids` are the engines at fault), the connection is
-  torn down, and the next `connect` starts afresh with whichever engines it is given.
-- Each pipeline stage of the trainer has a sender (on its leading rank) for its own layers; they
-  send one after the other (`stage_order.py`). The buckets' iterator may be collective: a sender
-  that fails leaves the rest of it to its caller.
+- The caller of `send` keeps the engines idle or paused: nothing is generated between the first and
+  the last bucket. The version is announced with the last bucket, so no token is ever labeled with a
+  version whose weights were loaded only in part.
+- Names are checked against the engines' parameters before they are sent, and completeness after.
+- Every wait has a limit. After any failure the remaining engines have an undefined mixture of
+  weights. `send` raises `EngineCallError`, whose `engine_ids` are the engines that caused the
+  failure. The connection is closed, and the next `connect` starts again with the engines that it is
+  given.
+- Each pipeline stage of the trainer has a sender, on its leading rank, for its own layers. The
+  senders send one after the other (`stage_order.py`). The iterator of buckets may be collective: a
+  sender that fails leaves the remaining buckets to its caller.
 """
 
 import abc
@@ -41,7 +42,8 @@ from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 NamedTensor = tuple[str, Tensor]
 Bucket = Sequence[NamedTensor]
 
-# Limits of what surrounds a transfer, which has `weights.timeout_seconds`.
+# Time limits, in seconds, of the steps around a transfer. The transfer itself is limited by
+# `weights.timeout_seconds`.
 HEALTH_SECONDS = 5.0
 JOIN_SECONDS = 60.0
 LAST_ANSWERS_SECONDS = 1.0
@@ -52,9 +54,12 @@ _ALONE = StageOrder()
 
 @dataclass
 class TransferReport:
-    """Cost of an update. `phases` are seconds; they overlap, so their sum is not `seconds`.
+    """Cost of an update.
 
-    `bytes` are those of the tensors, `sent_bytes` what one engine was sent of them.
+    Attributes:
+        bytes: Number of bytes of all tensors.
+        sent_bytes: Number of bytes that one engine was sent.
+        phases: Seconds of each phase. Phases overlap, so their sum is not `seconds`.
     """
 
     version: PolicyVersion
@@ -67,7 +72,7 @@ class TransferReport:
 
 
 class Transfer:
-    """A sender's share of an update: its buckets, its turn, and what is counted on the way."""
+    """One sender's part of an update: its buckets, its position in the order, and its report."""
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class Transfer:
         self._began = self._last_lap = time.perf_counter()
 
     def buckets(self) -> Iterator[Bucket]:
-        """This stage's buckets, their names checked."""
+        """Yield the buckets of this stage, after checking and counting their tensors."""
         for bucket in self._buckets:
             self._check.add(name for name, _ in bucket)
             self.report.buckets += 1
@@ -102,13 +107,14 @@ class Transfer:
             yield bucket
 
     def lap(self, phase: str) -> None:
-        """Put the time since the last lap on `phase`."""
+        """Add the time since the previous call to the phase `phase`."""
         now = time.perf_counter()
         self.report.phases[phase] += now - self._last_lap
         self._last_lap = now
 
     def turn(self) -> Mapping[str, Any]:
-        """Wait until the stages before have sent theirs; what they have written."""
+        """Wait until the previous stages have sent their layers; return the entries that they have
+        written."""
         if self._before is None:
             self._asked = True
             self._before = before = self._order.take()
@@ -117,7 +123,11 @@ class Transfer:
         return self._before.written
 
     def finish(self) -> TransferReport:
-        """Everything was sent. Raises ComponentFailure if the whole update lacks a parameter."""
+        """End the transfer of this stage, pass the token on, and return the report.
+
+        Raises:
+            ComponentFailure: If this is the last stage and the whole update lacks a parameter.
+        """
         self.turn()
         if self.is_last:
             self._check.finish()
@@ -126,15 +136,17 @@ class Transfer:
         return self.report
 
     def give_up(self) -> None:
-        """Give up after a failure; the stages behind must not wait."""
+        """Pass on a token that reports a failure, so that later stages do not wait."""
         if not self._asked:
-            with contextlib.suppress(EarlierStageFailed):  # its own leader has the reason
+            with contextlib.suppress(
+                EarlierStageFailed
+            ):  # The leader of the failed stage reports the reason.
                 self._order.take()
         self._order.hand_on(StageToken(failed=True))
 
 
 class WeightSender(abc.ABC):
-    """Sends policy versions to a set of engines."""
+    """Sends policy versions to a set of engines; base class of all transports."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig) -> None:
         self.settings = settings
@@ -144,12 +156,14 @@ class WeightSender(abc.ABC):
         self._known: frozenset[str] = frozenset()
 
     def connect(self, engines: Sequence[EngineAddress]) -> None:
-        """Make ready to send to exactly these engines; does nothing if that is so already.
+        """Connect to exactly these engines; does nothing if they are connected already.
 
-        Raises EngineCallError naming the engines that do not answer, or not as the others do.
+        Raises:
+            EngineCallError: If engines do not reply, or report other parameters than most; it names
+                them.
         """
         if not engines:
-            raise ComponentFailure("there is no engine to send weights to")
+            raise ComponentFailure("no engine exists to send weights to")
         if self.calls.engines == tuple(engines):
             return
         self.disconnect()
@@ -160,12 +174,13 @@ class WeightSender(abc.ABC):
                 "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
             )
             found = [engine_parameters(answer) for answer in answers]
-            # The parameters are those of one model as long as the run lasts; damage loses some.
+            # All engines have the parameters of one model for the whole run. A damaged engine may
+            # lack some.
             self._known = self._known or max(found, key=lambda p: (found.count(p), len(p)))
             reported = zip(engines, found, strict=True)
             odd = [engine.engine_id for engine, p in reported if p != self._known or not p]
             if odd:
-                what = "reported no parameters of the model, or others than the other engines"
+                what = "reported no parameters, or other parameters than most engines"
                 raise EngineCallError(f"{', '.join(odd)} {what}", odd)
             self._open_link()
         except BaseException:
@@ -173,7 +188,7 @@ class WeightSender(abc.ABC):
             raise
 
     def disconnect(self) -> None:
-        """Leave the engines alone; `connect` may follow. Never raises for a dead engine."""
+        """Disconnect from the engines; `connect` may follow. A dead engine causes no error."""
         if not self.calls.engines:
             return
         try:
@@ -189,14 +204,22 @@ class WeightSender(abc.ABC):
         flush_cache: bool = True,
         order: StageOrder = _ALONE,
     ) -> TransferReport:
-        """Make all connected engines hold `version`. They must be paused.
+        """Send the weights of `version` to all connected engines, which must be idle or paused.
 
-        `flush_cache=False` keeps the KV cache that older weights made (pause mode `in_place`).
-        `order` is that of the senders of several pipeline stages, each with buckets of its own.
-        Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
+        Args:
+            buckets: The tensors of this stage.
+            version: The policy version.
+            flush_cache: Whether engines discard the KV cache of older weights. False with pause
+                mode `in_place`.
+            order: Order of the senders of several pipeline stages, each with its own buckets.
+
+        Raises:
+            EngineCallError: If engines have failed. The weights of all engines are undefined then.
+            ComponentFailure: If something else has failed. The weights of all engines are undefined
+                then.
         """
         if not self.calls.engines:
-            raise ComponentFailure("weights were to be sent before any engine was connected")
+            raise ComponentFailure("no engine is connected to send weights to")
         transfer = Transfer(
             buckets,
             version,
@@ -215,23 +238,25 @@ class WeightSender(abc.ABC):
             raise
 
     def close(self) -> None:
-        """Release everything."""
+        """Disconnect from the engines and release all resources."""
         self.disconnect()
 
-    def _open_link(self) -> None:  # noqa: B027 - most transports need HTTP alone
-        """Open what the transport needs beside HTTP; engines answer."""
+    def _open_link(self) -> None:  # noqa: B027 - most transports need only HTTP
+        """Open the connection that the transport needs in addition to HTTP, if any. Engines have
+        replied."""
 
     def _close_link(self) -> None:  # noqa: B027
-        """Undo `_open_link`, whatever state the engines are in."""
+        """Close what `_open_link` has opened, in whatever state the engines are."""
 
     @abc.abstractmethod
     def _transfer(self, transfer: Transfer) -> None:
-        """Send this stage's buckets in its turn; the last stage's last one with the version."""
+        """Send the buckets of this stage when its turn comes; the last bucket of the last stage
+        announces the version."""
 
     def _begin_session(self, transfer: Transfer) -> None:
-        """Wait for this stage's turn; the first stage opens a session on every engine.
+        """Wait for the previous stages; in the first stage, open an update session on every engine.
 
-        A session that a failure left open is closed.
+        A session that an earlier failure left open is closed first.
         """
         transfer.turn()
         if transfer.stage:
@@ -251,12 +276,13 @@ class WeightSender(abc.ABC):
             transfer.lap("end")
 
     def _end_sessions_quietly(self, calls: EngineCalls) -> None:
-        """Close whatever sessions are open; engines without one refuse, which is fine."""
+        """Close any open sessions. An engine without an open session rejects the call, which is
+        ignored."""
         for future in calls.start("end_weight_update", lambda _: {}, CLEANUP_SECONDS):
             future.exception()
 
     def _abandon(self) -> None:
-        """Free the engines that still wait after a failed transfer."""
+        """Release engines that still wait, after a failed transfer."""
         survivors = EngineCalls(self.calls.engines, self.engine_settings.api_key)
         self.disconnect()
         try:
@@ -266,17 +292,17 @@ class WeightSender(abc.ABC):
 
 
 def time_left(deadline: AwakeDeadline) -> float:
-    """Seconds until `deadline`; at least a moment, so that a call can fail."""
+    """Return the seconds until `deadline`, but at least 0.05, so that a call can still fail."""
     return max(deadline.left, 0.05)
 
 
 def size_of(bucket: Bucket) -> int:
-    """Bytes of all its tensors."""
+    """Return the number of bytes of all tensors of a bucket."""
     return sum(tensor.nbytes for _, tensor in bucket)
 
 
 def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None]]:
-    """Each bucket with the one after it, None after the last."""
+    """Yield each bucket together with the following one, or with None for the last."""
     held: Bucket | None = None
     for bucket in buckets:
         if held is not None:
@@ -287,7 +313,7 @@ def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None
 
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:
-    """Add the costs of all stages; they end together."""
+    """Return one report for all stages: the sum of their costs, and the time of the slowest."""
     total = TransferReport(reports[0].version, seconds=max(r.seconds for r in reports))
     for report in reports:
         total.buckets += report.buckets
@@ -300,17 +326,22 @@ def combined(reports: Sequence[TransferReport]) -> TransferReport:
 
 
 def seconds_to_give_up(settings: WeightsConfig) -> float:
-    """Longest time of an attempt that fails, connecting and cleaning up included.
+    """Return the longest time in seconds that a failing attempt can take, with connecting and
+    cleaning up.
 
-    Of the waits that have `weights.timeout_seconds` at most one runs to its end, since it fails
-    then. Around it: the group of the update before is left, engines join, a session that was left
-    open is closed; after it the new group is ended and left, and its session closed.
+    At most one of the waits that `weights.timeout_seconds` limits reaches its limit, since the
+    attempt fails then. Before it, the group of the previous update is left, engines join, and a
+    session that was left open is closed. After it, the new group is ended and left, and its session
+    is closed.
     """
     around = HEALTH_SECONDS + JOIN_SECONDS + 3 * LAST_ANSWERS_SECONDS + 5 * CLEANUP_SECONDS
     return settings.timeout_seconds + around + SEARCH_SECONDS
 
 
 def sending_device(engines: EngineConfig) -> torch.device:
-    """The engines' kind of device: NCCL and IPC handles do not reach engines that run on CPUs."""
+    """Return the kind of device from which weights are sent: CUDA only if the engines use GPUs too.
+
+    NCCL and IPC handles do not reach engines that run on CPUs.
+    """
     reached = torch.cuda.is_available() and engines.device != "cpu"
     return torch.device("cuda" if reached else "cpu")

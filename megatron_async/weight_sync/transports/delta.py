@@ -1,16 +1,17 @@
-"""Weights as differences from the version before, in bfloat16: for engines behind slow links.
+"""Sends weights as differences from the previous version, in bfloat16, to engines behind slow
+links.
 
     <directory>/<lineage.number>/          whole, as `disk` publishes it, in bfloat16
-    <directory>/<lineage.number>.delta/    each shard's difference from the version before
+    <directory>/<lineage.number>.delta/    each shard's difference from the previous version
 
-Only the `.delta` directory is read on the way to an engine that holds the version before; the
-whole one is what differences are made against, and what a receiver reads that asks for it.
+An engine that has the previous version reads only the `.delta` directory. The whole version is what
+later differences are computed from, and what a receiver reads if it needs the whole version.
 
 Invariants
-- What a receiver makes is what was published, bit for bit: both manifests hold the same checksums
-  of the whole shards, and a difference carries the checksum of what it must lead to.
-- Engines load only when all of them have the version whole on their own machine.
-- Every `FULL_EVERY`-th version has no differences, so that all read it whole.
+- A receiver produces exactly the published bits: both manifests contain the same checksums of the
+  whole shards, and a difference contains the checksum of its result.
+- Engines load a version only when all of them have it completely on their own machine.
+- Every `FULL_EVERY`-th version has no differences, so that all engines read it whole.
 """
 
 import mmap
@@ -40,15 +41,18 @@ from megatron_async.weight_sync.version_directory import (
 )
 
 NEEDS_FULL_STATUS = 409
-# Versions from one that is read whole to the next. A whole version bounds how far back an engine
-# that starts late has to read, and a sixteenth of the versions costs little bandwidth.
+# Number of versions from one that is read whole to the next. A whole version limits how many
+# versions an engine that starts late has to read, and a sixteenth of the versions costs little
+# bandwidth.
 FULL_EVERY = 16
-# Scales of quantized weights (`quantize.py`) lose their meaning when they are rounded.
+# Scales of quantized weights (`quantize.py`) must not be rounded, since that changes all weights of
+# their block.
 _KEPT_AS_IT_IS = "_scale_inv"
 
 
 def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
-    """Wider floating-point numbers to bfloat16; everything else as it is."""
+    """Convert floating-point tensors wider than 16 bits to bfloat16, except scales; keep all
+    others."""
 
     def convert(name: str, tensor: Tensor) -> Tensor:
         wide = tensor.is_floating_point() and tensor.element_size() > 2
@@ -60,17 +64,18 @@ def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
 
 
 class _StageWriter(ShardWriter):
-    """A stage's shards of a version: whole, and as differences from the version before."""
+    """Writes the shards of one stage twice: whole, and as differences from the previous version."""
 
     def __init__(self, whole: VersionWriter, delta: VersionWriter, stage: int, base: Path | None):
         super().__init__(whole, stage)
         self._delta = delta
         self._base = base
-        # None: this stage has no differences, because a shard has no counterpart in the base.
+        # None if this stage has no differences, because the base lacks one of its shards.
         self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
-        """The next shard, and its differences; its name and content."""
+        """Write a bucket as the next shard, and its difference; return the shard's name and
+        content."""
         name, data = super().write(rounded(bucket))
         if self.files is not None and self._base is not None:
             difference = _difference(self._base / name, data)
@@ -81,14 +86,17 @@ class _StageWriter(ShardWriter):
         return name, data
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Join `files` with those of stages before; None where any stage has no differences."""
+        """Add the entries of previous stages. `files` is None if any stage has no differences."""
         files, earlier = self.files, before.get("files", {})
         both = None if files is None or earlier is None else {**earlier, **files}
         return {**super().with_stages_before(before), "files": both}
 
 
 def _difference(base: Path, data: bytes) -> bytes | None:
-    """Difference from the file `base` to `data`; None if there is none."""
+    """Return the difference from the file `base` to `data`.
+
+    None if the file cannot be read or has another size.
+    """
     try:
         with base.open("rb") as file:
             old = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -98,7 +106,7 @@ def _difference(base: Path, data: bytes) -> bytes | None:
 
 
 class DeltaSender(DiskSender):
-    """`weights.transport: delta`."""
+    """Implements `weights.transport: delta`."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
         super().__init__(settings, engines, directory)
@@ -125,7 +133,11 @@ class DeltaSender(DiskSender):
             raise
 
     def _find_base(self, name: str) -> Path | None:
-        """The newest other version that is published whole; None when it is a full one's turn."""
+        """Return the directory of the newest other version that is published whole, to compute
+        differences from.
+
+        None if there is none, or if the next version must be whole (`FULL_EVERY`).
+        """
         if self._in_a_row + 1 >= FULL_EVERY:
             return None
         for sent in reversed(self._sent):
@@ -140,13 +152,14 @@ class DeltaSender(DiskSender):
     def _publish(
         self, whole: VersionWriter, delta: VersionWriter, base: Path | None, transfer: Transfer
     ) -> VersionManifest:
-        """Publish both directories; return the manifest that receivers begin with."""
+        """Publish the whole version and, if they exist, its differences; return the manifest for
+        receivers."""
         written = transfer.written
         manifest = VersionManifest(str(transfer.version), written["shards"], written["owners"])
         keep(self._published, whole.finish(manifest))
         against = None
         if base is not None and written["files"] is not None:
-            with suppress(ComponentFailure):  # damaged since: then there are no differences to it
+            with suppress(ComponentFailure):  # The base was damaged in the meantime.
                 against = read_manifest(base).digest
         if against is not None:
             manifest = replace(manifest, base=against, files=written["files"])
@@ -158,7 +171,7 @@ class DeltaSender(DiskSender):
         return manifest
 
     def _deliver(self, manifest: VersionManifest, transfer: Transfer) -> None:
-        """Every receiver makes the version whole; then, and only then, all engines load it."""
+        """Let every receiver make the version complete; when all have, let all engines load it."""
         everybody = range(len(self.calls.engines))
         received: dict[int, dict[str, Any]] = {}
         if manifest.files is not None:
@@ -173,9 +186,12 @@ class DeltaSender(DiskSender):
     def _receive(
         self, indices: Sequence[int], transfer: Transfer, *, full: bool
     ) -> dict[int, dict[str, Any]]:
-        """Answers by engine. One that asks for the whole version is left out, unless it had one.
+        """Call the receivers of some engines; return their replies by the index of the engine.
 
-        Raises EngineCallError for every other refusal.
+        With `full` false, engines that reply that they need the whole version are left out.
+
+        Raises:
+            EngineCallError: If a call fails in another way.
         """
         body = {
             "directory": str(self._directory.resolve()),
@@ -185,7 +201,7 @@ class DeltaSender(DiskSender):
         seconds = time_left(transfer.deadline)
         calls = self.calls.start("receive_weights", lambda _: body, seconds, only=indices)
         for call in calls:
-            call.exception()  # waits, bounded by the call's own limit
+            call.exception()  # Waits for the call, which has its own limit.
         failures = failures_of(calls)
         raise_together([e for e in failures if full or e.status != NEEDS_FULL_STATUS])
         answered = zip(indices, calls, strict=True)

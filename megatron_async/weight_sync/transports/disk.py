@@ -1,11 +1,11 @@
-"""Weights through a directory that the engines share: safetensors shards, a manifest, a rename.
+"""Sends weights through a directory that engines share: safetensors shards, a manifest, a rename.
 
 Invariants
-- A version's directory exists complete or not at all (`version_directory.py`).
-- The version being served is never removed; of the older ones `KEEP` - 1 stay.
-- The directory belongs to this run alone. Once an update is verified, versions of earlier processes
-  and partly written versions are removed from it.
-- Pipeline stages write their shards side by side; the last stage publishes.
+- The directory of a version exists completely or not at all (`version_directory.py`).
+- The version that engines use is never removed. Of the older versions, `KEEP` - 1 stay.
+- The directory belongs to this run only. Once an update is verified, versions of earlier processes
+  and incomplete versions are removed.
+- Pipeline stages write their shards in parallel; the last stage publishes the version.
 """
 
 import shutil
@@ -29,7 +29,7 @@ KEEP = 2
 
 
 class ShardWriter:
-    """The shards of a version from one stage, one for each bucket."""
+    """Writes the shards of one stage of a version, one shard for each bucket."""
 
     def __init__(self, target: VersionWriter, stage: int) -> None:
         self._target = target
@@ -38,7 +38,7 @@ class ShardWriter:
         self.owners: dict[str, str] = {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
-        """The next shard; its name and content."""
+        """Write a bucket as the next shard; return the shard's name and content."""
         name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
         data = serialize(bucket)
         self.shards[name] = self._target.add(name, data)
@@ -46,7 +46,7 @@ class ShardWriter:
         return name, data
 
     def write_all(self, transfer: Transfer) -> None:
-        """Every bucket, each written while the next one is gathered."""
+        """Write every bucket of a transfer, each while the next one is gathered."""
         with BackgroundStage[Bucket](self.write) as writes:
             for bucket in transfer.buckets():
                 transfer.lap("gather")
@@ -56,7 +56,7 @@ class ShardWriter:
         transfer.report.phases["write"] += writes.busy_seconds
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """This stage's entries beside those of the stages before."""
+        """Return the entries of this stage together with those of previous stages."""
         return {
             "shards": {**before.get("shards", {}), **self.shards},
             "owners": {**before.get("owners", {}), **self.owners},
@@ -64,7 +64,7 @@ class ShardWriter:
 
 
 class DiskSender(WeightSender):
-    """`weights.transport: disk`."""
+    """Implements `weights.transport: disk`."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
         super().__init__(settings, engines)
@@ -88,7 +88,7 @@ class DiskSender(WeightSender):
             raise
 
     def settle(self) -> None:
-        """Remove everything except the versions that this process keeps.
+        """Remove everything from the directory except the versions that this process keeps.
 
         Does nothing in pipeline stages that do not publish.
         """
@@ -99,7 +99,7 @@ class DiskSender(WeightSender):
                     shutil.rmtree(found, ignore_errors=True)
 
     def _load(self, paths: Sequence[str], transfer: Transfer) -> None:
-        """Each engine loads its own path."""
+        """Let each engine load the version from its own path."""
         loads = self.calls.start(
             "update_weights_from_disk",
             lambda index: {
@@ -115,7 +115,7 @@ class DiskSender(WeightSender):
 
 
 def keep(published: list[Path], path: Path) -> None:
-    """`path` is served now: remove all but the newest `KEEP` directories of the list."""
+    """Add `path` to the published directories, and remove all but the newest `KEEP` of them."""
     if path in published:
         published.remove(path)
     published.append(path)

@@ -1,18 +1,21 @@
-"""Weights by collective broadcast: the sender is rank 0, the engines' ranks follow (gloo or NCCL).
+"""Sends weights by collective broadcast; the sender is rank 0, the engines are the other ranks.
+
+The backend is gloo or NCCL.
 
 Invariants
-- The group is the sender's own; each pipeline stage has one, in which it is rank 0. It is joined
-  on the store path that SGLang's `init_custom_process_group` uses, but as a bare backend: the
-  trainer's default group and `torch.distributed`'s global tables are never touched, and it can be
-  thrown away at any time.
-- Each group has a new port and a name that no trainer, on whatever host, has used before: an engine
-  refuses one that it has.
-- A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
-  announce them, up to the deadline; the first failure of either ends the update. What may block
-  inside NCCL (a group's first broadcast, its end) runs on a thread that is abandoned if it hangs.
-- While one bucket travels, the next is gathered; while an engine loads one, the next travels
-  (in an engine, the hooks of `engines/sglang/weight_updater.py` call `prefetch.py`). An engine
-  has one announcement at a time.
+- Each pipeline stage has its own group, in which its sender is rank 0. The group is joined on the
+  store path that SGLang's `init_custom_process_group` uses, but as a bare backend. The trainer's
+  default group and the global tables of `torch.distributed` are never touched, and the group can be
+  discarded at any time.
+- Each group has a new port, and a name that no trainer on any host has used before, because an
+  engine rejects a name that it knows.
+- A dead engine does not block the sender. Broadcasts are polled together with the HTTP calls that
+  announce them, up to the deadline, and the first failure of either ends the update. Calls that may
+  block inside NCCL (the first broadcast of a group, and its end) run on a thread that is abandoned
+  if it hangs.
+- While one bucket is transferred, the next is gathered. While an engine loads one, the next is
+  transferred (in an engine, the hooks of `engines/sglang/weight_updater.py` call `prefetch.py`). An
+  engine has one announcement at a time.
 """
 
 import contextlib
@@ -52,7 +55,8 @@ from megatron_async.weight_sync.transports.flat_bucket import Buffers, FlatBucke
 
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
-# NCCL's own limit, by the clock; the deadline of the update, in time awake, comes first and aborts.
+# NCCL's own time limit. The deadline of the update, which counts only time in which this process
+# runs, is earlier and aborts the group.
 _LATER_SECONDS = 86_400.0
 
 _logger = logging.getLogger(__name__)
@@ -60,13 +64,14 @@ Answers = Sequence[Future[dict[str, Any]]]
 
 
 def rendezvous_store(store: dist.Store, name: str, device: str) -> dist.Store:
-    """Return the store in which SGLang's group of this name meets on this kind of device."""
+    """Return the store that SGLang's group `name` uses for its rendezvous on this kind of
+    device."""
     by_group = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
     return dist.PrefixStore(f"{device}/", by_group)
 
 
 class _Link:
-    """The process group with the engines, as a bare gloo or NCCL backend."""
+    """The process group of one sender with the engines, as a bare gloo or NCCL backend."""
 
     def __init__(self, name: str, backend: str, listener: socket.socket, world_size: int) -> None:
         self.name = name
@@ -87,7 +92,7 @@ class _Link:
         self._ended: Future[None] | None = None
 
     def join(self) -> None:
-        """Meet the engines; blocks until all are there or the limit passes."""
+        """Join the group; blocks until all engines have joined, or `JOIN_SECONDS` have passed."""
         limit = timedelta(seconds=JOIN_SECONDS)
         device = "cpu" if self.backend == "gloo" else "cuda"
         store = rendezvous_store(self._store, self.name, device)
@@ -100,12 +105,13 @@ class _Link:
                 self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
 
     def set_limit(self, seconds: float) -> None:
-        """The limit of each broadcast from now on."""
+        """Set the time limit of each later broadcast."""
         self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def start_first(self, tensor: Tensor) -> Future[None]:
-        """`start`; with NCCL it is done when all ranks have called theirs, or never."""
-        # A thread has a current stream of its own; the tensor is written on the caller's.
+        """Call `start` on a separate thread; with NCCL it only returns once all ranks have entered
+        the broadcast."""
+        # Each thread has its own current stream; the tensor is written on the caller's stream.
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def start() -> None:
@@ -115,7 +121,7 @@ class _Link:
         return _run_detached(start)
 
     def start(self, tensor: Tensor) -> None:
-        """Begin to broadcast; `finish` before the next one."""
+        """Start to broadcast `tensor`. Call `finish` before the next broadcast."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -123,19 +129,23 @@ class _Link:
 
     @property
     def done(self) -> bool:
-        """Return whether the broadcast has ended, one way or the other."""
+        """Whether the broadcast has ended, successfully or not."""
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
-        """Finish the broadcast after `done`. Raises RuntimeError if it failed."""
+        """Complete the broadcast once `done` is true.
+
+        Raises:
+            RuntimeError: If the broadcast has failed.
+        """
         self._work.wait()
-        self._work = None  # it holds what was sent
+        self._work = None  # The handle keeps the sent tensor alive.
 
     def begin_drop(self) -> None:
-        """Begin to close all connections, whatever is under way.
+        """Start to close all connections of the group, even during a broadcast.
 
-        A handle keeps gloo's connections open, also one that hangs in an exception's traceback:
-        this is the only place that holds it.
+        A work handle keeps gloo's connections open, also if only an exception's traceback refers to
+        it. This object has the only reference to it.
         """
         self._work = None
         if self._group is not None:
@@ -143,7 +153,7 @@ class _Link:
             self._group = None
 
     def drop(self) -> None:
-        """Close all connections, as far as that ends in time."""
+        """Close all connections of the group; wait for that for `CLEANUP_SECONDS` at most."""
         self.begin_drop()
         if self._ended is None:
             return
@@ -156,7 +166,7 @@ class _Link:
 
 
 class DistributedSender(WeightSender):
-    """`weights.transport: distributed`."""
+    """Implements `weights.transport: distributed`."""
 
     def __init__(
         self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
@@ -192,12 +202,12 @@ class DistributedSender(WeightSender):
         except RuntimeError as error:
             _raise_first_failure(joins, LAST_ANSWERS_SECONDS)
             raise ComponentFailure(
-                f"the engines did not join the weight-update group within {JOIN_SECONDS:g} s: "
+                f"the engines failed to join the weight-update group within {JOIN_SECONDS:g} s: "
                 f"{error}"
             ) from error
         self._link = link
         gather(joins)
-        # Nothing ends a broadcast of gloo before its own limit, and its connections with it.
+        # A gloo broadcast, and its connections, cannot be ended before its own limit.
         by_gloo = link.backend == "gloo"
         link.set_limit(self.settings.timeout_seconds if by_gloo else _LATER_SECONDS)
 
@@ -208,8 +218,8 @@ class DistributedSender(WeightSender):
         leaving = self.calls.start(
             "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
         )
-        # An engine that leaves ends what we are sending it; closing our connections ends a receive
-        # that an engine has posted, or is stuck in, and then it can leave as well.
+        # When an engine leaves the group, the broadcast to it ends. Closing our connections ends a
+        # receive that an engine has posted or is stuck in, so that this engine can leave as well.
         link.drop()
         for future in leaving:
             future.exception()
@@ -217,7 +227,7 @@ class DistributedSender(WeightSender):
     def _transfer(self, transfer: Transfer) -> None:
         announced: Answers = ()
         deadline = transfer.deadline
-        # Between updates a device's memory is for other things.
+        # Between updates a device's memory is needed for other purposes.
         on_host = self._device.type == "cpu"
         buffers = self._host_buffers if on_host else Buffers(self._device)
         for bucket, following in with_next(transfer.buckets()):
@@ -225,16 +235,17 @@ class DistributedSender(WeightSender):
             transfer.lap("gather")
             if announced:
                 self._wait_for_broadcast(announced, transfer)
-                # Engines listen for it already; but announced it is only when they have loaded the
-                # one before: two calls under way could overtake each other.
+                # Engines have posted the receive of this bucket. It is announced only after they
+                # have loaded the previous one, because two running calls could overtake each other.
                 self._require_link().start(flat.bytes_N)
                 self._wait_for_answers(announced, deadline)
                 transfer.lap("wait for load")
                 announced = self._announce(flat, following, transfer)
             else:
                 self._begin_session(transfer)
-                # The other way round: nobody listens yet, and NCCL's first broadcast of a group
-                # does not return before all ranks have called it.
+                # The first bucket is announced before its broadcast: no engine has posted a receive
+                # yet, and NCCL's first broadcast of a group returns only once all ranks have called
+                # it.
                 announced = self._announce(flat, following, transfer)
                 self._start_first(flat.bytes_N, announced, transfer)
             transfer.report.sent_bytes += flat.bytes_N.nbytes
@@ -244,7 +255,8 @@ class DistributedSender(WeightSender):
         self._end_session(transfer)
 
     def _announce(self, flat: FlatBucket, following: Bucket | None, transfer: Transfer) -> Answers:
-        """Announce a bucket; the last one with the version."""
+        """Announce a bucket to all engines; the last bucket of the last stage announces the version
+        too."""
         body: dict[str, Any] = {
             "names": flat.names,
             "dtypes": flat.dtypes,
@@ -260,7 +272,10 @@ class DistributedSender(WeightSender):
         return self.calls.start("update_weights_from_distributed", lambda _: body, seconds)
 
     def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
-        """Raises, as `_wait_for`, also if the call does not return."""
+        """Start the first broadcast of the group, and wait until the call has returned.
+
+        Raises the same errors as `_wait_for`.
+        """
         started = self._require_link().start_first(tensor)
         otherwise = "the engines did not enter the first broadcast"
         self._wait_for(started.done, started.result, otherwise, announced, transfer)
@@ -279,16 +294,28 @@ class DistributedSender(WeightSender):
         announced: Answers,
         transfer: Transfer,
     ) -> None:
-        """Wait; raise as soon as an engine refuses what was announced, or at the deadline.
+        """Poll until `done()` is true, then call `result`.
 
-        A failure names the engines that have caused it, where they can be found.
+        Args:
+            done: Whether the work has ended.
+            result: Raises RuntimeError if the work has failed.
+            otherwise: Start of the message if the work does not end.
+            announced: Calls that have announced the bucket to the engines.
+            transfer: The transfer, with its deadline.
+
+        Raises:
+            EngineCallError: If engines reject the announcement or have caused the failure; it names
+                them.
+            ComponentFailure: If the deadline passes, or the work fails without an engine that
+                caused it.
         """
         pause = _FIRST_POLL_SECONDS
         while not done():
             self._raise_failures(announced)
             if not transfer.deadline.left:
-                # An engine that only waits for us answers when our connections close: then the
-                # limit is too short. One that does not is frozen, or waits for one that is.
+                # An engine that only waits for this rank replies once our connections close; then
+                # the limit is too short. An engine that does not reply is frozen, or waits for a
+                # frozen one.
                 self._require_link().begin_drop()
                 wait(announced, 2 * LAST_ANSWERS_SECONDS)
                 raise_together([f for f in failures_of(announced) if f.status is None])
@@ -306,31 +333,37 @@ class DistributedSender(WeightSender):
             raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
     def _wait_for_answers(self, announced: Answers, deadline: AwakeDeadline) -> None:
-        """Wait until all engines have loaded the bucket. Raises as soon as one fails."""
+        """Wait until all engines have loaded the bucket.
+
+        Raises:
+            EngineCallError: As soon as an engine fails.
+        """
         wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
         self._raise_failures(announced)
-        gather(announced)  # bounded: each call has a limit
+        gather(announced)  # Each call has its own limit.
 
     def _raise_failures(self, announced: Answers) -> None:
-        """Raise if a call has failed, for the engines that have caused it."""
+        """Raise an EngineCallError if a call has failed; it names the engines that have caused the
+        failure."""
         if raise_own_failures(announced):
             self._require_link().begin_drop()
             raise_lost(announced, self.calls)
 
     def _require_link(self) -> _Link:
         if self._link is None:
-            raise ComponentFailure("weights were to be sent before the engines were connected")
+            raise ComponentFailure("no engine is connected to send weights to")
         return self._link
 
 
 def _run_detached(work: Callable[[], None]) -> Future[None]:
-    """Run it on a thread that nobody has to wait for, not even the end of the process."""
+    """Run `work` on a daemon thread, which nothing has to wait for, not even the end of the
+    process."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by `future.result`
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -340,6 +373,7 @@ def _run_detached(work: Callable[[], None]) -> Future[None]:
 
 
 def _raise_first_failure(calls: Answers, wait_seconds: float) -> None:
-    """Raise the failures there are as soon as there is one, or after that long."""
+    """Raise all failures so far once a call has failed, or after `wait_seconds`; return if there
+    are none."""
     wait(calls, wait_seconds, return_when=FIRST_EXCEPTION)
     raise_together(failures_of(calls))

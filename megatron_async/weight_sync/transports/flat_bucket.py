@@ -1,4 +1,5 @@
-"""A bucket of tensors as one byte tensor, in the form of SGLang's `flattened_bucket`."""
+"""Packs the tensors of a bucket into one byte tensor, in the format of SGLang's
+`flattened_bucket`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from megatron_async.weight_sync.transports.base import Bucket, NamedTensor, size
 
 @dataclass(frozen=True, eq=False)
 class FlatBucket:
-    """Tensors end to end in one byte tensor, with their names, types and shapes."""
+    """Tensors packed end to end in one byte tensor, with their names, types and shapes."""
 
     bytes_N: Tensor
     names: list[str]
@@ -22,7 +23,8 @@ class FlatBucket:
 
     @cached_property
     def tensors(self) -> list[tuple[str, Tensor, int]]:
-        """Each tensor's name, the tensor as a view of the bytes, and its first byte."""
+        """For each tensor: its name, the tensor as a view of the bytes, and the index of its first
+        byte."""
         found, start = [], 0
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             kind: torch.dtype = getattr(torch, dtype)
@@ -33,10 +35,10 @@ class FlatBucket:
 
 
 def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
-    """Copy a bucket into the beginning of the byte tensor that `allocate(size)` returns.
+    """Copy the tensors of a bucket into the start of the byte tensor that `allocate(size)` returns.
 
     Wider types come first, so that every tensor starts at a multiple of its element size. A tensor
-    that is in its place already is not copied.
+    that is at its position already is not copied.
     """
     ordered: list[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
     size = size_of(bucket)
@@ -53,25 +55,29 @@ def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
 
 
 class Buffers:
-    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
+    """Two byte tensors that are used alternately: one is sent while the other is filled.
+
+    They are reused because the first use of new memory is slow.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._turn = 0
         self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.device = self._held[0].device  # with its number
+        self.device = self._held[0].device  # Includes the device index.
 
     def next(self, size: int) -> Tensor:
-        """Return at least `size` bytes; those returned before the last call are free by now."""
+        """Return a buffer of at least `size` bytes. Every buffer except the last returned one must
+        be unused."""
         self._turn ^= 1
         if self._held[self._turn].nbytes < size:
             self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._held[self._turn]
 
     def flatten(self, bucket: Bucket) -> FlatBucket:
-        """Copy a bucket into the next buffer.
+        """Copy the tensors of a bucket into the next buffer.
 
-        A bucket of one tensor that is in one piece already (an embedding, mostly) is not copied,
-        and needs no buffer: it would be the largest.
+        A single contiguous tensor on the right device, such as an embedding, is used without a copy
+        and without a buffer, which would be the largest.
         """
         alone = bucket[0][1].detach() if len(bucket) == 1 else None
         if alone is None or not alone.is_contiguous() or alone.device != self.device:

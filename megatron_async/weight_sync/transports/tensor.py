@@ -1,18 +1,19 @@
-"""Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
+"""Sends weights to engines on the same host: by value to CPUs, by CUDA IPC handle to GPUs.
 
-A bucket travels as one flat tensor: a handle for each tensor would cost several times as much
-(benchmarks/results/gpu/h100.md).
+A bucket is sent as one flat tensor, because one handle for each tensor would cost several times as
+much (benchmarks/results/gpu/h100.md).
 
-An engine on one GPU gets the handles of the rank that sends. One on several (`gpu_sharing.py`) gets
-for each of its tensor ranks those of the trainer rank on the same GPU (`PayloadBucket`).
+An engine on one GPU gets the handles of the rank that sends. An engine on several GPUs
+(`gpu_sharing.py`) gets, for each of its tensor ranks, the handles of the trainer rank on the same
+GPU (`PayloadBucket`).
 
 Invariants
-- On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
-  on a CPU values travel, wherever the trainer is.
+- To a GPU only a handle is sent; the tensor stays alive until every engine has replied. To engines
+  on a CPU values are sent, wherever the trainer is.
 - While engines load one bucket, the next is gathered and serialized.
-- Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
+- Handles name their device by UUID, as SGLang reads them, because the device numbers of the engine
   may differ from the trainer's.
-- Nothing but a plain tensor and its metadata is pickled, and only for engines of this run.
+- Only a plain tensor and its metadata are pickled, and only for engines of this run.
 """
 
 import base64
@@ -38,13 +39,15 @@ from megatron_async.weight_sync.transports.base import (
 )
 from megatron_async.weight_sync.transports.flat_bucket import FlatBucket, flatten
 
-_DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+# Index of the device among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor.
+_DEVICE_ARGUMENT = 6
 
 
 class _HandlePickler(pickle.Pickler):
-    """Pickles CUDA tensors as IPC handles whose device is a UUID; everything else by value.
+    """Pickles CUDA tensors as IPC handles whose device is a UUID, and everything else by value.
 
-    Not a ForkingPickler: that one shares CPU tensors through a socket, which kills the server.
+    It is not a ForkingPickler, because that class shares CPU tensors through a socket, which kills
+    the server.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -60,9 +63,10 @@ class _HandlePickler(pickle.Pickler):
 
 
 class PayloadBucket(list[NamedTensor]):
-    """A bucket with a payload for each tensor rank of the engine; none but on the engine's leader.
+    """A bucket with a payload for each tensor rank of an engine; only the engine's leader has
+    payloads.
 
-    This rank's payload may be a handle to `flat`, which lives as long as this object.
+    The payload of this rank may be a handle to `flat`, which lives as long as this object.
     """
 
     def __init__(self, flat: FlatBucket | None, payloads: Sequence[str] = ()) -> None:
@@ -72,7 +76,8 @@ class PayloadBucket(list[NamedTensor]):
 
 
 def flat_copy(bucket: Bucket, by_value: bool) -> FlatBucket:
-    """Copy a bucket into new memory: host memory if `by_value`, else memory of its device."""
+    """Copy a bucket into new memory: on the host if `by_value`, otherwise on the bucket's
+    device."""
     device = torch.device("cpu") if by_value else bucket[0][1].device
     return flatten(bucket, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -86,7 +91,7 @@ def serialize(flat: FlatBucket) -> str:
             dtype=tensor.dtype,
             start_idx=start,
             end_idx=start + tensor.nbytes,
-            numel=tensor.nbytes,  # SGLang counts the bytes
+            numel=tensor.nbytes,  # SGLang expects the number of bytes here.
         )
         for name, tensor, start in flat.tensors
     ]
@@ -94,12 +99,12 @@ def serialize(flat: FlatBucket) -> str:
     payload = {"flattened_tensor": flat.bytes_N, "metadata": metadata}
     _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(payload)
     if flat.bytes_N.is_cuda:
-        torch.cuda.synchronize()  # the engine reads what this rank has computed
+        torch.cuda.synchronize()  # The engine must not read before this rank's copy has ended.
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 class TensorSender(WeightSender):
-    """`weights.transport: tensor`."""
+    """Implements `weights.transport: tensor`."""
 
     def __init__(
         self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
@@ -127,7 +132,7 @@ class TensorSender(WeightSender):
         self._end_session(transfer)
 
     def _handed(self, tensors: Bucket) -> PayloadBucket:
-        """The same payload for every tensor rank, from this rank alone."""
+        """Return a bucket with the same payload for every tensor rank, made by this rank only."""
         flat = flat_copy(tensors, self._by_value)
         return PayloadBucket(flat, [serialize(flat)] * self.engine_settings.tensor)
 
