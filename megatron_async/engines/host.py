@@ -1,10 +1,11 @@
-"""Hosts of inference engines, each in a process of its own, and the launcher that places them.
+"""Runs inference engines in host processes, one for each engine, and launches these hosts.
 
 Invariants
-- A host owns at most one server process. If the host dies, so does its server (its lifeline),
-  wherever it was placed.
-- A restarted engine has a new id: news of its predecessor cannot be mistaken for its own.
-- Every call has a limit; a dead host or server is a ComponentFailure in one sentence.
+- A host owns at most one server process. If the host dies, its server dies too (through a
+  lifeline), on whatever node it runs.
+- A restarted engine has a new id, so late reports of the previous engine cannot be mistaken for its
+  own.
+- Every call has a limit. A dead host or server raises a ComponentFailure.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ _START_MARGIN_SECONDS = 60.0
 
 
 class EngineHost:
-    """An engine's server, started, watched and ended from beside it.
+    """Starts, watches and stops the server of one engine, on the same node.
 
-    `update`, `abort` and `report` are those of the relay of its server's streams.
+    `update`, `abort` and `report` are forwarded to the relay that reads the server's streams.
     """
 
     def __init__(
@@ -47,7 +48,14 @@ class EngineHost:
         log_path: Path,
         shared_index: int | None = None,
     ) -> None:
-        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks."""
+        """Prepare the server of an engine, without starting it.
+
+        Args:
+            engine_id: Name of the engine.
+            config: Settings of the run.
+            log_path: Log file of the server.
+            shared_index: Index of the engine if it shares GPUs with trainer ranks; otherwise None.
+        """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
         settings, model_path = config.engines, config.model.path
@@ -72,13 +80,17 @@ class EngineHost:
         """Start the server; return its URL and the dtype of its weights.
 
         Raises:
-            ComponentFailure: The server did not start.
+            ComponentFailure: If the server does not start.
         """
         await asyncio.to_thread(self._server.start)
         return await self.serve(self._server.url), self._settings.dtype
 
     async def serve(self, url: str) -> str:
-        """Relay the streams of the server at `url`. Raises EngineError."""
+        """Connect to the server at `url` and relay its streams from now on; return the URL.
+
+        Raises:
+            EngineError: If the server does not reply as expected.
+        """
         client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
         self._relay = StreamRelay(client, CHUNK_TOKENS)
         tune_gc()
@@ -89,7 +101,7 @@ class EngineHost:
         return self._server.alive()
 
     async def stop(self) -> None:
-        """End the server; nothing is left of it."""
+        """Close the relay and stop the server with all its processes."""
         if self._relay is not None:
             await self._relay.close()
         await asyncio.to_thread(self._server.stop)
@@ -112,7 +124,7 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class HostCalls:
-    """The relay in an engine's host (`RelayCalls`)."""
+    """Calls to the relay in an engine's host, with a time limit; implements `RelayCalls`."""
 
     host: RemoteObject[EngineHost]
     engine_id: str
@@ -135,7 +147,7 @@ class HostCalls:
 
 
 class HostedEngines:
-    """Starts and stops the engines of a run, each in a host of its own (`EngineLauncher`)."""
+    """Starts and stops the engines of a run, each in its own host; implements `EngineLauncher`."""
 
     def __init__(
         self,
@@ -144,7 +156,7 @@ class HostedEngines:
         backend: ProcessBackend,
         host: type[EngineHost] = EngineHost,
     ) -> None:
-        """`host` is what is placed for each engine."""
+        """Create the launcher; `host` is the class that runs in the process of each engine."""
         self._host_class = host
         self._config = config
         self._settings = config.engines
@@ -157,14 +169,18 @@ class HostedEngines:
         self._begun: dict[int, asyncio.Task[RelayedEngine]] = {}
 
     def begin(self) -> None:
-        """Start all engines, for whoever launches them later."""
+        """Start all engines in the background; later calls of `launch` wait for them."""
         for index in range(self._settings.count):
             self._begun[index] = asyncio.create_task(self._launch(index))
 
     async def launch(self, index: int) -> RelayedEngine:
-        """A client of engine `index`, started anew or as begun. Raises ComponentFailure."""
+        """Start engine `index`, or wait for it if `begin` has started it; return its client.
+
+        Raises:
+            ComponentFailure: If the engine does not start.
+        """
         begun = self._begun.pop(index, None)
-        return await (begun or self._launch(index))  # bounded: by the limits of its calls
+        return await (begun or self._launch(index))  # Its calls have time limits.
 
     async def _launch(self, index: int) -> RelayedEngine:
         await self.stop(index)
@@ -179,7 +195,7 @@ class HostedEngines:
             server = await SGLangClient.connect(engine_id, url, started)
         except EngineError as error:
             await self.stop(index)
-            raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error
+            raise ProcessKilled(f"{engine_id} has started but does not reply: {error}") from error
         except BaseException:
             await self.stop(index)
             raise
@@ -188,7 +204,8 @@ class HostedEngines:
         return client
 
     async def alive(self, index: int) -> bool:
-        """Return whether the server process of engine `index` exists; True while it is unknown."""
+        """Return whether the server process of engine `index` exists; True if the host does not
+        reply in time."""
         host = self._hosts.get(index)
         if host is None:
             return False
@@ -197,10 +214,10 @@ class HostedEngines:
         except ProcessKilled:
             return False
         except ComponentFailure:
-            return True  # a slow answer of the host is no evidence about the engine
+            return True  # A slow host says nothing about its engine.
 
     async def stop(self, index: int) -> None:
-        """End engine `index` with its host; does nothing if it is not there."""
+        """Stop engine `index` and its host; does nothing if it is not running."""
         client = self._clients.pop(index, None)
         if client is not None:
             await client.close()
@@ -210,14 +227,15 @@ class HostedEngines:
         try:
             await host.call(lambda host: host.stop(), limit=_STOP_SECONDS)
         except ComponentFailure:
-            # The host is gone or stuck; its end takes the server along.
+            # The host is dead or stuck. Its server ends with it.
             pass
         finally:
             await asyncio.to_thread(host.end)
 
     def _start_host(self, index: int, engine_id: str) -> RemoteObject[EngineHost]:
         on_gpu = resolve_device(self._settings) == "cuda"
-        # Which GPU an engine is on matters where trainer ranks are on them; a place gives any.
+        # An engine that shares GPUs with trainer ranks needs certain GPUs, but a backend assigns
+        # any.
         shared = on_gpu and self._settings.placement == "colocated"
         return self._backend.start(
             self._host_class,

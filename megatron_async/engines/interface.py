@@ -1,10 +1,10 @@
-"""Interface of an engine for the rollout driver, and the messages between them.
+"""Defines the interface of an engine for the rollout driver, and the messages between them.
 
 Invariants
-- An engine reports every token exactly once, in order, with its log-prob (behavior policy, at the
-  sampling temperature) and the policy version that made it.
-- A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`:
-  `RequestRefused` when the request is at fault, which is then never worth a repetition.
+- An engine reports every token exactly once and in order, with its log-prob (of the behavior
+  policy, at the sampling temperature) and the policy version that generated it.
+- A `generate` stream ends with exactly one chunk that has `end` set, or raises `EngineError`. It
+  raises `RequestRefused` if the request itself is invalid; repeating such a request is useless.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -20,21 +20,26 @@ StreamEnd = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """An engine did not answer as it should; names the engine, the call and the answer."""
+    """An engine did not reply as it should; the message names the engine, the call and the
+    reply."""
 
 
 class RequestRefused(EngineError):
-    """An engine takes this request for invalid (too long, a bad setting), as any engine would.
+    """An engine rejects a request as invalid (too long, a bad setting), as every engine would.
 
-    That is evidence about the request and none about the engine.
+    This counts against the request, not against the engine.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """Continue `input_ids` (prompt and earlier response tokens) by at most `max_new_tokens`.
+    """Request to continue `input_ids` (prompt and earlier response tokens) by at most
+    `max_new_tokens`.
 
-    `urgent`: before all that wait in the engine's queue.
+    Attributes:
+        ignore_eos: Whether stop tokens do not end the response, so that it has exactly
+            `max_new_tokens`.
+        urgent: Whether the request runs before all others that wait in the engine's queue.
     """
 
     request_id: str
@@ -48,10 +53,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenChunk:
-    """New tokens of one request, all of one version; the last chunk carries `end`.
+    """New tokens of one request, all of one policy version.
 
-    `queued_seconds`, of the first: how long the engine let the request wait; 0 where it is unknown.
-    `columns`: what else the engine reports, the same of all its tokens (`trajectory/columns.py`).
+    Attributes:
+        end: How the stream has ended; set in the last chunk only.
+        queued_seconds: In the first chunk, how long the request has waited in the engine's queue; 0
+            if unknown.
+        columns: Further arrays that the engine reports for the tokens (`trajectory/columns.py`).
     """
 
     token_ids: IntArray
@@ -64,7 +72,12 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """A load report of one engine."""
+    """A load report of one engine.
+
+    Attributes:
+        kv_usage: Share of the KV cache in use.
+        preemptions_total: Number of preempted requests since the engine's start.
+    """
 
     running_requests: int
     queued_requests: int
@@ -73,10 +86,11 @@ class EngineStatus:
 
 
 class EngineClient(Protocol):
-    """An engine. Every method but `generate` has a time limit and raises `EngineError`.
+    """Client of one engine. Every method except `generate` has a time limit and raises
+    `EngineError`.
 
-    How long a stream may be silent depends on what its engine is doing, which the driver sees
-    (rollout/tracked_engine.py); how long it may last has no limit.
+    How long a stream may be silent depends on what its engine is doing, which the driver knows
+    (rollout/tracked_engine.py). A stream may last for any time.
     """
 
     @property
@@ -90,17 +104,18 @@ class EngineClient(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """Prompt and response together that it takes; None when that is not known."""
+        """Largest number of tokens of prompt and response together; None if unknown."""
 
     @property
     def dtype(self) -> str | None:
-        """The type in which it computes, as torch calls it; None when that is not known."""
+        """Name of the torch dtype in which the engine computes; None if unknown."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Canceling or closing the iteration aborts the request."""
+        """Stream the response to `request`. Canceling or closing the iteration aborts the
+        request."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; each stream ends with a chunk of `end="abort"`."""
+        """End these requests early; the stream of each ends with a chunk of `end="abort"`."""
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -109,25 +124,29 @@ class EngineClient(Protocol):
     async def flush_cache(self) -> None: ...
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
-        """Give the device memory of KV cache and weights back; the engine is paused or idle."""
+        """Release the device memory of the KV cache and, unless `keep_weights`, of the weights.
+
+        The engine must be paused or idle.
+        """
 
     async def resume_memory(self, *, weights_only: bool) -> None:
-        """Take memory again: for the weights, then for all that is still missing."""
+        """Allocate released memory again: only that of the weights if `weights_only`, otherwise all
+        of it."""
 
     async def version(self) -> PolicyVersion:
-        """The version that the engine reports."""
+        """Return the policy version that the engine reports."""
 
     async def checksum(self) -> str:
-        """Return a checksum over all weights that the engine really holds (all TP ranks)."""
+        """Return a checksum over all weights that the engine has loaded, on all its ranks."""
 
     async def status(self) -> EngineStatus: ...
 
     async def close(self) -> None:
-        """Release connections (not the server)."""
+        """Close the client's connections; the server continues."""
 
 
 class _OfClient:
-    """An attribute or a method of the client that a forwarding client has."""
+    """Descriptor that forwards an attribute or method to the wrapped client."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -137,7 +156,7 @@ class _OfClient:
 
 
 class ForwardingClient:
-    """Hands every call on to `client`: the base of clients that add something."""
+    """Forwards every call to `client`; base class of clients that add something."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

@@ -1,15 +1,15 @@
-"""Addresses of nodes, and what all processes of a run that communicate must have alike.
+"""Finds addresses of nodes, and sets what all communicating processes of a run must share.
 
-Trainer ranks, engines and managers share their settings of communication, however they are started.
+Trainer ranks, engines and managers have the same communication settings, however they are started.
 
 Invariants
-- Every process that may be in one NCCL group with another gets the same NCCL settings: how buffers
-  are handed over is chosen by each process alone, and where two choose differently the first weight
-  update hangs or fails.
-- Connections between processes leave by an interface that is named: the loopback on one machine,
-  else the one by which other nodes reach this one. Gloo would take what the host name resolves to,
-  which on many machines is 127.0.1.1.
-- What the user has set wins; it reaches all roles, as all inherit it.
+- Every process that may be in one NCCL group with another gets the same NCCL settings. Each process
+  alone chooses how buffers are transferred, and if two choose differently, the first weight update
+  hangs or fails.
+- The network interface for connections between processes is named explicitly: the loopback
+  interface on one machine, otherwise the interface by which other nodes reach this one. Without
+  that, gloo would use the address that the host name resolves to, often 127.0.1.1.
+- Values that the user has set win. They reach all roles, since all inherit them.
 """
 
 import os
@@ -23,36 +23,40 @@ import psutil
 from megatron_async.errors import UserError
 
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
-# Names a directory in which trainer ranks that are all on one machine meet.
+# Names the rendezvous directory of trainer ranks that are all on one machine.
 RENDEZVOUS_VARIABLE: Final = "MEGATRON_ASYNC_RENDEZVOUS"
-# `engines.host` with this value: each server binds to the address of the node that it is on.
+# With this value of `engines.host`, each server binds to the address of its node.
 NODE_HOST: Final = "node"
 LOOPBACK: Final = "127.0.0.1"
-# Where Ray's head and torch's store listen.
+# Address on which Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
-# SGLang sets this and NCCL_NVLS_ENABLE to 0 for its servers where they are not set
+# SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 for its servers if they are not set
 # (`_set_envs_and_config`).
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
-# torch reads the first of these that is set.
+# torch reads the first of these variables that is set.
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SEGMENTS: Final = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an engine with this `engines.host`."""
+    """Return whether an engine with this `engines.host` can only be reached from its own
+    machine."""
     return host == "localhost" or host.startswith("127.")
 
 
 def node_address() -> str:
-    """The IPv4 address at which other nodes reach this one.
+    """Return the IPv4 address at which other nodes reach this one.
 
-    That of the interface named in MEGATRON_ASYNC_INTERFACE (ib0, eth0, ...), else the one that the
-    default route leaves by, else what the host name resolves to. Raises UserError for an interface
-    that does not exist or has no IPv4 address.
+    It is the address of the interface that MEGATRON_ASYNC_INTERFACE names (ib0, eth0, ...). If that
+    is not set, it is the address of the default route or, if there is none, what the host name
+    resolves to.
+
+    Raises:
+        UserError: If that interface does not exist or has no IPv4 address.
     """
     name = os.environ.get(INTERFACE_VARIABLE, "")
     if name:
@@ -61,28 +65,30 @@ def node_address() -> str:
                 return str(entry.address)
         known = ", ".join(sorted(psutil.net_if_addrs()))
         raise UserError(
-            f"{INTERFACE_VARIABLE} is {name!r}, which is no interface with an IPv4 address on "
-            f"{socket.gethostname()} (there are {known})"
+            f"{INTERFACE_VARIABLE} is {name!r}; {socket.gethostname()} has no interface of that "
+            f"name with an IPv4 address. Choose one of {known}."
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         try:
-            opened.connect(("192.0.2.1", 9))  # Documentation address: nothing is sent by connect.
+            opened.connect(("192.0.2.1", 9))  # Connecting a UDP socket sends nothing.
             return str(opened.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
 
 
 def free_port() -> int:
-    """A port that was free on every interface a moment ago."""
+    """Return a port that was free on every interface a moment ago."""
     with socket.socket() as opened:
         opened.bind((_EVERY_INTERFACE, 0))
         return int(opened.getsockname()[1])
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A port that no connection gets while this is open, and no server but one started with it.
+    """Bind a socket to a free port, so that no other process gets this port while the socket is
+    open.
 
-    It does not listen, so that on Linux a server that sets SO_REUSEADDR, as they do, may beside it.
+    The socket does not listen. On Linux, a server that is given the port and sets SO_REUSEADDR can
+    therefore still listen on it.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,9 +99,12 @@ def reserve_port(host: str) -> socket.socket:
 def communication_environment(
     base: Mapping[str, str], *, one_machine: bool, nvls: bool
 ) -> dict[str, str]:
-    """Return what a process gets on top of `base`; `one_machine`: no other host takes part.
+    """Return the environment variables that a communicating process needs and that `base` lacks.
 
-    `nvls`: NCCL may use it where the hardware has it.
+    Args:
+        base: The environment that the process inherits.
+        one_machine: Whether all processes are on this machine.
+        nvls: Whether NCCL may use NVLink SHARP if the hardware has it.
     """
     wanted = _NCCL | {"NCCL_NVLS_ENABLE": "2" if nvls else "0"}
     missing = [name for name in _INTERFACES if name not in base]
@@ -107,10 +116,10 @@ def communication_environment(
 
 
 def without_expandable_segments(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the allocator variables of `base` that ask for expandable segments, changed.
+    """Return changed values for the torch allocator variables in `base` that enable expandable
+    segments.
 
-    Neither CUDA IPC nor SGLang's memory saver works on such memory. Other options of torch's
-    allocator in these variables stay.
+    CUDA IPC and SGLang's memory saver do not work on such memory. Other allocator options are kept.
     """
     found = {name: base[name] for name in ALLOCATOR_VARIABLES if name in base}
     changed = {n: _SEGMENTS.sub("expandable_segments:False", v) for n, v in found.items()}
@@ -118,7 +127,7 @@ def without_expandable_segments(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address; None where none has it."""
+    """Return the name of the network interface with this IPv4 address; None if there is none."""
     for name, entries in sorted(psutil.net_if_addrs().items()):
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return name

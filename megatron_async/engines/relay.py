@@ -1,18 +1,19 @@
-"""Reads an engine's streams where its server is, and hands them on in few messages.
+"""Reads an engine's streams next to its server, and forwards them to the manager in few messages.
 
-`StreamRelay` lives in the engine's host: HTTP, JSON and versions are its work. `RelayedEngine` is
-the same engine for the rollout manager: an `EngineClient` whose streams come from the relay, all of
-them in one `TokenReport` about every 100 ms, and whose other calls go to the server as they are.
+`StreamRelay` runs in the engine's host and handles HTTP, JSON and versions. `RelayedEngine` is the
+client of the same engine in the rollout manager. Its streams come from the relay, all of them in
+one `TokenReport` about every 100 ms. Its other calls go directly to the server.
 
 Invariants
-- A stream is read on only while less than a chunk of it is unacknowledged, and what is read is
-  acknowledged when whoever iterates asks for more, which is after the store has committed it. So
-  the loss of the host costs a stream one chunk, and a slow disk slows the engines.
-- An abort is heard before more is read, and then its streams are read to their ends: the engine
-  adds nothing to them, and each comes as one item.
-- Longer pauses mean fewer messages: `Pace` sets the pause, which is short for few streams.
-- A failure belongs to its stream; one of the relay itself reaches every open stream. None waits
-  for a relay that is gone.
+- A stream is only read while less than a chunk of its tokens is unacknowledged. Tokens are
+  acknowledged when the consumer of the stream requests more, after the store has committed them. So
+  the loss of a host costs a stream at most one chunk, and a slow disk slows down the engines.
+- An abort is processed before more tokens are read. After it, aborted streams are read to their
+  ends without that limit, since the engine adds no tokens, and each end is one item.
+- Longer pauses between reports mean fewer messages. `Pace` determines the pause, which is short if
+  there are few streams.
+- A failure concerns one stream; a failure of the relay itself concerns every open stream. No stream
+  waits for a relay that no longer exists.
 """
 
 import asyncio
@@ -36,14 +37,14 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 
 _LONGEST_PAUSE_SECONDS = 0.1
-_PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
-_PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
-_PAUSE_OF_ABORTS_SECONDS = 10e-3  # an update waits for their ends
-_MOST_STREAMS = 1024  # of a report: 64 tokens of each are half a megabyte
-_ITEMS_IN_A_TURN = 64  # of the manager's event loop
-_MOST_STARTED = 256  # in one call
+_PAUSE_PER_STREAM_SECONDS = 25e-6  # With 4,096 streams the pause is the longest one.
+_PAUSE_PER_ENGINE_SECONDS = 10e-3  # A message costs the manager about 0.5 ms.
+_PAUSE_OF_ABORTS_SECONDS = 10e-3  # An update waits for the ends of these streams.
+_MOST_STREAMS = 1024  # Streams in one report; with 64 tokens of each it has 0.5 MB.
+_ITEMS_IN_A_TURN = 64  # Items that are processed in one iteration of the event loop.
+_MOST_STARTED = 256  # Requests that one call starts.
 _NEWS_SECONDS = 5.0
-# A stream that has no room waits for an acknowledgement, which comes with the next call.
+# A stream that reached its limit waits for an acknowledgment, which comes with the next call.
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
 
 Started = tuple[int, GenerationRequest]
@@ -62,7 +63,11 @@ class StreamRelay:
         self._news = asyncio.Event()
 
     def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:
-        """Begin to read these requests; stop reading those streams, which ends their requests."""
+        """Start to read the streams of `started` requests, and stop reading the streams in
+        `canceled`.
+
+        A request whose stream is no longer read is ended.
+        """
         for stream, request in started:
             task = asyncio.create_task(self._read(stream, request))
             self._readers[stream] = task
@@ -76,14 +81,18 @@ class StreamRelay:
         del self._readers[stream]
 
     async def abort(self, requests: Mapping[str, int]) -> None:
-        """End these requests, whose streams are given; see `EngineClient.abort`."""
-        await self._client.abort(list(requests))  # first: to read on takes the event loop's time
+        """Abort requests, given as request id and stream number; see `EngineClient.abort`."""
+        # The abort is sent first, because reading takes time of the event loop.
+        await self._client.abort(list(requests))
         for stream in self._readers.keys() & requests.values():
             self._outbox.unbind(stream)
             self._wake(stream)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
-        """Return the tokens since the last report; waits a little while for the first."""
+        """Return the tokens read since the last report, after noting the `acknowledged` streams.
+
+        If there are none, wait for some; the report is empty after a time limit.
+        """
         self._outbox.acknowledge(acknowledged)
         for stream in acknowledged:
             self._wake(stream)
@@ -96,11 +105,11 @@ class StreamRelay:
                 ):
                     await self._news.wait()
             except TimeoutError:
-                pass  # an empty report: the manager asks again
+                pass  # The report is empty, and the manager requests another one.
         return self._outbox.take(_MOST_STREAMS)
 
     async def close(self) -> None:
-        """Stop reading."""
+        """Stop reading all streams and close the client."""
         readers = list(self._readers.values())
         for reader in readers:
             reader.cancel()
@@ -116,11 +125,11 @@ class StreamRelay:
                     self._put(stream, chunk)
         except (EngineError, ComponentFailure) as failure:
             self._put(stream, failure)
-        except Exception as defect:  # noqa: BLE001 - it ends the run, from the manager
+        except Exception as defect:  # noqa: BLE001 - the manager raises it, which ends the run
             self._put(stream, ComponentFailure(f"reading a stream failed: {defect!r}"))
 
     async def _room(self, stream: int) -> None:
-        """Wait until the manager has acknowledged what it has."""
+        """Wait until the manager has acknowledged enough tokens of `stream` to read more."""
         event = self._blocked[stream] = asyncio.Event()
         try:
             while not self._outbox.has_room(stream):
@@ -139,7 +148,7 @@ class StreamRelay:
 
 
 class RelayCalls(Protocol):
-    """A `StreamRelay` in another process. Every call has a limit and raises EngineError."""
+    """A `StreamRelay` in another process. Every call has a time limit and raises EngineError."""
 
     async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None: ...
 
@@ -149,10 +158,10 @@ class RelayCalls(Protocol):
 
 
 class Pace:
-    """Pause of a run's engines between two reports; one for all of them.
+    """Pause between two reports of an engine, common to all engines of a run.
 
-    It grows with the streams and engines that are read: the shortest responses of a small run come
-    almost at once, and a large one takes ten messages a second and engine.
+    The pause grows with the number of streams and engines. So the shortest responses of a small run
+    arrive almost immediately, and a large run costs ten messages per second and engine.
     """
 
     def __init__(self) -> None:
@@ -163,7 +172,7 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Seconds between one report's arrival and the question for the next."""
+        """Seconds from the arrival of one report to the request for the next."""
         return min(
             _LONGEST_PAUSE_SECONDS,
             max(self.streams * _PAUSE_PER_STREAM_SECONDS, self.engines * _PAUSE_PER_ENGINE_SECONDS),
@@ -171,7 +180,8 @@ class Pace:
 
 
 class _Inbox:
-    """Items of one stream for its only reader: a queue of asyncio is eight objects, and slower."""
+    """Queue of one stream's items for a single reader; smaller and faster than a queue of
+    asyncio."""
 
     __slots__ = ("items", "reader")
 
@@ -185,13 +195,13 @@ class _Inbox:
             self.reader.set_result(None)
 
     def news(self) -> asyncio.Future[None]:
-        """Done when there is an item."""
+        """Return a future that completes when an item is added."""
         self.reader = asyncio.get_running_loop().create_future()
         return self.reader
 
 
 class RelayedEngine(ForwardingClient):
-    """An engine whose streams are read by its relay."""
+    """Client of an engine whose streams are read by a relay."""
 
     def __init__(self, client: EngineClient, relay: RelayCalls, pace: Pace) -> None:
         super().__init__(client)
@@ -201,7 +211,7 @@ class RelayedEngine(ForwardingClient):
         self._inboxes: dict[int, _Inbox] = {}
         self._started: list[Started] = []
         self._canceled: list[int] = []
-        self._running: dict[str, int] = {}  # streams, by their requests
+        self._running: dict[str, int] = {}  # Stream number of each request.
         self._aborted: set[str] = set()
         self._hurried = asyncio.Event()
         self._acknowledged: list[int] = []
@@ -210,7 +220,8 @@ class RelayedEngine(ForwardingClient):
         self._closed = False
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Canceling or closing the iteration aborts the request."""
+        """Stream the response to `request`. Canceling or closing the iteration aborts the
+        request."""
         if self._closed:
             raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")
         stream, inbox = next(self._numbers), _Inbox()
@@ -241,20 +252,21 @@ class RelayedEngine(ForwardingClient):
                 self._send()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; each stream ends with a chunk of `end="abort"`."""
+        """End these requests early; the stream of each ends with a chunk of `end="abort"`."""
         unwanted = {name: self._running[name] for name in request_ids if name in self._running}
         streams = set(unwanted.values())
         for stream in [stream for stream, _ in self._started if stream in streams]:
             self._inboxes[stream].put(_NEVER_SENT)
         self._started = [started for started in self._started if started[0] not in streams]
         if self._sending is not None:
-            await asyncio.wait([self._sending])  # an abort that comes first is lost
+            await asyncio.wait([self._sending])  # An abort that precedes its request is lost.
         self._aborted |= self._running.keys() & unwanted.keys()
-        self._hurried.set()  # first: ends come before the engine's own answer does
+        # Set first, because streams end before the engine replies to the abort.
+        self._hurried.set()
         await self._relay.abort(unwanted)
 
     async def close(self) -> None:
-        """Release connections (not the server)."""
+        """Close the client's connections, and fail its open streams; the server continues."""
         self._closed = True
         tasks = [task for task in (self._sending, self._receiving) if task is not None]
         for task in tasks:
@@ -264,7 +276,8 @@ class RelayedEngine(ForwardingClient):
         await super().close()
 
     def _send(self) -> None:
-        """Send starts and cancellations to the relay, and ask for reports."""
+        """Ensure that tasks run which send starts and cancellations to the relay and request
+        reports."""
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._guarded(self._send_all))
         if self._receiving is None or self._receiving.done():
@@ -274,7 +287,7 @@ class RelayedEngine(ForwardingClient):
         while self._started or self._canceled:
             started, self._started = self._started[:_MOST_STARTED], self._started[_MOST_STARTED:]
             canceled: list[int] = []
-            if not self._started:  # never before its start
+            if not self._started:  # A cancellation must not precede the start of its stream.
                 canceled, self._canceled = self._canceled, []
             await self._relay.update(started, canceled)
 
@@ -296,11 +309,12 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R7) < _MOST_STREAMS:  # else there is more already
+            if len(report.runs_R7) < _MOST_STREAMS:  # Otherwise the relay has more items already.
                 await self._pause()
 
     async def _pause(self) -> None:
-        """Let news gather for a while; not for long when requests are about to end."""
+        """Wait before the next report, so that it collects more tokens; only briefly after an
+        abort."""
         self._hurried.clear()
         seconds = self._pace.seconds
         if self._aborted:
@@ -318,7 +332,7 @@ class RelayedEngine(ForwardingClient):
             self._fail(ComponentFailure(f"the relay of {self.engine_id} failed: {defect!r}"))
 
     def _fail(self, failure: Failure) -> None:
-        """No stream that is open gets anything more."""
+        """End every open stream with `failure`."""
         self._started, self._canceled = [], []
         for inbox in self._inboxes.values():
             inbox.put(type(failure)(str(failure)))

@@ -1,13 +1,13 @@
-"""Checks of every chunk and load report that an engine sends. Pure; no socket, no clock.
+"""Checks every chunk and load report that an engine sends; pure, without socket or clock.
 
-They run where the answers are read, in the engine's own host, so that they cost the rollout
-manager nothing. docs/failures.md has the table.
+The checks run in the engine's own host, where its replies are read, so that they cost the rollout
+manager nothing. docs/failures.md lists them in a table.
 
 Invariants
-- Whatever a `Door` lets through can be stored and trained: possible tokens, versions in order, an
-  end that the tokens bear out.
-- A finding is evidence against the engine that sent it, and its request fails (`EngineError`);
-  what came before it on the same stream is good and stays.
+- Chunks that `StreamValidator` accepts can be stored and trained: their tokens are possible, their
+  versions are in order, and the end of the stream matches the tokens.
+- A violation counts against the engine that sent the chunk, and its request fails (`EngineError`).
+  Earlier chunks of the same stream are valid and are kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,23 @@ from megatron_async.trajectory.columns import find_mismatch
 from megatron_async.trajectory.token_checks import find_invalid_token
 from megatron_async.trajectory.types import PolicyVersion
 
-# A share of the KV cache; what rounding or a moment's overlap adds is no finding.
+# Largest accepted share of the KV cache in use. It exceeds 1 because of rounding and overlapping
+# use.
 LARGEST_USAGE = 1.5
 
 
 @dataclass
 class StreamValidator:
-    """The stream of one request; `vocabulary` and `longest` (prompt and response) if known."""
+    """Checks the chunks of one request's stream.
+
+    Attributes:
+        vocabulary: Number of tokens in the model's vocabulary; None if unknown.
+        longest: Largest length of prompt and response together; None if unknown.
+        received: Number of tokens received so far.
+        version: Policy version of the last chunk.
+        last_token: The last token received.
+        ended: Whether the stream has ended.
+    """
 
     request: GenerationRequest
     vocabulary: int | None = None
@@ -36,9 +46,9 @@ class StreamValidator:
     ended: bool = False
 
     def violation(self, chunk: TokenChunk) -> str | None:
-        """Return why this chunk, the next of the stream, cannot be; None where it can."""
+        """Check the next chunk of the stream; return why it is invalid, or None if it is valid."""
         if self.ended:
-            return "it went on after its end"
+            return "the stream continued after its end"
         self.ended = chunk.end is not None
         count = len(chunk.token_ids)
         if count:
@@ -54,38 +64,44 @@ class StreamValidator:
     def _order(self, chunk: TokenChunk, count: int) -> str | None:
         most = self.request.max_new_tokens
         if self.received + count > most:
-            return f"{self.received + count} tokens came where {most} were asked for"
+            return f"{self.received + count} tokens arrived, but {most} were requested"
         if self.version is not None and chunk.version < self.version:
-            return f"tokens of version {chunk.version} came after those of {self.version}"
+            return (
+                f"tokens of version {chunk.version} arrived after tokens of version {self.version}"
+            )
         stops = () if self.request.ignore_eos else self.request.stop_token_ids
         earlier = chunk.token_ids[:-1].tolist() if stops else ()
         for stop in stops:
             if stop == self.last_token or stop in earlier:
-                return f"tokens came after the stop token {stop}"
+                return f"tokens arrived after the stop token {stop}"
         return None
 
     def _end(self, end: str | None) -> str | None:
         asked = self.request
         stops = () if asked.ignore_eos else asked.stop_token_ids
         if end == "stop" and self.last_token not in stops:
-            return f"it ended with `stop` at token {self.last_token}, which is no stop token"
+            return f"the stream ended with `stop` at token {self.last_token}, not a stop token"
         if end == "length" and self.received < asked.max_new_tokens and not self._is_full():
             return (
-                f"it ended with `length` after {self.received} of {asked.max_new_tokens} tokens, "
-                "with room for more"
+                f"the stream ended with `length` after {self.received} of {asked.max_new_tokens} "
+                "tokens, although more tokens were possible"
             )
         return None
 
     def _is_full(self) -> bool:
-        """True where prompt and response are as long as the engine takes."""
+        """Return whether prompt and response have the largest length that the engine accepts."""
         length = len(self.request.input_ids) + self.received
         return self.longest is not None and length >= self.longest
 
 
 def load_of(loads: Sequence[Mapping[str, Any]], preemptions: float) -> EngineStatus:
-    """The load that the parts of a data-parallel server report. Raises ValueError."""
+    """Return the load of a server from the reports `loads` of its data-parallel parts.
+
+    Raises:
+        ValueError: If a report is missing or invalid.
+    """
     if not loads:
-        raise ValueError("it reports the load of no part")
+        raise ValueError("the load report is empty")
     usage = max(_number(load["token_usage"], LARGEST_USAGE) for load in loads)
     return EngineStatus(
         running_requests=sum(count_of(load["num_running_reqs"]) for load in loads),
@@ -96,14 +112,18 @@ def load_of(loads: Sequence[Mapping[str, Any]], preemptions: float) -> EngineSta
 
 
 def count_of(value: Any) -> int:
-    """A whole number of 0 or more. Raises ValueError for anything else."""
+    """Return `value` as an integer if it is a whole number of 0 or more.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
     number = _number(value, 2.0**53)
     if number != int(number):
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return int(number)
 
 
 def _number(value: Any, largest: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
-        raise ValueError(f"{value!r} is no number from 0 to {largest:g}")
+        raise ValueError(f"{value!r} is not a number from 0 to {largest:g}")
     return float(value)

@@ -1,14 +1,14 @@
-"""Tokens of an engine's streams in columns: one message instead of one a stream.
+"""Packs tokens of many streams of an engine into columns, so that one message has all of them.
 
-Pure: no process, no clock. `Outbox` is filled where the streams are read, `TokenReport` crosses to
-the rollout manager (`relay.py`).
+Pure: no process, no clock. `Outbox` is filled where streams are read, and a `TokenReport` is sent
+to the rollout manager (`relay.py`).
 
 Invariants
-- What is put in comes out once, and of each stream in its order: as one run for each version, so
-  that an end waits behind no more than that.
-- Of each stream fewer than `chunk_tokens` are unacknowledged before something is put in: together
-  with what it has read, whoever fills the outbox holds one chunk that a kill may lose. A stream
-  whose end has been asked for is not bound: the engine adds nothing to it.
+- Every item that is put in comes out once, and the items of a stream come out in order. The tokens
+  of a stream are one span for each policy version, so that the end of a stream is reported at once.
+- An item of a stream is added only while fewer than `chunk_tokens` of its tokens are
+  unacknowledged. With what has just been read, that is one chunk, which a kill may lose. A stream
+  that was aborted has no such limit, because the engine adds no tokens to it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,11 +34,15 @@ _FIRST_FAILURE = len(_ENDS)
 
 @dataclass(frozen=True, eq=False)
 class TokenReport:
-    """Runs of tokens, each of one stream, one version and the same columns, one behind the other.
+    """Spans of tokens, one after the other; each has one stream, one version and the same columns.
 
-    `runs_R7`: stream, tokens, lineage and number of the version, how the stream ended with it (an
-    index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
-    `messages`), the entry of `tokens` that has its columns, and microseconds in the engine's queue.
+    Attributes:
+        runs_R7: For each span: stream, number of tokens, lineage and number of the version, how the
+            stream ended with it, index of its columns in `tokens`, microseconds in the engine's
+            queue. The end is an index into `_ENDS` or, above that, into `_FAILURES`; the text of a
+            failure is the next of `messages`.
+        tokens: The token columns of all spans, one entry for each set of columns.
+        messages: Texts of the failures.
     """
 
     runs_R7: npt.NDArray[np.int64]
@@ -47,7 +51,8 @@ class TokenReport:
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Item]]) -> "TokenReport":
-        """The items of these streams, in this order; neighbors that make one run are joined."""
+        """Create a report of stream items in this order; adjacent items that form one span are
+        joined."""
         runs: list[tuple[int, int, int, int, int, int, int]] = []
         tokens: dict[Types, tuple[int, list[Arrays]]] = {}
         messages: list[str] = []
@@ -74,9 +79,9 @@ class TokenReport:
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
-        """Return the runs as chunks, and the failures."""
+        """Yield the spans as chunks, and the failures, each with its stream."""
         starts, messages = [0] * len(self.tokens), iter(self.messages)
-        versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
+        versions: dict[tuple[int, int], PolicyVersion] = {}  # Shares objects among chunks.
         for stream, count, lineage, number, end, place, queued in self.runs_R7.tolist():
             if end >= _FIRST_FAILURE:
                 yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))
@@ -92,7 +97,8 @@ class TokenReport:
 
 
 class Outbox:
-    """Tokens that were read and not reported, and those that were reported and not acknowledged."""
+    """Items that were read but not reported, and counts of tokens that were reported but not
+    acknowledged."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -101,32 +107,32 @@ class Outbox:
         self._unbound: set[int] = set()
 
     def __len__(self) -> int:
-        """Return the number of streams with something to report."""
+        """Return the number of streams that have something to report."""
         return len(self._items)
 
     @property
     def unacknowledged(self) -> bool:
-        """Return whether streams that go on have tokens in a report that was not acknowledged."""
+        """Whether running streams have tokens in a report that was not acknowledged."""
         return bool(self._reported)
 
     def has_room(self, stream: int) -> bool:
-        """Return whether there is room; otherwise there is after an acknowledgement."""
+        """Return whether more items of `stream` may be added before an acknowledgment."""
         return stream in self._unbound or self.held(stream) < self._chunk_tokens
 
     def held(self, stream: int) -> int:
-        """Return how many of its tokens were read and not acknowledged."""
+        """Return how many tokens of `stream` were read and not acknowledged."""
         return _tokens(self._items.get(stream, ())) + self._reported.get(stream, 0)
 
     def unbind(self, stream: int) -> None:
-        """Make room for all that a stream has still to bring."""
+        """Remove the limit of `stream`, because it was aborted."""
         self._unbound.add(stream)
 
     def put(self, stream: int, item: Item) -> None:
-        """The next item of a stream."""
+        """Add the next item of a stream."""
         self._items.setdefault(stream, []).append(item)
 
     def take(self, most: int) -> TokenReport:
-        """All items of the streams that have waited longest, `most` streams at most."""
+        """Remove and return all items of up to `most` streams, those that have waited longest."""
         taken: list[tuple[int, Item]] = []
         for stream in list(islice(self._items, most)):
             items = self._items.pop(stream)
@@ -138,12 +144,12 @@ class Outbox:
         return TokenReport.of(taken)
 
     def acknowledge(self, streams: Iterable[int]) -> None:
-        """Forget what was reported of these streams: it is in the store."""
+        """Record that the reported tokens of these streams are in the store."""
         for stream in streams:
             self._reported.pop(stream, None)
 
     def forget(self, stream: int) -> None:
-        """Forget a stream that has ended, or of which nothing more is wanted."""
+        """Remove everything about a stream that has ended or was canceled."""
         self._items.pop(stream, None)
         self._reported.pop(stream, None)
         self._unbound.discard(stream)

@@ -247,7 +247,7 @@ class FaultyLauncher:
             self._clients[index] = client
             return client
         except Exception as error:
-            raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error
+            raise ProcessKilled(f"{engine_id} has started but does not reply: {error}") from error
 
     async def alive(self, index: int) -> bool:
         served = self._served.get(index)

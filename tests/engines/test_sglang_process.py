@@ -104,7 +104,7 @@ def test_stop_ends_the_server_and_its_children(
     server.stop()
     assert not server.alive() and _gone(pid, 0.1) and _gone(child, 0.1)
     server.stop()  # nothing to do is no error
-    with pytest.raises(ComponentFailure, match="before it started"):
+    with pytest.raises(ComponentFailure, match="before it is started"):
         _ = server.url
 
 

@@ -112,7 +112,7 @@ def _aborted(status: int) -> dict[str, Any]:
         (_report([], 0, [("0.1", 0, 0)], {"type": "explosion"}), "unknown reason"),
         (
             _report([], 0, [("0.1", 0, 0)], {"type": "abort", "status_code": 400, "message": "no"}),
-            "refused with status 400: no",
+            "rejected it with status 400: no",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_report_may_lack_prompt_tokens_when_aborted_in_the_queue() -> None:
 
 def test_report_is_refused_when_it_exceeds_the_largest_size() -> None:
     decoder, piece, size = new_decoder(), b"x" * (1 << 16), 0
-    with pytest.raises(BadReport, match="bytes came without the end of a report"):
+    with pytest.raises(BadReport, match="bytes arrived without the end of a report"):
         while size < 1 << 30:
             size += len(piece)
             [*decoder.chunks(piece)]

@@ -64,17 +64,17 @@ BAD: dict[str, dict[str, list[TokenChunk]]] = {
         "has log-prob -104.1": [chunk(9, logprob=-104.1)],
     },
     "the count of tokens": {
-        "7 tokens came where 6 were asked for": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
+        "7 tokens arrived, but 6 were requested": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
         "columns have the shapes": [
             replace(chunk(9, 8), columns=(np.zeros(1, [("routes", "<i2")]),))
         ],
     },
     "policy versions": {
-        "tokens of version 0.1 came after those of 0.2": [chunk(9, number=2), chunk(8)],
+        "tokens of version 0.1 arrived after tokens of version 0.2": [chunk(9, number=2), chunk(8)],
     },
     "the end `stop`": {
-        "came after the stop token 2": [chunk(9, STOP, 8)],
-        "came after the stop token 3": [chunk(9, 3), chunk(8)],
+        "arrived after the stop token 2": [chunk(9, STOP, 8)],
+        "arrived after the stop token 3": [chunk(9, 3), chunk(8)],
         "ended with `stop` at token 9": [chunk(8, 9, end="stop")],
         "ended with `stop` at token None": [chunk(end="stop")],
     },
@@ -82,7 +82,7 @@ BAD: dict[str, dict[str, list[TokenChunk]]] = {
         "ended with `length` after 2 of 6 tokens": [chunk(8, 9, end="length")],
     },
     "what comes after an end": {
-        "went on after its end": [chunk(9, end="abort"), chunk(end="abort")],
+        "continued after its end": [chunk(9, end="abort"), chunk(end="abort")],
     },
 }
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_is_found_at_its_chunk(row: str, found: str) -> None:
 def test_a_forced_length_has_no_stop_tokens() -> None:
     forced = replace(ASKED, ignore_eos=True)
     assert StreamValidator(forced).violation(chunk(9, STOP, 8, 7, 6, STOP, end="length")) is None
-    assert "no stop token" in str(StreamValidator(forced).violation(chunk(9, STOP, end="stop")))
+    assert "not a stop token" in str(StreamValidator(forced).violation(chunk(9, STOP, end="stop")))
 
 
 def test_a_context_that_is_full_ends_a_response_early() -> None:
@@ -211,7 +211,7 @@ def test_a_load_that_cannot_be_is_no_report(name: str, value: Any) -> None:
 
 
 def test_no_load_and_half_a_request_are_no_report() -> None:
-    with pytest.raises(ValueError, match="no part"):
+    with pytest.raises(ValueError, match="load report is empty"):
         load_of([], 0.0)
     with pytest.raises(ValueError, match="no whole number"):
         count_of(0.5)

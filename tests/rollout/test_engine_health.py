@@ -279,7 +279,7 @@ class Odd(SimulatedEngine):
 
     async def status(self) -> Any:
         if self.unreadable:
-            raise EngineError(f"{self.engine_id}: its load report cannot be: KeyError: 'loads'")
+            raise EngineError(f"{self.engine_id}: its load report is invalid: KeyError: 'loads'")
         return await super().status()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:

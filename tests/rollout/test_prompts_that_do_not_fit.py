@@ -37,7 +37,9 @@ class Refusing(SimulatedEngine):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         if int(request.input_ids[1]) in self.bad:
             await asyncio.sleep(0.002)
-            raise RequestRefused(f"{self.engine_id}: it was refused with status 400: too long")
+            raise RequestRefused(
+                f"{self.engine_id}: the engine rejected it with status 400: too long"
+            )
         async for chunk in super().generate(request):
             yield chunk
 

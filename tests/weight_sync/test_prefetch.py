@@ -88,7 +88,9 @@ def test_buckets_come_whole_and_in_order_whatever_arrives_early(sizes: list[int]
 def test_a_bucket_that_is_not_as_large_as_announced_is_an_error() -> None:
     ahead, link = BucketPrefetcher(), Link(buckets_of([4, 4]))
     take(ahead, link, 0)
-    with pytest.raises(ValueError, match="a bucket of 4 bytes was announced for g, but it has 5 bytes"):
+    with pytest.raises(
+        ValueError, match="a bucket of 4 bytes was announced for g, but it has 5 bytes"
+    ):
         ahead.take("g", 5, 0, link.start, "cpu")
 
 

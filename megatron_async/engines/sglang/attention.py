@@ -1,19 +1,18 @@
-"""Decode attention on CPU for all requests at once, as an attention backend of SGLang's registry.
+"""Computes decode attention on CPU for all requests at once, as an attention backend for SGLang.
 
 SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request in a Python
-loop, which at 64 requests is most of a decode step. Here the keys and values of all requests are
-gathered into one padded block and a step is a handful of batched operations.
+loop. With 64 requests that is most of a decode step. Here the keys and values of all requests are
+gathered into one padded block, and a step is a few batched operations.
 
 Invariants
-- Same result as the loop up to the rounding of another summation order (float32: 1e-5).
-- Only plain self-attention decode takes the batched way; cross-attention and prefill use
-  SGLang's own code. Sliding windows are masked as SGLang does: a token sees `window` tokens
-  before itself.
-- A padded position never reaches the result: its score is -inf and its value is never NaN times
-  zero, since slot 0 of the pool (what padding points at) is a real, finite slot.
-- Memory of a step is bounded: requests are taken in blocks of at most `_BLOCK_BYTES` of gathered
-  keys (about what a core's cache holds; larger blocks were measured slower), sorted by length so
-  that short requests are not padded to long ones.
+- The result equals the loop's, except for rounding in another order of summation (float32: 1e-5).
+- Only plain self-attention decode is batched; cross-attention and prefill use SGLang's own code.
+  Sliding windows are masked as in SGLang: a token sees the `window` tokens before itself.
+- A padded position never affects the result. Its score is -inf, and its value is finite, since
+  padding points at slot 0 of the pool, which is a real slot.
+- The memory of a step is bounded. Requests are sorted by length, so that short ones are not padded
+  to long ones, and processed in blocks of at most `_BLOCK_BYTES` of gathered keys. That is about
+  what the cache of a core has room for; larger blocks were measured slower.
 """
 
 from typing import Any
@@ -33,12 +32,19 @@ def batched_decode_attention(
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token per request over its cached tokens, grouped heads.
+    """Compute the attention of one new token per request over its cached tokens, with grouped
+    heads.
 
-    S requests, H query heads, K key/value heads (H a multiple of K), D and E head sizes, P slots
-    of the pool, C at least the longest length. `slots_SC[s, :lengths_S[s]]` are request s's slots
-    in order, the new token last. With `window`, only the last `window` + 1 of them are seen.
-    Returns [S, H, E] in the query's dtype.
+    There are S requests, H query heads, K key/value heads (H is a multiple of K), head sizes D and
+    E, and P slots in the pool; C is at least the longest length.
+
+    Args:
+        slots_SC: `slots_SC[s, :lengths_S[s]]` are the slots of request s in order, the new token's
+            last.
+        window: If set, only the last `window` + 1 slots of a request are used.
+
+    Returns:
+        The output [S, H, E], in the dtype of the query.
     """
     longest = int(lengths_S.max())
     S, H, D = query_SHD.shape
@@ -51,7 +57,7 @@ def batched_decode_attention(
     flat = slots_SC.reshape(-1)
     keys_SKCD = k_cache_PKD.index_select(0, flat).view(S, longest, K, D).transpose(1, 2)
     values_SKCE = v_cache_PKE.index_select(0, flat).view(S, longest, K, -1).transpose(1, 2)
-    # The query heads of a group stand where SDPA expects query positions: no repeated keys.
+    # The query heads of a group take the place of query positions, so that keys are not repeated.
     output_SKGE = scaled_dot_product_attention(
         query_SHD.view(S, K, H // K, D),
         keys_SKCD.to(query_SHD.dtype),
@@ -74,7 +80,8 @@ def decode_in_blocks(
     window: int | None = None,
     block_bytes: int = _BLOCK_BYTES,
 ) -> torch.Tensor:
-    """`batched_decode_attention` over blocks of requests of similar length, into `output_SHE`."""
+    """Run `batched_decode_attention` for blocks of requests of similar length; write to
+    `output_SHE`."""
     block_tokens = block_bytes // k_cache_PKD[0].nbytes
     longest = int(lengths_S.max())
     if len(lengths_S) * longest <= block_tokens:
@@ -99,9 +106,9 @@ def decode_in_blocks(
 
 
 def register(name: str) -> None:
-    """Add the backend as `name` to SGLang's registry and to what `--attention-backend` accepts.
+    """Register the backend under `name` in SGLang, also as a value of `--attention-backend`.
 
-    Imports SGLang, so stand-ins must be installed before. Must run in every SGLang process.
+    This imports SGLang, so stand-ins must be installed before. Call it in every SGLang process.
     """
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
@@ -115,7 +122,7 @@ def register(name: str) -> None:
 
 
 def _make_backend(runner: Any) -> Any:
-    """The backend for one model runner (called by SGLang in its scheduler process)."""
+    """Create the backend for one model runner. SGLang calls this in its scheduler process."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class TorchBatchedAttnBackend(TorchNativeAttnBackend):

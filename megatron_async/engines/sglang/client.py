@@ -1,19 +1,20 @@
-"""An SGLang server as an `EngineClient`: its HTTP API over one aiohttp session.
+"""Calls an SGLang server over HTTP, as an `EngineClient` with one aiohttp session.
 
 Invariants
-- Every call has a time limit and raises `EngineError` with the engine, the call and the answer.
-- Every token arrives once, with its log-prob and the version that made it (stream.py), and is one
-  that can be (stream_validation.py).
-- Ids on the wire are never used twice and none is a prefix of another. SGLang aborts every
-  request whose id *starts with* the given one, so that aborting "7" would end "71" too; and two
-  seconds after a stream has ended it aborts that id once more, which would hit a request that was
+- Every call has a time limit and raises `EngineError` with the engine, the call and the reply.
+- Every token arrives once, with its log-prob and the version that generated it (stream.py), and was
+  validated (stream_validation.py).
+- Request ids that are sent to SGLang are never reused, and none is a prefix of another. SGLang
+  aborts every request whose id *starts with* the given one, so aborting "7" would end "71" too. Two
+  seconds after the end of a stream it aborts that id again, which would end a request that was
   resumed under it.
-- An abort of a request that has brought nothing is repeated until its stream has ended: SGLang
-  forgets one that overtakes its request. Of any other, one that SGLang has answered is enough.
-- A call or request whose connection ends without an answer is made once more, on a new one: the
-  server may have closed a connection that was kept.
-- How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
-  gone is noticed by TCP.
+- An abort of a request that has returned no tokens is repeated until its stream has ended, because
+  SGLang forgets an abort that arrives before its request. For other requests one abort that SGLang
+  has acknowledged is enough.
+- A call or request whose connection ends without a reply is repeated once on a new connection,
+  because the server may have closed an idle one.
+- The client does not limit how long a stream may be silent (interface.py). TCP detects a connection
+  whose host is gone.
 """
 
 import asyncio
@@ -59,31 +60,39 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import MOST_BYTES, json_object
 
-# Loopback or a rack's network; long, since a server on a loaded machine accepts slowly.
+# Long for a local network, because a server on a loaded machine accepts connections slowly.
 _CONNECT_SECONDS = 30.0
-# Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
+# Shorter than the server's own limit (5 s), because a request on a connection that the server is
+# just closing is lost.
 _KEEP_ALIVE_SECONDS = 2.0
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_SELDOM_SECONDS = 2.0
-# A call that is made twice is one that SGLang refuses the second time.
+# Calls that are not repeated, because SGLang rejects them the second time.
 _ONCE = ("release_memory_occupation", "resume_memory_occupation")
 _KEPT_LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
-# What SGLang calls the parts of its memory.
+# SGLang's names of its kinds of memory.
 _WEIGHTS = "weights"
 _CACHES = ("kv_cache", "cuda_graph")
 _PREEMPTIONS = b"sglang:num_retracted_requests_total"
 
 
 class SGLangClient:
-    """Client of an SGLang server. Make it with `await SGLangClient.connect(...)`."""
+    """Client of an SGLang server. Create it with `await SGLangClient.connect(...)`."""
 
     def __init__(
         self, engine_id: str, url: str, settings: EngineConfig, vocabulary: int | None = None
     ) -> None:
-        """`vocabulary`: the ids below it are tokens of the model; None: not known."""
+        """Create a client that is not connected.
+
+        Args:
+            engine_id: Name of the engine.
+            url: URL of the server.
+            settings: Settings of the engines.
+            vocabulary: Number of tokens of the model; larger ids are invalid. None if unknown.
+        """
         self.engine_id = engine_id
         self._vocabulary = vocabulary
         self.url = url
@@ -93,17 +102,17 @@ class SGLangClient:
         self.dtype: str | None = None
         # The dtype that the server was started with; `auto` if this client does not know it.
         self._expected_dtype = settings.dtype
-        # An engine that answers nothing for as long as this is hung by the settings' own measure.
+        # At least the time after which a silent engine counts as hung.
         self._control_seconds = max(_CONTROL_SECONDS, settings.hang_timeout_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = _session(headers)
         self._read: set[aiohttp.ClientResponse] = set()
         self._wire_ids: dict[str, str] = {}
-        self._answered: set[str] = set()  # names of `_wire_ids` of which tokens have come
+        self._answered: set[str] = set()  # Requests that have returned tokens.
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
-        self._unwanted: dict[str, str] = {}  # of `_wire_ids`; what has ended goes at the next look
+        self._unwanted: dict[str, str] = {}  # Requests whose abort is repeated, like `_wire_ids`.
         self._insisting: asyncio.Task[None] | None = None
         self._released: set[str] = set()
 
@@ -111,7 +120,11 @@ class SGLangClient:
     async def connect(
         cls, engine_id: str, url: str, settings: EngineConfig, vocabulary: int | None = None
     ) -> Self:
-        """Connect, and ask what the server can hold. Raises EngineError."""
+        """Create a client and read the limits of its server.
+
+        Raises:
+            EngineError: If the server does not reply as expected.
+        """
         client = cls(engine_id, url, settings, vocabulary)
         try:
             await client._ask_limits()
@@ -133,10 +146,11 @@ class SGLangClient:
                 raise ValueError(f"dtype is {self.dtype!r} instead of {self._expected_dtype}")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Canceling or closing the iteration aborts the request."""
+        """Stream the response to `request`. Canceling or closing the iteration aborts the
+        request."""
         name = request.request_id
         if name in self._wire_ids:
-            raise EngineError(f"{self.engine_id}: request {name!r} runs already")
+            raise EngineError(f"{self.engine_id}: request {name!r} is already running")
         self._open_session()
         self._wire_ids[name] = self._wire_id(name)
         decoder, ended = StreamDecoder(request, self._wire_ids[name]), False
@@ -147,7 +161,7 @@ class SGLangClient:
                     decoder.wire_id = self._wire_ids.get(name, decoder.wire_id)
                     for chunk in decoder.chunks(part):
                         if (violation := validator.violation(chunk)) is not None:
-                            raise BadReport(f"the engine sent what cannot be: {violation}")
+                            raise BadReport(f"the engine sent an invalid chunk: {violation}")
                         self._answered.add(name)
                         if chunk.end is not None:
                             ended = True
@@ -170,9 +184,10 @@ class SGLangClient:
         return f"{self._unique}.{next(self._serial)};{name}"
 
     async def _answer(self, request: GenerationRequest) -> AsyncGenerator[bytes, None]:
-        """The answer to a request, in parts.
+        """Send a request; yield the parts of the reply as they arrive.
 
-        One that a kept connection did not bring to the server is made again, under another id.
+        If an idle connection was closed before the request reached the server, the request is sent
+        again under another id.
         """
         name, session, answered = request.request_id, self._open_session(), False
         async with AsyncExitStack() as opened:
@@ -194,13 +209,13 @@ class SGLangClient:
                         raise
                     self._wire_ids[name] = self._wire_id(name)
                     session = await opened.enter_async_context(_session(session.headers))
-                except RuntimeError as error:  # aiohttp's, where the connection has ended
+                except RuntimeError as error:  # aiohttp raises it after a lost connection.
                     raise ConnectionError(f"the stream broke off: {error}") from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; each stream ends with a chunk of `end="abort"`.
+        """End these requests early; the stream of each ends with a chunk of `end="abort"`.
 
-        Returns when the abort has reached the engine; requests that are not running are ignored.
+        Returns when the abort has reached the engine. Requests that are not running are ignored.
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
         if running:
@@ -216,11 +231,11 @@ class SGLangClient:
         await self._post("continue_generation", {"torch_empty_cache": False})
 
     async def flush_cache(self) -> None:
-        # Requests that were aborted a moment ago may still be on their way out.
+        # Requests that were aborted a moment ago may not have ended yet.
         await self._post(f"flush_cache?timeout={_FLUSH_SECONDS}", None)
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
-        # SGLang refuses what it has released already.
+        # SGLang rejects a second release of the same memory.
         unwanted = _CACHES if keep_weights else (_WEIGHTS, *_CACHES)
         tags = [part for part in unwanted if part not in self._released]
         if tags:
@@ -228,7 +243,7 @@ class SGLangClient:
             self._released.update(tags)
 
     async def resume_memory(self, *, weights_only: bool) -> None:
-        # SGLang refuses what it has not released, so each part is asked for once.
+        # SGLang rejects memory that is not released, so each kind is requested once.
         wanted = (_WEIGHTS,) if weights_only else (_WEIGHTS, *_CACHES)
         tags = [part for part in wanted if part in self._released]
         if tags:
@@ -236,14 +251,14 @@ class SGLangClient:
             self._released -= set(tags)
 
     async def version(self) -> PolicyVersion:
-        """The version that the engine reports."""
+        """Return the policy version that the engine reports."""
         with self._reading("model_info"):
             return parse_version(str((await self._get_json("model_info"))["weight_version"]))
 
     async def load_from_disk(
         self, model_path: Path, version: PolicyVersion, *, flush_cache: bool = True
     ) -> None:
-        """Replace the weights by those of a Hugging Face directory of the same architecture."""
+        """Load the weights of a Hugging Face directory with the same architecture."""
         await self._post(
             "update_weights_from_disk",
             {
@@ -254,7 +269,7 @@ class SGLangClient:
         )
 
     async def checksum(self) -> str:
-        """Return a checksum over all weights that the engine really holds (all TP ranks)."""
+        """Return a checksum over all weights that the engine has loaded, on all its ranks."""
         with self._reading("weights_checker"):
             answer = await self._post("weights_checker", {"action": "checksum"})
             found = answer["per_engine_checksum"]
@@ -269,17 +284,21 @@ class SGLangClient:
             return load_of(loads, _counter(metrics, _PREEMPTIONS))
 
     async def close(self) -> None:
-        """Release connections (not the server)."""
+        """Close the client's connections; the server continues."""
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        for answer in self._read:  # a reader would wait for ever: aiohttp does not wake it
+        for answer in self._read:  # aiohttp does not wake readers, which would wait forever.
             answer.content.set_exception(ConnectionError("the client has been closed"))
         await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
-        """The session. EngineError once the client is closed: calls that were about to be made
-        when their engine was given up fail as calls to that engine do."""
+        """Return the session of this client.
+
+        Raises:
+            EngineError: If the client is closed. Calls that were about to be made when the engine
+                was taken out of service then fail like other calls to it.
+        """
         if self._session.closed:
             raise self._failure("the client has been closed")
         return self._session
@@ -288,7 +307,7 @@ class SGLangClient:
         return EngineError(f"{self.engine_id} ({self.url}): {what}")
 
     def _body(self, wire_id: str, request: GenerationRequest) -> dict[str, Any]:
-        """Return the body of the request for SGLang."""
+        """Return the body of a generation request in SGLang's format."""
         body = {
             "rid": wire_id,
             "input_ids": request.input_ids.tolist(),
@@ -303,13 +322,13 @@ class SGLangClient:
     async def _abort_running(self, running: Mapping[str, str]) -> None:
         bodies: list[dict[str, Any]] = [{"rid": wire_id} for wire_id in running.values()]
         if len(running) == len(self._wire_ids) > 1:
-            bodies = [{"abort_all": True}]  # one call instead of thousands
+            bodies = [{"abort_all": True}]  # One call instead of thousands.
         await asyncio.gather(*(self._post("abort_request", body) for body in bodies))
 
     async def _insist_on_aborts(self) -> None:
-        """Repeat aborts while their streams go on, more and more rarely."""
+        """Repeat aborts while their streams continue, at growing intervals."""
         pause = _ABORT_AGAIN_SECONDS
-        # The streams themselves report a dead engine to whoever reads them.
+        # A dead engine is reported by the streams themselves.
         with suppress(EngineError):
             while self._unwanted:
                 await asyncio.sleep(pause)
@@ -320,10 +339,11 @@ class SGLangClient:
                     await self._abort_running(self._unwanted)
 
     async def _abort_unread(self, wire_id: str) -> None:
-        """Abort a request whose stream has lost its reader.
+        """Abort a request whose stream is no longer read.
 
-        Twice, in case the first overtakes the request. SGLang also ends it by itself some seconds
-        after the connection has closed, so a failure here costs a little work and nothing else.
+        The abort is sent twice, in case the first arrives before the request. SGLang also ends the
+        request itself some seconds after its connection is closed, so a failure here only costs
+        some work.
         """
         with suppress(EngineError):
             await self._post("abort_request", {"rid": wire_id})
@@ -338,11 +358,12 @@ class SGLangClient:
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Turn an answer that is not of the form that is relied on into the engine's failure."""
+        """Convert errors that an unexpected reply causes in this block to EngineError; `what` names
+        the reply."""
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise self._failure(f"its {what} cannot be: {one_line(error)}") from error
+            raise self._failure(f"its {what} is invalid: {one_line(error)}") from error
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         return json_object(await self._request("GET", path, None, self._control_seconds))
@@ -353,7 +374,11 @@ class SGLangClient:
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float
     ) -> bytes:
-        """The answer's body. Raises EngineError unless the status is 200."""
+        """Send a call; return the body of the reply.
+
+        Raises:
+            EngineError: If the call fails, or the status is not 200.
+        """
         data = None if body is None else orjson.dumps(body)
         session = self._open_session()
         try:
@@ -361,7 +386,7 @@ class SGLangClient:
                 try:
                     status, answer = await self._ask(session, method, path, data)
                 except _KEPT_LOST as error:
-                    # A server that stood still for a while closes the connections that were kept.
+                    # A server that was stopped for a while closes its idle connections.
                     if path in _ONCE or _is_refused(error):
                         raise
                     async with _session(session.headers) as fresh:
@@ -371,7 +396,7 @@ class SGLangClient:
             raise self._failure(f"{method} /{path} failed: {_describe(error)}") from error
         if status != 200:
             text = answer[:500].decode(errors="replace")
-            raise self._failure(f"{method} /{path} answered {status}: {text}")
+            raise self._failure(f"{method} /{path} returned status {status}: {text}")
         return answer
 
     async def _ask(
@@ -391,7 +416,7 @@ class SGLangClient:
 
 
 def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Connections to the server that end when its host is gone."""
+    """Create a session whose connections end when the server's host is gone."""
     return aiohttp.ClientSession(
         headers=headers,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -402,22 +427,26 @@ def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether there was no connection at all: then none that was kept has been lost."""
+    """Return whether no connection was made, so that no idle connection was lost."""
     return isinstance(error, aiohttp.ClientConnectorError)
 
 
 async def _text(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer that is no stream. Raises ValueError for one that is too large."""
+    """Read the body of a reply that is not a stream.
+
+    Raises:
+        ValueError: If the body is too large.
+    """
     found = bytearray()
     async for part in answer.content.iter_any():
         found += part
         if len(found) > MOST_BYTES:
-            raise ValueError(f"it answered with more than {MOST_BYTES} bytes")
+            raise ValueError(f"the reply has more than {MOST_BYTES} bytes")
     return bytes(found)
 
 
 def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices when its host is gone, which ends no connection by itself."""
+    """Create a socket with keep-alive, which detects that the other host is gone."""
     family, kind, protocol, *_ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -428,17 +457,19 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def _counter(metrics: bytes, name: bytes) -> float:
-    """Sum of a Prometheus counter over its labels; 0 while SGLang has not counted any."""
+    """Return the sum of a Prometheus counter over its labels; 0 if SGLang has not counted anything
+    yet."""
     lines = (line for line in metrics.splitlines() if line.startswith(name))
     return sum(float(line.rsplit(b" ", 1)[1]) for line in lines)
 
 
 def _check_own_limits(error: BaseException) -> None:
-    """Raise ComponentFailure where this process could not even ask, which is no engine's fault."""
+    """Raise a ComponentFailure if this process has no free file descriptors, which is not the
+    engine's fault."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
-            f"the client of an engine cannot open more connections ({error}): raise the limit of "
-            "open files (ulimit -n), or lower schedule.concurrency"
+            f"the client of an engine cannot open more connections ({error}). Raise the limit of "
+            "open files (ulimit -n), or lower schedule.concurrency."
         ) from error
 
 

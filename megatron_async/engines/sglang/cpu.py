@@ -1,15 +1,16 @@
-"""Stand-ins with which SGLang runs on a CPU that no `sgl-kernel` wheel serves (no AMX).
+"""Provides stand-ins with which SGLang runs on CPUs that no `sgl-kernel` wheel supports (without
+AMX).
 
-SGLang imports GPU packages at module level that its CPU path never calls. Where such a package is
-missing, an import-only stand-in takes its place; one operation that the CPU path does call is
-written here in torch.
+SGLang imports GPU packages at module level that its CPU code never calls. If such a package is
+missing, an importable stand-in replaces it. One operation that the CPU code does call is
+implemented here in torch.
 
 Invariants
-- Only a package that is not installed is replaced; an installed one is used as it is.
-- A stand-in can be imported, subclassed and used as a decorator. Calling anything else of it
-  raises, so a code path that does need the package fails loudly.
-- Nothing happens at import; `install_stand_ins` must run before `sglang` is imported, in the
-  server and in each process that it spawns (one that is forked has them).
+- Only packages that are not installed are replaced.
+- A stand-in can be imported, subclassed and used as a decorator. Calling anything else in it raises
+  an error, so that code which needs the package fails visibly.
+- Nothing happens at import. `install_stand_ins` must run before `sglang` is imported, in the server
+  and in each process that it spawns. A forked process has them already.
 """
 
 import importlib
@@ -27,7 +28,8 @@ REPLACEABLE = ("torchvision", "sgl_kernel", "triton")
 
 
 class _PlaceholderType(type):
-    """A class whose every public attribute is its own name (`InterpolationMode.BICUBIC`)."""
+    """Metaclass whose classes return the name of every public attribute
+    (`InterpolationMode.BICUBIC`)."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -40,9 +42,10 @@ def _accept_anything(self: object, *args: Any, **kwargs: Any) -> None:
 
 
 class StandIn(types.ModuleType):
-    """A package that is not installed: its submodules and classes exist, its functions do not."""
+    """Stand-in for a package that is not installed: it has submodules and classes, but no
+    functions."""
 
-    __path__: list[str] = []  # noqa: RUF012 - what makes a module a package
+    __path__: list[str] = []  # noqa: RUF012 - makes the module a package
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +60,11 @@ class StandIn(types.ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`@triton.jit`, `@triton.jit(...)`; anything else raises RuntimeError."""
+        """Act as a decorator, with or without arguments (`@triton.jit`, `@triton.jit(...)`).
+
+        Raises:
+            RuntimeError: If it is called in another way.
+        """
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         if self.__name__.startswith("triton"):
@@ -66,7 +73,7 @@ class StandIn(types.ModuleType):
 
 
 class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module below the given top-level names and makes a stand-in of it."""
+    """Import finder that returns a stand-in for every module below the given top-level packages."""
 
     def __init__(self, roots: frozenset[str]) -> None:
         self._roots = roots
@@ -94,9 +101,9 @@ def assign_req_to_token_pool(
     out_cache_loc_T: torch.Tensor,
     pool_width: int,
 ) -> None:
-    """Write each request's new KV slots into its row: row[start:end] = its part of the slots.
+    """Write the new KV slots of each request into its row: row[start:end] = its part of the slots.
 
-    `out_cache_loc_T` holds the slots of all requests end to end, T = sum(end - start).
+    `out_cache_loc_T` has the slots of all requests, one after the other, T = sum(end - start).
     """
     offset = 0
     rows = zip(req_pool_indices_S.tolist(), start_S.tolist(), end_S.tolist(), strict=True)
@@ -126,13 +133,14 @@ def missing_packages(names: Sequence[str] = REPLACEABLE) -> frozenset[str]:
 
 
 def install_stand_ins() -> frozenset[str]:
-    """Replace the missing packages; returns their names. A second call changes nothing."""
+    """Replace packages that are not installed by stand-ins; return their names. Repeated calls do
+    nothing."""
     if any(isinstance(finder, _StandInFinder) for finder in sys.meta_path):
         return frozenset()
     missing = missing_packages()
     if missing:
         if "triton" in missing:
-            # torch caches this answer; asked later it would take the stand-in for a real triton.
+            # torch caches this result. Called later, it would take the stand-in for a real triton.
             importlib.import_module("torch.utils._triton").has_triton_package()
         sys.meta_path.append(_StandInFinder(missing))
     return missing

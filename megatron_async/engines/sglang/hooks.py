@@ -1,13 +1,15 @@
-"""Hooks of SGLang's registry: how they are put in, and those of its HTTP process.
+"""Registers hooks in SGLang's registry, and provides the hooks of its HTTP process.
 
-- A request that arrives while its engine is paused, or locked for an update, waits in the HTTP
-  process. SGLang drops an abort of it, but records that one was sent and ignores every repetition,
-  so that the request runs on to its last token later. Without that record a repetition works.
-- Without a tokenizer nothing is turned into text, yet SGLang starts a process for it.
-- A scheduler process is spawned, and imports all of SGLang once more. On CPU it is forked from the
-  HTTP process instead, which has imported everything and runs nothing yet. (CUDA forbids that.)
-  What is imported is out of the reach of garbage collection before, so that SGLang need not ask
-  itself for that later: without a warm-up it asks before it listens.
+- Repeatable aborts: a request that arrives while its engine is paused, or locked for an update,
+  waits in the HTTP process. SGLang drops an abort of such a request, but records that one was sent
+  and ignores every further one, so the request would later run to its last token. Without that
+  record a repeated abort works.
+- No detokenizer: without a tokenizer no tokens are converted to text, but SGLang starts a process
+  for that.
+- Forked schedulers: a scheduler process is spawned, and imports all of SGLang again. On CPU it is
+  forked from the HTTP process instead, which has imported everything and runs nothing yet. (CUDA
+  forbids that.) Imported objects are excluded from garbage collection before the fork. SGLang need
+  not request that later; without a warm-up it would request it before it listens.
 """
 
 import gc
@@ -15,7 +17,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# The function of SGLang, the hook, BEFORE, AFTER or AROUND, and what is amiss without it.
+# SGLang's function, the hook, its kind (BEFORE, AFTER or AROUND), and the problem without it.
 Hook = tuple[str, Callable[..., Any], str, str]
 
 _ABORT = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
@@ -26,7 +28,11 @@ _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 
 
 def register_hooks(hooks: Sequence[Hook]) -> None:
-    """Register hooks in this process. Raises RuntimeError for a function that SGLang lacks."""
+    """Register hooks in this process.
+
+    Raises:
+        RuntimeError: If SGLang lacks one of the functions to be hooked.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook, kind, _ in hooks:
@@ -38,7 +44,8 @@ def register_hooks(hooks: Sequence[Hook]) -> None:
 
 
 def forget_earlier_abort(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Forget, before an abort, that one was sent, so that it is sent again."""
+    """Hook before an abort: delete SGLang's record of an earlier abort, so that it is sent
+    again."""
     state = manager.rid_to_state.get(rid)
     if state is not None:
         state.abort_sent = False
@@ -47,15 +54,18 @@ def forget_earlier_abort(manager: Any, rid: str = "", abort_all: bool = False) -
 def no_detokenizer(
     original: Callable[..., tuple[list[Any], list[str]]], engine: Any, *args: Any, **asked: Any
 ) -> tuple[list[Any], list[str]]:
-    """Around the start of detokenizers: token ids reach the HTTP server without them."""
+    """Hook around the start of detokenizers: start none if the tokenizer is off.
+
+    Token ids reach the HTTP server without them.
+    """
     if asked["server_args"].skip_tokenizer_init:
         return [], []
     return original(engine, *args, **asked)
 
 
 def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) -> Any:
-    """Around the start of schedulers on CPU."""
-    gc.freeze()  # a search in the new process would copy the pages that it shares
+    """Hook around the start of schedulers on CPU: fork them instead of spawning them."""
+    gc.freeze()  # A collection in the new process would copy shared pages.
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
     try:
@@ -65,11 +75,11 @@ def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) 
 
 
 def frozen_already(_original: Callable[..., None], _server_args: Any) -> None:
-    """Around the request to freeze, on CPU."""
+    """Hook around SGLang's request to freeze garbage collection, on CPU: does nothing."""
 
 
 def register(on_cpu: bool) -> None:
-    """Put the hooks of the HTTP process in, before its server starts."""
+    """Register the hooks of the HTTP process; call this before its server starts."""
     slow = "engines would start more slowly"
     hooks: list[Hook] = [
         (_ABORT, forget_earlier_abort, "BEFORE", "aborts would be lost"),

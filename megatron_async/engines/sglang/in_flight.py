@@ -1,12 +1,13 @@
-"""Weights that change under requests that keep their KV cache, where SGLang computes a step ahead.
+"""Hooks for weights that change under running requests, while SGLang computes one step ahead.
 
-- Watchdog: it kills a server whose scheduler holds a batch and computes nothing for
-  `--watchdog-timeout` (300 s). A pause that retracts puts the batch away; `in_place` leaves it, and
-  the update of a large model, or a trainer that is restarted meanwhile, takes longer than that.
-  SGLang reads the batch for this and for messages alone, and sets it anew when generation goes on.
-- Device: a step that was launched before the pause may still be reading the weights.
-- Versions: the tokens of that step are added after the change. SGLang counts a request's tokens at
-  the change, and would give this one the version of weights that did not compute it.
+- Watchdog: SGLang kills a server whose scheduler has a batch and computes nothing for
+  `--watchdog-timeout` (300 s). A `retract` pause removes the batch, an `in_place` pause leaves it.
+  The update of a large model, or the restart of a trainer, may take longer than that. SGLang reads
+  the batch only for this check and for messages, and sets it again when generation continues.
+- Device: a step that was launched before the pause may still read the weights.
+- Versions: the tokens of that step are added after the weights have changed. SGLang counts a
+  request's tokens when the weights change, and would label these tokens with a version that did not
+  compute them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ CHANGE = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 
 
 def _ahead(scheduler: Any) -> Iterator[tuple[Any, Any]]:
-    """Batches whose results wait to be processed, and the results."""
+    """Yield the batches whose results wait to be processed, with their results."""
     yield from getattr(scheduler, "result_queue", ())
 
 
 def after_pause(result: Any, scheduler: Any, recv_req: Any) -> None:
-    """The engine is paused: when this returns, nothing that it holds is being computed."""
+    """Hook after a pause: wait until the device has finished all computations, and reset the
+    watchdog."""
     scheduler.cur_batch_for_debug = None
     for _, computed in _ahead(scheduler):
         if computed.copy_done is not None:
@@ -32,7 +34,8 @@ def after_pause(result: Any, scheduler: Any, recv_req: Any) -> None:
 
 
 def around_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-    """The weights have changed: what was computed ahead is the old version's."""
+    """Hook around a change of weights: label tokens that were computed ahead with the old
+    version."""
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -43,8 +46,8 @@ def around_change(original: Callable[..., None], scheduler: Any, new_version: st
     for batch, _ in _ahead(scheduler):
         for req in batch.reqs:
             if req.finished() or req.is_retracted or req.inflight_middle_chunks > 0:
-                continue  # this step gives it no token
+                continue  # This step adds no token to the request.
             events = req.weight_version_events
             if events and events[-1].old_version == old:
-                events.pop()  # one token short
+                events.pop()  # The span is one token too short.
             events.append(WeightVersionEvent(old, len(req.output_ids) + 1))

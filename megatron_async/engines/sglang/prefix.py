@@ -1,19 +1,18 @@
-"""Keeps prompt prefixes of one policy version from requests of another, inside SGLang's scheduler.
+"""Separates cached prompt prefixes of different policy versions, inside SGLang's scheduler.
 
-With `kv: keep` an update does not flush the prefix cache, since requests that run go on with what
-they have. SGLang would then give a *new* request the KV that older weights computed for the same
-prompt, and its log-probs would be nats away from those of the weights that it is labeled with.
-SGLang separates prefixes by a request's `cache_salt`; here the salt is the weights' version.
+With `kv: keep` an update does not flush the prefix cache, because running requests keep their
+cache. SGLang would then give a *new* request the KV that older weights have computed for the same
+prompt, and its log-probs would differ by nats from those of the version that it is labeled with.
+SGLang separates prefixes by a request's `cache_salt`; here the salt is the version of the weights.
 
-The salt is set in the scheduler and not by the client: between the moment in which a request is
-sent and the one in which its prefix is looked up it may wait in the engine's queue, and the weights
-may change meanwhile.
+The scheduler sets the salt, not the client. A request may wait in the engine's queue after it was
+sent and before its prefix is looked up, and the weights may change in the meantime.
 
 Invariants
-- A request that waits, new or sent back to the queue, has the salt of the current weights.
-- A request that runs keeps the salt that it began with. What it leaves in the cache was computed by
-  several versions, and is found by none that comes later.
-- Requests under the same version share prefixes as before (the members of a group).
+- A waiting request, whether new or sent back to the queue, has the salt of the current weights.
+- A running request keeps the salt that it started with. The KV that it leaves in the cache was
+  computed by several versions, and no later request finds it.
+- Requests under the same version share prefixes, for example the members of a group.
 """
 
 from typing import Any
@@ -29,11 +28,14 @@ def _version() -> str:
 
 
 def before_queue(scheduler: Any, req: Any, is_retracted: bool = False) -> None:
-    """Mark a request that is about to wait in the scheduler's queue with the present weights."""
+    """Hook before a request enters the scheduler's queue: set its salt to the current version."""
     req.cache_salt = _version()
 
 
 def after_change(result: Any, scheduler: Any, new_version: str | None) -> None:
-    """The weights have changed: what still waits has computed nothing with the old ones."""
+    """Hook after a change of weights: set the salt of all waiting requests to the new version.
+
+    They have computed nothing with the old weights.
+    """
     for req in scheduler.waiting_queue:
         req.cache_salt = _version()

@@ -1,4 +1,5 @@
-"""Starts, watches and ends one SGLang server process (or its stand-in, `engines.kind: simulated`).
+"""Starts, watches and ends one SGLang server process, or a simulated one (`engines.kind:
+simulated`).
 
     server = SGLangProcess(model_dir, EngineConfig(), log_path=run_dir / "engine0.log")
     server.start()          # returns when the server answers, or raises ComponentFailure
@@ -6,12 +7,12 @@
     server.stop()
 
 Invariants
-- A server lives in a process group of its own; `stop` returns when no process of the group is
-  left. If whoever started it dies without `stop`, the server ends itself (a lifeline).
-- `start` never waits longer than `engines.start_timeout_seconds`, and notices at once when the
-  process ends. Either failure is a ComponentFailure that quotes the cause from the log.
-- No port is fixed: the kernel picks a free one, and a start that loses the race for it is
-  repeated with another.
+- A server has its own process group. `stop` returns when no process of the group exists. If the
+  process that started the server dies without `stop`, the server ends itself (a lifeline).
+- `start` waits at most `engines.start_timeout_seconds`, and detects at once if the server process
+  ends. Both failures raise a ComponentFailure that quotes the cause from the log.
+- No port is fixed: the kernel chooses a free one. If another process takes it during the start, the
+  start is repeated with another port.
 """
 
 import contextlib
@@ -57,12 +58,12 @@ _POLL_SECONDS = 0.1
 _HEALTH_SECONDS = 2.0
 _TERMINATE_SECONDS = 3.0
 _PORT_TAKEN = "address already in use"
-# What a fresh server reports to hold: no version of any run, until the first update has verified.
+# Version that a new server reports until its first update; no run has this version.
 NO_VERSION = PolicyVersion(-1, 0)
 
 
 def resolve_device(settings: EngineConfig) -> str:
-    """`cpu` or `cuda`; `auto` is cuda where torch sees a GPU. A simulated engine needs neither."""
+    """Return `cpu` or `cuda`: `auto` is cuda if torch sees a GPU. A simulated engine uses `cpu`."""
     if settings.kind == "simulated":
         return "cpu"
     if settings.device != "auto":
@@ -71,7 +72,7 @@ def resolve_device(settings: EngineConfig) -> str:
 
 
 def resolve_dtype(settings: EngineConfig, device: str) -> str:
-    """The weights' type: float32 on CPU and bfloat16 on GPU unless set."""
+    """Return the dtype of the weights: unless it is set, float32 on CPU and bfloat16 on GPU."""
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if device == "cpu" else "bfloat16"
@@ -84,11 +85,18 @@ def server_command(
     device: str,
     awaits_weights: bool = False,
 ) -> list[str]:
-    """The command line of one server.
+    """Return the command line of one server.
 
-    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `awaits_weights`:
-    it serves nothing before an update has replaced all weights, so on a GPU none are read from the
-    model's files. In half precision the head's logits stay in float32, as the trainer's do.
+    Token ids are sent and received, so SGLang's tokenizer and detokenizer are off. In half
+    precision the logits of the head stay in float32, as in the trainer.
+
+    Args:
+        settings: Settings of the engines.
+        model_path: Directory of the model.
+        port: Port on which the server listens.
+        device: `cpu` or `cuda`.
+        awaits_weights: Whether the server is not used before an update has replaced all weights.
+            Then it reads no weights from the model's files on a GPU.
     """
     dtype = resolve_dtype(settings, device)
     command = [
@@ -111,9 +119,9 @@ def server_command(
     if dtype != "float32":
         command.append("--enable-fp32-lm-head")
     if device == "cpu":
-        # An idle scheduler otherwise polls without pause and takes the trainer's cores.
+        # Without this option an idle scheduler polls without pause and uses the trainer's cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
-        command += ["--skip-server-warmup"]  # nothing is compiled; it would take two seconds
+        command += ["--skip-server-warmup"]  # Nothing is compiled, and it would take 2 s.
     if settings.max_total_tokens is not None:
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:
@@ -132,17 +140,17 @@ def server_command(
 
 
 def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
-    """Settings of the model that SGLang takes instead of those in its config.json."""
+    """Return the settings that replace those of the model's config.json in SGLang."""
     override: dict[str, Any] = {}
     if (model_path / "config.json").is_file():
         context = yarn_context(read_config_json(model_path))
         override |= {"max_position_embeddings": context} if context else {}
     if settings.quantization == "fp8":
-        # Imported here: whoever only starts servers need not import torch.
+        # Imported here, so that processes that only start servers need not import torch.
         from megatron_async.models.families import read_architecture
         from megatron_async.weight_sync.quantize import quantization_config
 
-        # The directory has no fp8 weights: they come with the first update, as every version does.
+        # The directory has no fp8 weights; the first update brings them, like every version.
         override["quantization_config"] = quantization_config(read_architecture(model_path))
     return override
 
@@ -150,12 +158,12 @@ def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
 def server_environment(
     settings: EngineConfig, device: str, gpus: Sequence[str] | None, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one server: offline, a cheap health check, one thread per CPU rank.
+    """Return the environment of one server: offline, a cheap health check, one thread per rank on
+    CPU.
 
-    Nothing in it changes what is sampled or the log-probs of it. How it communicates is as in the
-    trainer (`engines.nodes`).
-
-    The key is here because every user of the machine can read command lines.
+    It contains nothing that changes sampling or log-probs. The communication settings are the same
+    as in the trainer (`engines.nodes`). The key is in the environment because every user of the
+    machine can read command lines.
     """
     environment = without_breaking_variables(base)
     local = is_loopback(settings.host)
@@ -165,17 +173,18 @@ def server_environment(
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
-    # Otherwise /health generates a token, and a paused engine looks dead.
+    # With generation, /health would not reply while the engine is paused.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    # Otherwise it imports all of its models at each start, not only for one that is not in here.
+    # Without this package SGLang would import all of its models at each start.
     environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", models.__name__)
     if device == "cpu":
         environment[CPU_VARIABLE] = "1"
-        # More threads fight the server's own processes: 150 -> 8 tokens/s at concurrency 1.
+        # More threads compete with the server's own processes: 150 -> 8 tokens/s at concurrency 1.
         environment["OMP_NUM_THREADS"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        # KV tokens kept free for each new request, instead of 4096: 96 requests of up to 1,900 run
-        # at once in 65,536, not 34. Where responses fill it after all, SGLang retracts some.
+        # KV tokens reserved for each new request; SGLang's default is 4096. With 256, 96 requests
+        # of up to 1,900 tokens run at once in 65,536 KV tokens, instead of 34. If responses fill
+        # the cache, SGLang retracts some of them.
         environment.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "256")
         if settings.tensor > 1:
             cores = [str(core % (os.cpu_count() or 1)) for core in range(settings.tensor)]
@@ -186,23 +195,25 @@ def server_environment(
 
 
 def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
-    """Environment in which a server's ranks make their process group by a file.
+    """Return the environment with which the ranks of a server form their process group through a
+    file.
 
-    SGLang's own store listens on every interface, without a key. An engine that other machines
-    reach keeps it. Several ranks were tried on CPUs alone.
+    SGLang's own store listens on every interface, without a key. An engine that other machines can
+    reach uses that store, and this function returns nothing. Several ranks were tried on CPUs only.
     """
     if not is_loopback(settings.host):
         return {}
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
-        # SGLang takes the names of its shared memory from these where no store has an address.
+        # Without the address of a store, SGLang derives names of shared memory from these
+        # variables.
         "MASTER_ADDR": settings.host,
         "MASTER_PORT": str(port),
     }
 
 
 def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> list[str]:
-    """The command line of one simulated server."""
+    """Return the command line of one simulated server."""
     return [
         *module_command("megatron_async.engines.simulated.server"),
         f"--model-path={model_path}",
@@ -212,11 +223,11 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
     ]
 
 
-@dataclass(eq=False, repr=False)  # the settings hold a key
+@dataclass(eq=False, repr=False)  # The settings contain a key.
 class SGLangProcess:
-    """An SGLang server: start, url, alive, stop. Not thread-safe; blocking.
+    """An SGLang server process. Its methods block, and it is not thread-safe.
 
-    `awaits_weights`: see `server_command`.
+    `awaits_weights` is explained in `server_command`.
     """
 
     model_path: Path
@@ -230,25 +241,27 @@ class SGLangProcess:
 
     @property
     def url(self) -> str:
-        """`http://host:port` of the running server."""
+        """URL of the running server, `http://host:port`."""
         if not self._url:
-            raise ComponentFailure("the inference server was asked for its url before it started")
+            raise ComponentFailure("the inference server has no URL before it is started")
         return self._url
 
     @property
     def pid(self) -> int | None:
-        """Process (and process group) id of the running server."""
+        """Process id of the running server, which is also its process group id; None if it is not
+        running."""
         return None if self._process is None else self._process.pid
 
     def alive(self) -> bool:
-        """Return whether the server process exists (not whether it answers)."""
+        """Return whether the server process exists, even if it does not reply."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the server and wait until it answers.
+        """Start the server and wait until it replies.
 
-        Raises ComponentFailure, quoting the end of the log, when the process ends or the limit
-        passes; nothing is left running then.
+        Raises:
+            ComponentFailure: If the process ends or the time limit passes. The message quotes the
+                end of the log, and no process is left.
         """
         if self.alive():
             return
@@ -267,7 +280,8 @@ class SGLangProcess:
                         raise
 
     def stop(self) -> None:
-        """End the server and all its processes; returns when none is left. Idempotent."""
+        """End the server and all its processes; returns when none is left. May be called
+        repeatedly."""
         process, self._process, self._url = self._process, None, ""
         with self._files:
             if process is not None:
@@ -311,8 +325,10 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
-            if _port_taken(server):  # SGLang may live on without ever listening
-                raise ComponentFailure(f"the inference server found its port taken{server.why()}")
+            if _port_taken(server):  # SGLang may continue without ever listening.
+                raise ComponentFailure(
+                    f"another process has taken the port of the inference server{server.why()}"
+                )
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     "the inference server was not ready within engines.start_timeout_seconds = "
@@ -322,5 +338,5 @@ class SGLangProcess:
 
 
 def _port_taken(server: ChildProcess) -> bool:
-    """Return whether this start has met a port of somebody else: its own, or an inner one."""
+    """Return whether the log shows that a port was taken: the server's own or an internal one."""
     return _PORT_TAKEN in server.output()[-TAIL_CHARACTERS:].lower()

@@ -1,12 +1,12 @@
-"""An additional endpoint in SGLang's server: make published weights whole on this machine.
+"""Adds an endpoint to SGLang's server that makes published weights complete on its machine.
 
     POST /receive_weights {"directory", "version", "full"}
         200 {"path", "bytes"}   the version is in `path`; nothing was loaded yet
-        409                     the differences do not lead there: ask again with "full": true
-        400                     it cannot be done
+        409                     the differences are not sufficient: call again with "full": true
+        400                     the version cannot be made complete
 
-It is behind the server's key like all of its endpoints. The transport `delta` calls it and then
-lets SGLang load from `path`.
+The server's key protects it like all endpoints. The transport `delta` calls it and then lets SGLang
+load the weights from `path`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PATH = "/receive_weights"
 
 
 def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, dict[str, Any]]:
-    """Return the endpoint's response to `body`."""
+    """Return the endpoint's status and reply to a call with `body`."""
     try:
         received = receiver.receive(
             Path(str(body["directory"])), str(body["version"]), full=bool(body["full"])
@@ -44,7 +44,7 @@ def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, 
 
 @contextmanager
 def receiver_of(app: FastAPI) -> Iterator[None]:
-    """Give `app` the endpoint; what it has received is removed at the end of the block."""
+    """Add the endpoint to `app`; received weights are removed at the end of the block."""
     receiver: WeightReceiver | None = None
     root: Path | None = None
     one_at_a_time = asyncio.Lock()
@@ -53,7 +53,7 @@ def receiver_of(app: FastAPI) -> Iterator[None]:
         nonlocal receiver, root
         body = await request.json()
         async with one_at_a_time:
-            if receiver is None:  # most engines are never asked
+            if receiver is None:  # Most engines are never called.
                 root = make_root()
                 receiver = WeightReceiver(root)
             status, content = await asyncio.to_thread(answer, receiver, body)

@@ -1,12 +1,12 @@
-"""Sampling from a whole distribution on CPU with two random numbers a row.
+"""Samples tokens from a whole distribution on CPU with two random numbers per row.
 
-SGLang draws one for each token of the vocabulary: 24 to 29 ms for 32 rows of 49,152 tokens. Here a
-block of tokens is drawn by the blocks' sums, then a token of the block: 0.5 ms.
+SGLang draws one random number for each token of the vocabulary: 24 to 29 ms for 32 rows of 49,152
+tokens. Here a block of tokens is drawn by the blocks' sums, and then a token of that block: 0.5 ms.
 
 Invariants
-- Every token has its probability, to the rounding of a block's sum in float32.
-- A token of probability 0 is never drawn from a row that has others.
-- Requests with a seed of their own, top_p, top_k or min_p are sampled by SGLang.
+- Every token has its probability, except for the rounding of a block's sum in float32.
+- A token of probability 0 is never drawn from a row that has other tokens.
+- SGLang itself samples requests with their own seed, top_p, top_k or min_p.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
-_WIDTH = 256  # tokens of a block
+_WIDTH = 256  # Number of tokens of a block.
 
 
 def in_two_draws(
@@ -24,20 +24,20 @@ def in_two_draws(
     sampling_seed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Around SGLang's function: one token id for each row, int32 [S]."""
+    """Hook around SGLang's sampling function: return one token id for each row, int32 [S]."""
     if sampling_seed is not None:
         return original(probs_SV, sampling_seed, positions)
     blocks_SBW = pad(probs_SV, (0, -probs_SV.shape[1] % _WIDTH)).unflatten(1, (-1, _WIDTH))
     block_S = _draw(blocks_SBW.sum(-1, dtype=torch.float32))
     token_S = _draw(blocks_SBW[torch.arange(len(block_S)), block_S])
-    # A row of zeros or NaN, from which nothing can be drawn, gets the last token.
+    # A row of zeros or NaN, which has no valid token, gets the last token.
     return (block_S * _WIDTH + token_S).clamp_(max=probs_SV.shape[1] - 1).to(torch.int32)
 
 
 def _draw(weights_SN: torch.Tensor) -> torch.Tensor:
     """Draw an index for each row, in proportion to its weights."""
     cumulative_SN = weights_SN.cumsum(-1, dtype=torch.float64)
-    # At most 1 - 2^-53 of the sum, which stays below the sum when it is rounded.
+    # The point is at most 1 - 2^-53 of the sum, and stays below the sum after rounding.
     point_S1 = torch.rand_like(cumulative_SN[:, -1:]) * cumulative_SN[:, -1:]
     index_S1 = torch.searchsorted(cumulative_SN, point_S1, right=True)
     return index_S1.clamp_(max=weights_SN.shape[1] - 1).view(-1)

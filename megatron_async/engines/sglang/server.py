@@ -1,26 +1,27 @@
-"""SGLang's own HTTP server, fit for training (`python -m megatron_async.engines.sglang.server`).
+"""Runs SGLang's HTTP server with the additions that training needs.
 
-Takes SGLang's command line unchanged. What it adds, in the server and in every process that it
-starts (multiprocessing re-imports the main module of a spawned one first, so the module level does
-the work; a forked one has it already):
+Start it with `python -m megatron_async.engines.sglang.server`; it takes SGLang's command line
+unchanged. The additions apply to the server and to every process that it starts. (A spawned process
+imports the main module first, so the module level installs them; a forked process inherits them.)
 
-- `--device cpu`: stand-ins for GPU packages, the attention backend `torch_batched`, quicker matrix
-  products on AMD processors, quicker sampling (sampling.py).
-- Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
-  SGLang itself reports them only in the last chunk, so a token streamed around a weight update
-  could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
-- `POST /receive_weights`, for weights that come as differences (receiver.py).
-- Of broadcast weights, the next bucket is received while one is loaded (weight_updater.py).
+- `--device cpu`: stand-ins for GPU packages, the attention backend `torch_batched`, faster matrix
+  products on AMD processors, faster sampling (sampling.py).
+- Every streamed chunk has the version of each of its tokens (`meta_info.weight_versions`). SGLang
+  itself reports them only in the last chunk, so that tokens around a weight update could not be
+  attributed. The hook uses SGLang's own plugin registry and its own function for these spans.
+- `POST /receive_weights` receives weights as differences (receiver.py).
+- The next bucket of broadcast weights is received while one is loaded (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
-- Requests that verify the engine go before those that wait (queue.py).
-- Weights change in place beside SGLang's overlap scheduler and its watchdog (in_flight.py).
-- A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
-  is gone or lets go. (To SIGTERM alone SGLang listens every five seconds.)
-- A quicker start, and aborts that can be repeated (hooks.py).
-- The load of schedulers is written in the server's own directory, which is removed with it.
+- Requests that verify the engine run before waiting ones (queue.py).
+- Weights may change in place in spite of SGLang's overlap scheduler and its watchdog
+  (in_flight.py).
+- A lifeline: the server ends itself and all its processes at once when the process that started it
+  ends or closes the lifeline. (SGLang itself checks for SIGTERM only every five seconds.)
+- The server starts faster, and aborts can be repeated (hooks.py).
+- The schedulers' load files are in the server's own directory, which is removed with it.
 
 Invariants
-- One process group per server, led by this process: killing the group leaves nothing behind.
+- Each server has one process group, led by this process. Killing the group leaves no process.
 """
 
 import importlib
@@ -34,12 +35,12 @@ from typing import Any
 from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.runtime.garbage_collection import gc_disabled
 
-# The key that clients must show: every user of a machine can read command lines.
+# Passes the server's key, because every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# A directory of the server's own, removed with it.
+# Names the server's own directory, which is removed with it.
 DIRECTORY_VARIABLE = "MEGATRON_ASYNC_ENGINE_DIRECTORY"
-# Named here: whoever only starts servers need not import torch, which the backend does.
+# Defined here, so that processes that only start servers need not import torch.
 CPU_ATTENTION_BACKEND = "torch_batched"
 _ACCEPT = (
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
@@ -49,10 +50,10 @@ _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 
 
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
-    """Fill in a request's version spans after SGLang has put its output into a batch.
+    """Hook after SGLang has added a request's output to a batch: set the versions of its tokens.
 
-    SGLang leaves None for a request that has not finished. The spans are counted from the
-    request's first token, as in the final chunk.
+    SGLang only sets them for a finished request. The spans are counted from the request's first
+    token, as in the final chunk.
     """
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
@@ -66,7 +67,8 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
 
 
 def _import_dumper() -> None:
-    """Import SGLang's tensor dumper, which imports megatron-core if it can: no engine needs it."""
+    """Import SGLang's tensor dumper without megatron-core, which it would import and no engine
+    needs."""
     if "megatron.core" in sys.modules:
         return
     sys.modules["megatron.core"] = None  # type: ignore[assignment]
@@ -77,13 +79,16 @@ def _import_dumper() -> None:
 
 
 def _loads_in_own_directory(original: Callable[[str], str], name: str) -> str:
-    """Around the path of the file in which schedulers write their load: /dev/shm is memory."""
+    """Hook around the path of the schedulers' load files: put them into the server's own directory.
+
+    SGLang would use /dev/shm, which is memory.
+    """
     path = original(name)
     return str(Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm", Path(path).name))
 
 
 def install() -> None:
-    """Prepare this process to run SGLang; a second call changes nothing."""
+    """Prepare this process to run SGLang, by stand-ins and hooks. Repeated calls do nothing."""
     on_cpu = os.environ.get(CPU_VARIABLE) == "1"
     if on_cpu:
         from megatron_async_kernels.cpu_matmul import use_onednn
@@ -123,7 +128,7 @@ def install() -> None:
 
 
 def _remove_files() -> None:
-    """Remove the files that this server keeps: weights that it received, SGLang's metrics."""
+    """Remove the files of this server: weights that it received, and SGLang's metrics."""
     from megatron_async.weight_sync.receiver import remove_roots
 
     remove_roots(os.getpid())
@@ -133,16 +138,17 @@ def _remove_files() -> None:
 
 
 def take_key() -> str:
-    """The key of this server, if any; no process that it starts inherits it."""
+    """Remove the server's key from the environment and return it; child processes do not inherit
+    it."""
     return os.environ.pop(KEY_VARIABLE, "")
 
 
 def main() -> None:
     """Run the server until a signal stops it."""
-    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang creates its own directory.
     hold_lifeline(_remove_files)
     key = take_key()
-    # One word: a key may begin with a dash.
+    # Passed as one argument, because a key may begin with a dash.
     arguments = sys.argv[1:]
     if key:
         arguments.append(f"--api-key={key}")

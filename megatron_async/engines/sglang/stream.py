@@ -1,13 +1,13 @@
-"""Token chunks from SGLang's reports about a running request. Pure; no socket.
+"""Converts SGLang's reports about a running request to token chunks; pure, without sockets.
 
 Invariants
-- Tokens are counted, not trusted: a chunk's `completion_tokens` counts the tokens that the request
-  has in all, and only those beyond what was already seen are new. (SGLang repeats the last token
-  when a request is aborted in the queue.)
-- A token's id is a whole number that its log-prob is labeled with, a log-prob a number.
-- Each chunk has one version. A report that spans a weight update becomes several chunks.
+- Tokens are counted: `completion_tokens` of a report is the total number of the request's tokens,
+  and only tokens beyond those already seen are new. (SGLang repeats the last token when a request
+  is aborted in the queue.)
+- A token id is an integer that its log-prob is labeled with; a log-prob is a number.
+- Each chunk has one version. A report across a weight update becomes several chunks.
 - Every report has the id of the request and the number of its prompt tokens. Only the report of a
-  request that was aborted in the queue lacks the number.
+  request that was aborted in the queue lacks that number.
 - An event is at most as large as a report of the whole response (`most_bytes`).
 - Every report has the version of each new token. The report of a request that was aborted in the
   queue has no version and no tokens.
@@ -28,34 +28,39 @@ from megatron_async.engines.stream_validation import count_of
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
-_VERSION = re.compile(r"-?\d{1,12}\.\d{1,12}", re.ASCII)  # fits the columns of a report
+_VERSION = re.compile(
+    r"-?\d{1,12}\.\d{1,12}", re.ASCII
+)  # Fits the integer columns of a token report.
 _FIRST_ERROR_STATUS = 400
-# Bad request, content too large, content that makes no sense. Others (a missing key or path, too
-# many requests, errors of the server) are not about this request.
+# Bad request, content too large, unprocessable content. Other statuses (a missing key or path, too
+# many requests, errors of the server) do not concern the request itself.
 _REFUSAL_STATUSES = (400, 413, 422)
 
 _BYTES_OF_A_REPORT = 1 << 20
-_BYTES_OF_A_TOKEN = 128  # about 45 in SGLang's JSON: id, log-prob, id again
+_BYTES_OF_A_TOKEN = 128  # SGLang's JSON has about 45: id, log-prob, and the id again.
 _LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
 
 class BadReport(ValueError):
-    """SGLang's answer is not of the form that is relied on, or an error; holds the reason."""
+    """SGLang's reply does not have the expected form, or is an error; the exception contains the
+    reason."""
 
     def __init__(self, reason: str) -> None:
-        """`reason` may quote the engine, which may send anything: a sentence is kept of it."""
+        """Shorten `reason` to one line of limited length, because it may quote anything that the
+        engine sent."""
         super().__init__(" ".join(reason[:_LONGEST_REASON].split()))
 
 
 class Refusal(BadReport):
-    """SGLang rejects the request as invalid; holds the reason."""
+    """SGLang rejects the request as invalid; the exception contains the reason."""
 
 
 def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
-    """Classify a response by its HTTP status: `Refusal` where the request is at fault."""
+    """Return the error for an HTTP status: `Refusal` if the request itself is invalid, else
+    `BadReport`."""
     if status in _REFUSAL_STATUSES and not retryable:
-        return Refusal(f"it was refused with status {status}: {message}")
+        return Refusal(f"the engine rejected it with status {status}: {message}")
     return BadReport(f"status {status}: {message}")
 
 
@@ -66,10 +71,10 @@ def most_bytes(request: GenerationRequest) -> int:
 
 @dataclass
 class StreamDecoder:
-    """Turns the reports of one streamed request, in order, into chunks.
+    """Converts the reports of one streamed request, in order, to chunks.
 
-    `wire_id` is the id under which the server has the request. The client changes it when it sends
-    the request again on another connection.
+    `wire_id` is the id of the request on the server. The client changes it when it sends the
+    request again on another connection.
     """
 
     request: GenerationRequest
@@ -79,41 +84,54 @@ class StreamDecoder:
     _newest: list[int] = field(default_factory=list)
 
     def chunks(self, data: bytes) -> Iterator[TokenChunk]:
-        """The chunks of the reports that end within the next `data` of an answer; see `feed`."""
+        """Yield the chunks of all reports that are completed by `data`, the next bytes of the
+        reply.
+
+        Raises:
+            BadReport: If a report is invalid or too large; see `feed`.
+        """
         for event in events_of(self._rest, data):
             if event != b"[DONE]":
                 yield from self.feed(orjson.loads(event))
         if len(self._rest) > most_bytes(self.request):
-            raise BadReport(f"{len(self._rest)} bytes came without the end of a report")
+            raise BadReport(f"{len(self._rest)} bytes arrived without the end of a report")
 
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
-        """The chunks that this report completes; the last one carries `end` if it is final.
+        """Return the chunks that `report` contains; if it is the final report, its last chunk has
+        `end`.
 
-        Raises BadReport on an error report (Refusal if the request is at fault), on one with too
-        few tokens or log-probs, and on whatever else is no report.
+        Raises:
+            Refusal: If it is an error report that rejects the request.
+            BadReport: If it is another error report, lacks tokens or log-probs, or is no report.
         """
         try:
             return self._feed(report)
         except BadReport:
             raise
         except (*_MALFORMED, OverflowError) as error:
-            raise BadReport(f"the engine sent what is no report of a request: {error!r}") from error
+            raise BadReport(f"the engine sent an invalid report: {error!r}") from error
 
     def _feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         if "error" in report:
             raise _error_of(report["error"])
         meta = report["meta_info"]
         if meta["id"] != self.wire_id:
-            raise BadReport(f"a report on request {meta['id']!r} came for {self.wire_id!r}")
+            raise BadReport(
+                f"a report about request {meta['id']!r} arrived for request {self.wire_id!r}"
+            )
         end = _end_of(meta.get("finish_reason"))
         prompt = len(self.request.input_ids)
         if meta.get("prompt_tokens", prompt if end == "abort" else None) != prompt:
-            raise BadReport(f"it read {meta.get('prompt_tokens')!r} tokens of a prompt of {prompt}")
+            raise BadReport(
+                f"the engine read {meta.get('prompt_tokens')!r} tokens of a prompt of {prompt}"
+            )
         token_ids, logprobs = self._take_new_tokens(report, meta, aborted=end == "abort")
         spans = meta.get("weight_versions")
         if spans is None and end == "abort":
             spans = [{"version": meta["weight_version"], "start": 0, "end": 0}]
-        waited = min(max(0.0, float(meta.get("queue_time") or 0.0)), 1e6)  # fits a report's column
+        waited = min(
+            max(0.0, float(meta.get("queue_time") or 0.0)), 1e6
+        )  # Fits the column of a token report.
         return self._chunks(token_ids, logprobs, spans, end, waited)
 
     def _take_new_tokens(
@@ -121,7 +139,7 @@ class StreamDecoder:
     ) -> tuple[list[int], list[float]]:
         new = count_of(meta["completion_tokens"]) - self.received
         if new < 0:
-            raise BadReport(f"the engine took back {-new} tokens that it had reported")
+            raise BadReport(f"the engine reports {-new} tokens less than before")
         if new == 0:
             return [], []
         every = report["output_ids"]
@@ -129,13 +147,13 @@ class StreamDecoder:
         if len(token_ids) != new or len(entries) != new:
             raise BadReport(
                 f"{new} new tokens were announced, but {len(token_ids)} tokens and "
-                f"{len(entries)} log-probs came"
+                f"{len(entries)} log-probs arrived"
             )
-        # What comes beyond them was reported before; the count is wrong where it was not.
+        # Earlier tokens in the report must have been reported before; otherwise the count is wrong.
         known = every[:-new]
         size = min(len(known), len(self._newest))
         if known and not aborted and (not size or known[-size:] != self._newest[-size:]):
-            raise BadReport(f"{len(every)} tokens came, and {new} new ones were announced")
+            raise BadReport(f"{len(every)} tokens arrived, but {new} new tokens were announced")
         logprobs, labels, *_ = map(list, zip(*entries, strict=False))
         _check_values(token_ids, logprobs, labels)
         self._newest = token_ids
@@ -169,21 +187,26 @@ class StreamDecoder:
 
 
 def _check_values(token_ids: list[Any], logprobs: list[Any], labels: list[Any]) -> None:
-    """Check the types of new tokens, and the label of each log-prob. Raises BadReport."""
+    """Check the types of new tokens and log-probs, and the token that each log-prob is labeled
+    with.
+
+    Raises:
+        BadReport: If one of them is wrong.
+    """
     types = set(map(type, token_ids)) == {int} and set(map(type, logprobs)) <= {float, int}
     if types and token_ids == labels:
         return
     for token, logprob, label in zip(token_ids, logprobs, labels, strict=True):
         if type(token) is not int or type(logprob) not in (float, int):
-            raise BadReport(f"a token with id {token!r} and log-prob {logprob!r} came")
+            raise BadReport(f"a token with id {token!r} and log-prob {logprob!r} arrived")
         if token != label:
-            raise BadReport(f"the log-prob of token {label!r} came for token {token}")
+            raise BadReport(f"the log-prob of token {label!r} arrived for token {token}")
 
 
 def _chunk(
     token_ids: Sequence[int], logprobs: Sequence[float], version: str, queued_seconds: float = 0.0
 ) -> TokenChunk:
-    with np.errstate(over="ignore"):  # -1e39 is -inf, which the door refuses
+    with np.errstate(over="ignore"):  # -1e39 becomes -inf, which `StreamValidator` rejects.
         logprobs_T = np.asarray(logprobs, dtype=np.float32)
     return TokenChunk(
         np.asarray(token_ids, dtype=np.int32),
@@ -195,7 +218,11 @@ def _chunk(
 
 @lru_cache(16)
 def parse_version(text: str) -> PolicyVersion:
-    """A version as the engine reports it. Raises BadReport if it is not `lineage.number`."""
+    """Parse the policy version that an engine reports.
+
+    Raises:
+        BadReport: If it does not have the form `lineage.number`.
+    """
     if _VERSION.fullmatch(text) is None:
         raise BadReport(f"the engine reports weights of version {text!r}")
     return PolicyVersion.parse(text)
@@ -222,7 +249,8 @@ def _error_of(error: Any) -> BadReport:
 
 
 def events_of(buffer: bytearray, data: bytes) -> list[bytes]:
-    """Payloads of the server-sent events that `data` completes; the rest stays in `buffer`."""
+    """Return the payloads of the server-sent events that `data` completes; the rest stays in
+    `buffer`."""
     buffer += data
     *complete, rest = bytes(buffer).split(b"\n\n")
     buffer[:] = rest
@@ -230,7 +258,8 @@ def events_of(buffer: bytearray, data: bytes) -> list[bytes]:
 
 
 def sampling_params(request: GenerationRequest) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a request. A forced length is `ignore_eos`."""
+    """Return SGLang's `sampling_params` for a request; a response of fixed length has
+    `ignore_eos`."""
     settings: SamplingConfig = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,

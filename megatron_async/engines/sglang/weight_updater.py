@@ -1,13 +1,12 @@
-"""SGLang's weight updater, made to receive one bucket ahead.
+"""Hooks that make SGLang's weight updater receive one bucket ahead; `weight_sync/prefetch.py`
+explains it.
 
-Why and how: `weight_sync/prefetch.py`.
+The hooks use SGLang's plugin registry. Announcements that lack the size of the next bucket are
+handled by SGLang.
 
-The functions are hooks of SGLang's plugin registry; announcements without the size of a next
-bucket are left to SGLang.
-
-Invariant: the groups of a trainer that was killed end when updates of the next one begin. Each
-sender of an update sends something, so a group that was there in a whole update without taking part
-has no sender any more. (A group costs threads and connections, and with NCCL device memory.)
+Invariant: the groups of a killed trainer end when the updates of the next trainer begin. Each
+sender of an update sends something. So a group that existed during a whole update without taking
+part has no sender any more. (A group costs threads and connections, and with NCCL device memory.)
 """
 
 import logging
@@ -26,22 +25,23 @@ _logger = logging.getLogger(__name__)
 
 
 def join(original: Callable[..., Any], updater: Any, *given: Any, **named: Any) -> Any:
-    """Run `JOIN` so that a lost sender or engine fails the update and not this engine."""
+    """Hook around `JOIN`: a lost sender or engine then fails the update, but not this engine."""
     with errors_raised_by_wait():
         return original(updater, *given, **named)
 
 
 class AheadHooks:
-    """The hooks of one engine process and what they hold between two buckets."""
+    """The hooks of one engine process, and their state between two buckets."""
 
     def __init__(self) -> None:
         self._ahead = BucketPrefetcher()
-        # The groups that were there when the newest update began, and those it was received from.
+        # Groups that existed when the newest update began, and groups from which it was received.
         self._there: frozenset[str] = frozenset()
         self._used: set[str] = set()
 
     def receive(self, original: Callable[..., Any], updater: Any, **asked: Any) -> Any:
-        """Around `RECEIVE`: named tensors of one bucket."""
+        """Hook around `RECEIVE`: return the named tensors of one bucket, and post the next
+        receive."""
         self._used.add(asked["group_name"])
         next_bytes = next_bytes_of(asked.get("load_format"))
         if next_bytes is None:
@@ -65,20 +65,22 @@ class AheadHooks:
     def leave(
         self, original: Callable[..., Any], updater: Any, group_name: str
     ) -> tuple[bool, str]:
-        """Around `LEAVE`: leaving waits for what is posted, which nobody may send any more."""
+        """Hook around `LEAVE`: abort the group first if a receive is posted, since leaving would
+        wait for it."""
         if self._ahead.forget(group_name):
             updater._model_update_group[group_name].abort()
         left: tuple[bool, str] = original(updater, group_name)
         return left
 
     def begin(self, updater: Any) -> None:
-        """End what a killed trainer has left, before `BEGIN`, the first call of an update."""
+        """Hook before `BEGIN`, the first call of an update: end the groups that a killed trainer
+        has left."""
         groups = updater._model_update_group
         left = self._ahead.clear()
-        if self._used:  # else that update was only begun, which proves nothing
+        if self._used:  # Otherwise that update was only begun, which proves nothing.
             left |= self._there - self._used
         for name in sorted(left & groups.keys()):
-            groups[name].abort()  # its other ranks are gone: there is nothing to wait for
+            groups[name].abort()  # The other ranks of the group are dead.
             ended, message = updater.destroy_weights_update_group(name)
             if not ended:
                 _logger.warning("the weight-update group %s of a lost trainer: %s", name, message)

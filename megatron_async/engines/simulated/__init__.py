@@ -1,5 +1,5 @@
-"""An engine without a model (`engines.kind: simulated`), for tests and fault programs.
+"""Provides an engine without a model (`engines.kind: simulated`), for tests and fault programs.
 
 - engine: deterministic tokens at a modeled speed. A token depends on weights, prompt and position.
-- server: the same behind SGLang's endpoints, as a process that can be killed.
+- server: the same engine behind SGLang's HTTP endpoints, as a process that can be killed.
 """

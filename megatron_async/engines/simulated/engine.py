@@ -1,18 +1,19 @@
-"""An engine without a server: deterministic tokens at a modeled speed, for fast tests.
+"""Simulates an engine without a server: deterministic tokens at a modeled speed, for fast tests.
 
-It is an `EngineClient` on the event loop that behaves like SGLang where the rollout driver can
-observe it: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
+It is an `EngineClient` on the event loop that behaves like SGLang as far as the rollout driver can
+observe: chunks, versions, aborts, pause modes, a queue, and death at any moment.
 
 Invariants
-- A token depends on the seed, the token before it and its position, and on what the request asks
-  of its end (its stop tokens, `ignore_eos`). So a response that was aborted and resumed is the same
-  as one that was not, whatever the versions.
-- A stop token is the last of its response, unless `ignore_eos`.
-- With `ignore_eos` a response has exactly `max_new_tokens` tokens (forced lengths).
+- A token depends on the seed, the previous token, its position, and the request's stop tokens and
+  `ignore_eos`. So a response that was aborted and resumed equals one that was not, whatever the
+  versions.
+- A stop token is the last token of its response, except with `ignore_eos`.
+- With `ignore_eos` a response has exactly `max_new_tokens` tokens.
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
-- A full KV cache sends the newest running requests back to the queue, and only that counts as a
-  preemption: a `retract` pause does not move SGLang's counter either.
-- An abort of a running request takes effect at the next step: while it is paused in place, never.
+- A full KV cache moves the newest running requests back to the queue. Only that counts as a
+  preemption; a `retract` pause does not, as in SGLang.
+- An abort of a running request takes effect at the next step, and so never while the engine is
+  paused in place.
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
@@ -38,11 +39,12 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SimulatedEngineModel:
-    """Behavior of the engine: its vocabulary, lengths and speed.
+    """Behavior of a simulated engine: its vocabulary, lengths and speed.
 
-    A step takes `step_seconds` + `seconds_per_request` times the running requests. Without
-    `ignore_eos`, each token after the first ends the response with probability 1 / `mean_length`.
-    `columns`: the further columns that it reports; each byte of a value is the lowest of the token.
+    A step takes `step_seconds` plus `seconds_per_request` times the number of running requests.
+    Without `ignore_eos`, each token after the first ends the response with probability 1 /
+    `mean_length`. `columns` are further columns that it reports; each byte of a value is the lowest
+    byte of the token.
     """
 
     vocab_size: int = 128
@@ -57,13 +59,14 @@ class SimulatedEngineModel:
     columns: tuple[np.dtype, ...] = ()
 
     def seconds_per_step(self, running: int) -> float:
-        """Duration of one decode step."""
+        """Return the duration of one decode step with `running` requests, in seconds."""
         return self.step_seconds + self.seconds_per_request * running
 
     def next_token(self, previous: int, position: int, stops: Collection[int] = ()) -> int:
-        """The token at `position` (0-based in prompt and response together), never 0.
+        """Return the token at `position`, counted from 0 in prompt and response together; it is
+        never 0.
 
-        Nor one of `stops`, if there is any other: those are for the end of a response.
+        It is none of `stops` if there is another token, because stop tokens only end a response.
         """
         choices = self.vocab_size - 1
         first = self._mix(previous, position) % choices
@@ -71,15 +74,15 @@ class SimulatedEngineModel:
         return next((token for token in tokens if token not in stops), 1 + first)
 
     def stops(self, previous: int, position: int) -> bool:
-        """Return whether generation ends with the token at `position`."""
+        """Return whether the response ends with the token at `position`."""
         return self._mix(previous + self.vocab_size, position) % self.mean_length == 0
 
     def logprob(self, token: int, position: int) -> float:
-        """A made-up log-prob in (-2, -1]."""
+        """Return an artificial log-prob in (-2, -1]."""
         return -1.0 - (self._mix(token, position) % 1024) / 1024
 
     def _mix(self, a: int, b: int) -> int:
-        """SplitMix64 (Steele, Lea and Flood 2014) of the seed and two numbers."""
+        """Return SplitMix64 (Steele, Lea and Flood 2014) of the seed and two numbers."""
         x = (self.seed * 0x9E3779B97F4A7C15 + a * 0xD1B54A32D192ED03 + b + 1) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -103,7 +106,7 @@ class _Running:
 
 
 class SimulatedEngine:
-    """A simulated engine; all methods belong to one event loop."""
+    """A simulated engine; all its methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -129,10 +132,11 @@ class SimulatedEngine:
         self._loop: asyncio.Task[None] | None = None
         self.tokens_generated = 0
 
-    # ------------------------------------------------------------ what a test does to it
+    # ------------------------------------------------------------ control by tests
 
     def set_weights(self, version: PolicyVersion, weights: str = "") -> None:
-        """New weights from the next token on; `weights` stands for their content."""
+        """Use the weights of `version` from the next token on; `weights` stands for their
+        content."""
         self._require_alive("set_weights")
         for running in [*self._running.values(), *self._queued.values()]:
             self._emit(running, None)
@@ -140,13 +144,14 @@ class SimulatedEngine:
         self._weights = weights or str(version)
 
     def crash(self, reason: str = "killed") -> None:
-        """Die now: every stream and every later call raises EngineError."""
+        """Simulate the death of the engine: every stream and every later call raises
+        EngineError."""
         self._crash_reason = reason
         for running in self._take_all():
             running.chunks.put_nowait(EngineError(f"{self.engine_id} died: {reason}"))
 
     def restart(self, version: PolicyVersion) -> None:
-        """Come back empty, with the weights of `version`."""
+        """Restart the engine after a crash, without requests and with the weights of `version`."""
         self._crash_reason, self._paused = "", False
         self._abort_later = []
         self._version, self._weights = version, str(version)
@@ -154,22 +159,22 @@ class SimulatedEngine:
     # ------------------------------------------------------------ EngineClient
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a response. Canceling the iteration aborts the request."""
+        """Stream the response to `request`. Canceling the iteration aborts the request."""
         self._require_alive("generate")
         name, longest = request.request_id, self.max_sequence_tokens
         whole = len(request.input_ids) + request.max_new_tokens
         if not len(request.input_ids):
             raise RequestRefused(
-                f"{self.engine_id}: request {name}: it was refused with status 400: input_ids "
-                "cannot be empty"
+                f"{self.engine_id}: request {name}: the engine rejected it with status 400: "
+                "input_ids cannot be empty"
             )
         if longest is not None and whole > longest:
             raise RequestRefused(
-                f"{self.engine_id}: request {name}: it was refused with status 400: {whole} "
-                f"tokens, the longest possible are {longest}"
+                f"{self.engine_id}: request {name}: the engine rejected it with status 400: "
+                f"{whole} tokens are more than the engine's limit of {longest}"
             )
         if name in self._running or name in self._queued:
-            raise EngineError(f"{self.engine_id}: request {name!r} runs already")
+            raise EngineError(f"{self.engine_id}: request {name!r} is already running")
         running = _Running(request, last_token=int(request.input_ids[-1]), version=self._version)
         if request.urgent:
             self._queued = {name: running, **self._queued}
@@ -192,9 +197,9 @@ class SimulatedEngine:
                     del table[name]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; each stream ends with a chunk of `end="abort"`.
+        """End these requests early; the stream of each ends with a chunk of `end="abort"`.
 
-        What runs while the engine is paused in place ends when it is resumed.
+        A request that runs while the engine is paused in place ends when the engine is resumed.
         """
         self._require_alive("abort")
         if self._paused:
@@ -223,10 +228,12 @@ class SimulatedEngine:
         self._require_alive("flush_cache")
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
-        """Release memory; like SGLang, with an error while a request holds some."""
+        """Pretend to release memory; as in SGLang, this is an error while a request is running."""
         self._require_alive("release_memory")
         if self._running:
-            raise EngineError(f"{self.engine_id}: memory is in use by {len(self._running)}")
+            raise EngineError(
+                f"{self.engine_id}: memory is in use by {len(self._running)} requests"
+            )
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         self._require_alive("resume_memory")
@@ -249,23 +256,23 @@ class SimulatedEngine:
         )
 
     async def close(self) -> None:
-        """End the decode task; streams that are still read are aborted."""
+        """End the decode task and abort all requests."""
         for running in self._take_all():
             self._emit(running, "abort")
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
 
-    # ------------------------------------------------------------ the engine itself
+    # ------------------------------------------------------------ decoding
 
     async def _decode(self) -> None:
-        """Run decode steps while there is work."""
+        """Run decode steps forever; waits while there is no work."""
         while True:
             if not self._paused:
                 self._admit()
             if self._paused or not self._running:
                 self._work.clear()
-                await self._work.wait()  # ends with close(), which cancels this task
+                await self._work.wait()  # `close` cancels this task.
                 continue
             await asyncio.sleep(self._model.seconds_per_step(len(self._running)))
             if not self._paused:
@@ -281,7 +288,11 @@ class SimulatedEngine:
             self._running[name] = self._queued.pop(name)
 
     def _preempt(self) -> None:
-        """Make room for the next token of each running request; the last one always goes on."""
+        """Move the newest running requests back to the queue until the next step fits into the KV
+        cache.
+
+        One request always stays running.
+        """
         while len(self._running) > 1 and not self._fits(0):
             name, newest = self._running.popitem()
             self._queued = {name: newest, **self._queued}
@@ -298,7 +309,8 @@ class SimulatedEngine:
                 self._emit(running, end)
 
     def _advance(self, running: _Running) -> StreamEnd | None:
-        """Make a token; returns how the stream ends if it was the last one."""
+        """Generate the next token of a request; return how the stream ends, or None if it
+        continues."""
         request, model = running.request, self._model
         position = running.position
         stops = not request.ignore_eos and model.stops(running.last_token, position)
@@ -333,13 +345,13 @@ class SimulatedEngine:
         running.token_ids, running.logprobs = [], []
 
     def _take_all(self) -> list[_Running]:
-        """All requests, which are no longer the engine's."""
+        """Remove and return all running and queued requests."""
         taken = [*self._running.values(), *self._queued.values()]
         self._running, self._queued = {}, {}
         return taken
 
     def _fits(self, more: int) -> bool:
-        """Return whether a step with `more` tokens than run now is within the KV cache."""
+        """Return whether the running requests and `more` further tokens fit into the KV cache."""
         return self._kv_tokens() + more < self.kv_capacity_tokens
 
     def _kv_tokens(self) -> int:

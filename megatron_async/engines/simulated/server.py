@@ -1,17 +1,17 @@
-"""A simulated engine behind SGLang's endpoints (`engines.kind: simulated`).
+"""Serves a simulated engine over SGLang's HTTP endpoints (`engines.kind: simulated`).
 
     python -m megatron_async.engines.simulated.server --model-path DIR --port P --settings JSON ...
 
-It answers what `sglang/client.py` and the weight transports ask of a real server, so that a whole
-process tree (manager, hosts, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
-`SimulatedEngine`'s: they depend on the prompt alone, so whatever was lost, doubled or mixed up on
-the way shows in the text.
+It implements the endpoints that `sglang/client.py` and the weight transports call, so that a whole
+process tree (manager, hosts, HTTP, torchrun) starts, dies and restarts in seconds. The tokens are
+those of `SimulatedEngine`. They depend only on the prompt, so tokens that were lost, duplicated or
+mixed up anywhere are visible in the text.
 
 Invariants
-- Neither torch nor SGLang is imported: a start takes as long as importing aiohttp.
-- Weights are taken, not used: the checksum is over the bytes that arrived, the version counts from
-  the next token on, and the parameter names are those of the model directory.
-- It ends with whoever started it (a lifeline).
+- Neither torch nor SGLang is imported, so a start takes as long as importing aiohttp.
+- Weights are received but not used. The checksum is over the received bytes, the version applies
+  from the next token on, and parameter names are those of the model directory.
+- The server ends when the process that started it ends (a lifeline).
 """
 
 import argparse
@@ -40,14 +40,15 @@ from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30
-_KEEP_ALIVE_SECONDS = 5.0  # as SGLang's server
+_KEEP_ALIVE_SECONDS = 5.0  # The same as in SGLang's server.
 _EVENTS = {"Content-Type": "text/event-stream"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def engine_model(settings: EngineConfig, model_path: Path) -> SimulatedEngineModel:
-    """The simulated engine that `engines.simulated` describes, for this model's vocabulary."""
+    """Return the simulated engine that `engines.simulated` describes, with the vocabulary of this
+    model."""
     vocabulary = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
     return SimulatedEngineModel(
         vocab_size=vocabulary,
@@ -60,7 +61,8 @@ def engine_model(settings: EngineConfig, model_path: Path) -> SimulatedEngineMod
 
 
 def parameter_names(model_path: Path) -> list[str]:
-    """Names of all tensors in a directory of safetensors files (from their headers)."""
+    """Return the names of all tensors in a directory of safetensors files, read from the files'
+    headers."""
     names: list[str] = []
     for shard in model_path.glob("*.safetensors"):
         with safe_open(shard, "numpy") as file:
@@ -69,7 +71,11 @@ def parameter_names(model_path: Path) -> list[str]:
 
 
 def digest_of_files(directory: Path) -> str:
-    """SHA-256 over the weights of a published directory. Raises OSError when it is not there."""
+    """Return the SHA-256 of all safetensors files of a directory.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
     digest = hashlib.sha256()
     for shard in sorted(directory.glob("*.safetensors")):
         digest.update(shard.read_bytes())
@@ -77,7 +83,7 @@ def digest_of_files(directory: Path) -> str:
 
 
 class SimulatedServer:
-    """The endpoints; `application()` is what aiohttp serves."""
+    """The HTTP endpoints of a simulated engine; `application` returns them for aiohttp."""
 
     def __init__(
         self, engine: SimulatedEngine, names: Iterable[str], version: PolicyVersion, api_key: str
@@ -92,7 +98,7 @@ class SimulatedServer:
         self._running: set[str] = set()
 
     def application(self) -> web.Application:
-        """All routes, behind the key if there is one."""
+        """Return an application with all routes, which require the key if there is one."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -123,13 +129,13 @@ class SimulatedServer:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         wanted = f"Bearer {self._api_key}"
         if self._api_key and request.headers.get("Authorization") != wanted:
-            return _refusal(401, "a key is needed")
+            return _refusal(401, "the key is missing or wrong")
         try:
             return await handler(request)
         except EngineError as error:
             return _refusal(400, str(error))
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ state
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -188,7 +194,7 @@ class SimulatedServer:
         body = await request.json()
         if body.get("abort_all"):
             await self._engine.abort([*self._running])
-        elif body["rid"] in self._running:  # else SGLang ignores it; if so, by prefix
+        elif body["rid"] in self._running:  # Like SGLang, ignore unknown ids and match by prefix.
             prefix = str(body["rid"])
             await self._engine.abort([name for name in self._running if name.startswith(prefix)])
         return web.json_response({})
@@ -258,7 +264,8 @@ def _generation_request(body: dict[str, Any]) -> GenerationRequest:
 
 
 def _report(request: GenerationRequest, chunk: TokenChunk, before: int) -> dict[str, Any]:
-    """Make a streamed event, as SGLang with `--incremental-streaming-output` sends it."""
+    """Return the event for a chunk, in the format of SGLang with
+    `--incremental-streaming-output`."""
     total = before + len(chunk.token_ids)
     ids = chunk.token_ids.tolist()
     logprobs = chunk.logprobs.tolist()
@@ -285,7 +292,7 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until killed."""
+    """Run the server until it is killed."""
     hold_lifeline()
     key = take_key()
     parser = argparse.ArgumentParser(prog="simulated_server", description=__doc__)

@@ -1,6 +1,7 @@
-"""SGLang imports every module of this package (`SGLANG_EXTERNAL_MODEL_PACKAGE`) at its start.
+"""SGLang's classes for the supported model families (`SGLANG_EXTERNAL_MODEL_PACKAGE`).
 
-The rest of its models it imports only for an architecture that is not here.
+SGLang imports every module of this package when it starts. It imports its other models only for an
+architecture that this package lacks.
 
-- families: SGLang's own classes of our model families.
+- families: the classes.
 """
