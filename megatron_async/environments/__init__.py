@@ -1,17 +1,20 @@
-"""Environments: what a policy plays against over many turns.
+"""Lets a policy play episodes: conversations of many turns with a user's environment or agent.
 
-A user's class imports `Answer` and `Step` from here and nothing else.
+An environment is a class that replies to the policy; an agent is a program that calls the policy
+through the OpenAI chat API. A user's environment class imports `Answer`, `Step` and `ToolCall` from
+this package and nothing else.
 
-- interface: what an environment gets and gives back, checked.
-- tools: public methods as tools, and the calls in an answer. tool_arguments: types of their
-  arguments. json_text: JSON that a model reads.
-- environment_runner: one object of the user's class, played.
-- conversation: tokens of the turns, by the chat template.
-- worker: a process that holds many episodes. workers: how the rollout side calls them.
-- agents: programs that call the policy, as a worker plays them. programs: how they run.
-- gateway, chat: the OpenAI chat API over HTTP, and its forms. calls: which calls are the same.
-- matching: the branch that a call continues. chat_codec: calls and answers as tokens.
-- check: an episode played before anything starts.
+- interface: the types that an environment receives and returns, and their checks.
+- tools: an environment's public methods as tools, and the tool calls in a response.
+  tool_arguments: types of tool arguments. json_text: JSON that a model reads.
+- environment_runner: calls the methods of one environment object.
+- conversation: tokens of the turns, by the model's chat template.
+- worker: a process that runs many episodes. workers: the client through which the rollout manager
+  and evaluations call these processes.
+- agents: agents' episodes in a worker. programs: how a worker runs an agent's program.
+- gateway, chat: the OpenAI chat API over HTTP, and its formats. calls: which calls are the same.
+- matching: which branch of an episode a call continues. chat_codec: calls and responses as tokens.
+- check: a trial episode that is played before a run starts.
 """
 
 from megatron_async.environments.interface import Answer, Step, ToolCall

@@ -1,15 +1,20 @@
-"""Agents as a worker plays them: programs, their calls, and the tokens of their turns.
+"""Runs agents' episodes in a worker process: their programs, calls, and the tokens of their turns.
 
-The rollout side calls it as it calls environments (`worker.py`): `begin` returns with the first
-call of a program, `step` gives that call its answer and returns with the next one.
+An agent is a user's program (a function or a command) that calls the policy through the OpenAI chat
+API. `AgentWorker` has the same methods as `EnvironmentWorker` (`worker.py`): `begin` starts a
+program and returns its first call as the first turn; `step` sends the policy's response to that
+call and returns the next call as the next turn.
 
 Invariants
-- A key is one attempt's, made when its program starts, taken back when that ends or is forgotten;
-  what waits for an answer then is refused. No sentence about a program holds its key.
-- A call that cannot be a turn (too long for an engine, one too many, a template that fails) is
-  refused to the program, which may go on; only what it returns or raises ends its episode.
-- After a restoring a program runs from its beginning: what it asks again gets the stored answers.
-  Turns that the program which ended did not get are `left`, and are not trained.
+- An attempt is one execution of a program for an episode. It has an API key of its own, which is
+  created when the program starts and revoked when the attempt ends or is forgotten. Calls that then
+  wait for a response are refused. No error message about a program contains its key.
+- A call that cannot become a turn (too long for an engine, over a limit, or the chat template
+  fails) is refused, and the program may continue. Only the value that the program returns, or the
+  exception that it raises, ends its episode.
+- To restore an episode, its program runs from its start, and its repeated calls get the stored
+  responses. Stored turns that the program does not ask for again are `left` in the last
+  `StepResult`, and are not trained.
 """
 
 import asyncio
@@ -42,39 +47,59 @@ from megatron_async.environments.worker import (
 )
 from megatron_async.trajectory.types import IntArray, Turn
 
-_MADE_UP = "Yes."
-_REHEARSAL = "rehearsal"
-_ASKED_ALWAYS = 3
+_TRIAL_RESPONSE = "Yes."
+_TRIAL_KEY = "rehearsal"
+_MIN_CALLS_TO_WARN = 3
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """A program that runs, and its calls. `taken`: tokens up to the end of each turn."""
+    """One execution of an agent's program for an episode, with its calls to the policy.
+
+    Attributes:
+        number: Number of the episode, from which response IDs are made.
+        calls: The program's calls and the turns that they became.
+        key: API key that the program uses.
+        program: Task that runs the program.
+        branch_tokens: For each turn, number of tokens from the start of its branch to the end of
+            the turn, without the response as long as there is none.
+        stopped: For each turn, whether its response ended with a stop token.
+        limit_error: Error sent for the last call that was too long or over a limit; empty if there
+            was no such call.
+        lock: Held during a call of the worker for this episode.
+    """
 
     number: str
     calls: AgentCalls
     key: str
     program: "asyncio.Task[Any]"
-    taken: list[int] = field(default_factory=list)
-    ended: list[bool] = field(default_factory=list)
-    refused: str = ""
+    branch_tokens: list[int] = field(default_factory=list)
+    stopped: list[bool] = field(default_factory=list)
+    limit_error: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class AgentWorker:
-    """Episodes of one agent, by the keys that callers give them."""
+    """Plays the open episodes of one agent, each under a key that the caller chose.
+
+    The key of an episode, here a parameter of most methods, is not the API key of its program.
+    """
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
-        """`model_path`: of the tokenizer. Raises UserError if code and settings do not match."""
+        """Load the tokenizer of `model_path` and the agent's program.
+
+        Raises:
+            UserError: The program cannot be loaded, or does not match the settings.
+        """
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
-        _pass_proxies()
+        _bypass_proxy()
         self._settings = config.agent
         self._episode = config.episode
         self._scored = config.scores
         tokenizer = load_tokenizer(model_path)
         stops = stop_tokens(model_path, tokenizer)
-        self._texts = ChatCodecs(
+        self._codecs = ChatCodecs(
             config.task,
             tokenizer,
             stops,
@@ -90,19 +115,26 @@ class AgentWorker:
     async def begin(
         self, key: str, payload: Mapping[str, Any], room: int | None = None
     ) -> EpisodeStart:
-        """Start a program; its first call, of `room` tokens at most, is the first turn.
+        """Start the program of new episode `key`; return its first call as the first turn's input.
 
-        Raises EnvironmentFault.
+        Args:
+            key: Key of the new episode.
+            payload: Payload of the task's prompt, from which the program's row is made.
+            room: Largest number of tokens of the first call; None for no limit.
+
+        Raises:
+            EnvironmentFault: The program failed, timed out, or ended without a call that can become
+                a turn.
         """
         attempt = await self._start(key, payload, ())
         async with attempt.lock:
-            found = await self._next(attempt, room, last=False)
+            found = await self._next_turn(attempt, room, last=False)
             if found is None:
-                self._returned(attempt)
-                refused = attempt.refused
-                raise self._without_call(f" that can be a turn: {refused}" if refused else "")
+                self._final_reward(attempt)
+                refused = attempt.limit_error
+                raise self._no_call_fault(f" that can be a turn: {refused}" if refused else "")
             match, token_ids, state = found
-            return EpisodeStart(match.new, token_ids, state, attempt.calls.take_notices())
+            return EpisodeStart(match.new, token_ids, state, attempt.calls.pop_notices())
 
     async def step(
         self,
@@ -113,81 +145,124 @@ class AgentWorker:
         last: bool,
         logprobs: Sequence[float] = (),
     ) -> StepResult:
-        """Answer the call of a turn; the next call is the next turn. Raises EpisodeUnknown,
-        EnvironmentFault.
+        """Send the policy's response to the call of turn `turn`; return the program's next call.
 
-        `room`: tokens that a call which continues this turn may add.
+        If the program ends instead, the result has its reward and how the episode ended.
+
+        Args:
+            key: Key of the episode.
+            answer_ids: Tokens of the policy's response.
+            turn: Number of the newest turn, whose call waits for the response.
+            room: Number of tokens that a call which continues this turn may add to its branch.
+            last: Whether further calls are refused, since a limit of the episode is reached.
+            logprobs: Log-probability of each token of the response.
+
+        Raises:
+            EpisodeUnknown: This worker does not have the episode.
+            EnvironmentFault: The program failed, timed out, or received none of the responses.
         """
         attempt = self._attempts.get(key)
         if attempt is None:
-            raise EpisodeUnknown(f"episode {key} is not held here")
+            raise EpisodeUnknown(f"episode {key} is not open in this worker process")
         async with attempt.lock:
-            stored = self._answer(attempt, turn, answer_ids, logprobs)
-            found = await self._next(attempt, attempt.taken[turn] + room, last=last)
-            counts, notices = attempt.calls.take_counts(), attempt.calls.take_notices()
+            stored = self._deliver_response(attempt, turn, answer_ids, logprobs)
+            found = await self._next_turn(attempt, attempt.branch_tokens[turn] + room, last=last)
+            counts, notices = attempt.calls.pop_counts(), attempt.calls.pop_notices()
             if found is not None:
                 match, token_ids, state = found
-                news = (match.new, token_ids, state)
-                stepped = StepResult(stored, 0.0, *news, parent=match.parent)
+                new = (match.new, token_ids, state)
+                stepped = StepResult(stored, 0.0, *new, parent=match.parent)
                 return replace(stepped, counts=counts, notices=notices)
-            reward, parts = self._returned(attempt)
-            left = attempt.calls.left()
-            if len(left) == len(attempt.calls.turns):  # it ran again, and asked for none of them
-                raise self._without_call(" whose answer it took")
+            reward, parts = self._final_reward(attempt)
+            abandoned = attempt.calls.abandoned()
+            # A program that was run again may end without repeating any of its stored calls.
+            if len(abandoned) == len(attempt.calls.turns):
+                raise self._no_call_fault(" whose response it received")
             notices = (*notices, *self._needless_forks(attempt))
         await self.forget(key)
         return StepResult(
             with_parts(stored, parts),
             reward,
-            ended="length" if attempt.refused else "stop",
-            counts={**counts, "turns_abandoned": len(left)},
+            ended="length" if attempt.limit_error else "stop",
+            counts={**counts, "turns_abandoned": len(abandoned)},
             notices=notices,
-            left=left,
+            left=abandoned,
         )
 
     async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
-        """Run the program of these turns again; all but the last are answered. EnvironmentFault."""
+        """Restore episode `key` by running its program again; repeated calls get stored responses.
+
+        Return once the program has repeated the call of the last turn, has made a call that is not
+        stored, or has ended.
+
+        Args:
+            key: Key of the restored episode.
+            payload: Payload of the task's prompt, from which the program's row is made.
+            turns: Stored turns of the episode; the last one does not use its response.
+
+        Raises:
+            EnvironmentFault: The stored turns cannot be read with the current settings, or the
+                program made no call and did not end within `episode.step_seconds`.
+        """
         attempt = await self._start(key, payload, turns)
         async with attempt.lock:
-            with self._limit():
-                await attempt.calls.until_asked(turns[-1].number, self._episode.step_seconds)
+            with self._fault_on_timeout():
+                await attempt.calls.wait_until_repeated(
+                    turns[-1].number, self._episode.step_seconds
+                )
 
     async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
-        """Play an episode with made-up answers. Raises EnvironmentFault, UserError."""
-        conversation = self._texts.of("").conversation
-        conversation.check([{"role": "user", "content": _MADE_UP}], {"user"})
-        answer = conversation.answer_ids(_MADE_UP)
-        opened = await self.begin(_REHEARSAL, payload)
+        """Play a whole episode with a made-up response in every turn; return its measurements.
+
+        Args:
+            payload: Payload of the task's prompt, from which the program's row is made.
+
+        Raises:
+            EnvironmentFault: The program failed, timed out, or received none of the responses.
+            UserError: The model's chat template cannot render a conversation of several turns.
+        """
+        conversation = self._codecs.of("").conversation
+        conversation.check([{"role": "user", "content": _TRIAL_RESPONSE}], {"user"})
+        answer = conversation.answer_ids(_TRIAL_RESPONSE)
+        opened = await self.begin(_TRIAL_KEY, payload)
         longest, turn = 0, 0
         try:
             while True:
                 last = turn + 1 >= self._episode.max_turns
-                stepped = await self.step(_REHEARSAL, answer, turn, 1 << 31, last)
+                stepped = await self.step(_TRIAL_KEY, answer, turn, 1 << 31, last)
                 if stepped.token_ids is None:
                     break
                 longest, turn = max(longest, len(stepped.token_ids)), turn + 1
         finally:
-            await self.forget(_REHEARSAL)
+            await self.forget(_TRIAL_KEY)
         text = conversation.decoded(opened.token_ids)
         return TrialEpisode(len(opened.token_ids), text, longest, differs=False)
 
     async def forget(self, key: str) -> str | None:
-        """End a program, if it is held."""
+        """Close episode `key`, if open: revoke its API key, and cancel its program.
+
+        Returns:
+            Always None. `EnvironmentWorker.forget` returns an error message here.
+        """
         attempt = self._attempts.pop(key, None)
         if attempt is not None:
             self._gateway.end(attempt.key)
             attempt.program.cancel()
-            attempt.calls.end()  # a thread that waits for an answer has no other end
+            # A program in a thread cannot be canceled; an error in place of the response that the
+            # program waits for makes it end.
+            attempt.calls.end()
             await asyncio.wait([attempt.program], timeout=self._episode.step_seconds)
         return None
 
     # ------------------------------------------------------------ one attempt
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
+        """Start the program of episode `key`; register the stored `turns` of earlier attempts."""
         url = await self._gateway.start()
         calls = AgentCalls(lambda: attempt.program.done())
         secret = self._gateway.open(calls)
-        row = row_of({**payload, "chat": False})  # messages have a name of their own here
+        # With `chat` false, `prompt` is the row's text; the row's messages are a separate argument.
+        row = row_of({**payload, "chat": False})
         row["messages"] = list(payload.get("messages", ()))
         program = asyncio.ensure_future(self._program(url, secret, row))
         number = key.split(".")[1] if "." in key else key
@@ -195,167 +270,210 @@ class AgentWorker:
 
         def ended(done: asyncio.Task[Any]) -> None:
             if not done.cancelled():
-                done.exception()  # whoever forgets it does not ask for that
-            calls.news()
+                # Mark the exception as retrieved, because asyncio logs one that nobody reads, as
+                # of a forgotten attempt.
+                done.exception()
+            calls.notify()
 
         program.add_done_callback(ended)
         for turn in turns:
-            self._store(attempt, turns, turn)
+            self._register_turn(attempt, turns, turn)
         return attempt
 
-    def _store(self, attempt: _Attempt, turns: Sequence[Turn], turn: Turn) -> None:
-        """Know a stored turn, and its answer if it is not the newest."""
+    def _register_turn(self, attempt: _Attempt, turns: Sequence[Turn], turn: Turn) -> None:
+        """Register stored turn `turn` with the attempt's calls, so that a repeated call gets it.
+
+        Each turn but the newest also gets its stored response. `turns` are all turns of the
+        episode.
+        """
         newest = turn is turns[-1]
-        about = json.loads(turn.state or b"{}") if newest else {}
-        asked = ChatCall(
+        state = json.loads(turn.state or b"{}") if newest else {}
+        request = ChatCall(
             beginning_of(turns, turn),
-            calls_tools=about.get("calls_tools", True),
-            logprobs=about.get("logprobs", False),
-            parallel_calls=about.get("parallel_calls", True),
+            calls_tools=state.get("calls_tools", True),
+            logprobs=state.get("logprobs", False),
+            parallel_calls=state.get("parallel_calls", True),
         )
-        attempt.calls.store(turn, Call(asked))
+        attempt.calls.register(turn, Call(request))
         if newest:
-            attempt.taken.append(about.get("tokens", 0))
-            attempt.ended.append(False)
+            attempt.branch_tokens.append(state.get("tokens", 0))
+            attempt.stopped.append(False)
             return
         assert turn.answer is not None
-        answer = self._read(attempt, turn.number, turn.answer)
-        attempt.taken.append(sum(answer.tokens))
-        attempt.ended.append(not answer.truncated)
+        answer = self._chat_answer(attempt, turn.number, turn.answer)
+        attempt.branch_tokens.append(sum(answer.tokens))
+        attempt.stopped.append(not answer.truncated)
         attempt.calls.reply(turn.number, answer)
 
-    def _answer(
+    def _deliver_response(
         self, attempt: _Attempt, turn: int, answer_ids: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
-        """Give a turn's answer to its call; returns it as it is stored."""
-        asked = attempt.calls.turns[turn].asked
-        attempt.ended[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
-        stored = self._texts.of(asked.tools).stored(
-            asked, answer_ids, logprobs, attempt.taken[turn], ended=attempt.ended[turn]
+        """Send the policy's response to the call of turn `turn`; return the response to store."""
+        request = attempt.calls.turns[turn].request
+        attempt.stopped[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
+        stored = self._codecs.of(request.tools).stored(
+            request,
+            answer_ids,
+            logprobs,
+            attempt.branch_tokens[turn],
+            ended=attempt.stopped[turn],
         )
-        attempt.taken[turn] += len(answer_ids)
-        attempt.calls.reply(turn, self._read(attempt, turn, stored))
+        attempt.branch_tokens[turn] += len(answer_ids)
+        attempt.calls.reply(turn, self._chat_answer(attempt, turn, stored))
         return stored
 
-    def _read(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
-        """A stored answer as the program gets it."""
-        texts = self._texts.of(attempt.calls.turns[turn].asked.tools)
-        return texts.answer(f"{attempt.number}-{turn}", stored)
+    def _chat_answer(self, attempt: _Attempt, turn: int, stored: Mapping[str, Any]) -> ChatAnswer:
+        """Convert the stored response of turn `turn` to the `ChatAnswer` that the program gets."""
+        codec = self._codecs.of(attempt.calls.turns[turn].request.tools)
+        return codec.answer(f"{attempt.number}-{turn}", stored)
 
-    async def _next(
+    async def _next_turn(
         self, attempt: _Attempt, most: int | None, *, last: bool
     ) -> tuple[Match, IntArray, bytes] | None:
-        """The next call as a turn: what it continues, its tokens, and what is kept of it.
+        """Wait for the program's next call that can become a turn, and make it the next turn.
 
-        `most`: tokens that its input may have. None: the program has ended, or has had its time
-        since a call that was too long or too late.
+        Calls that cannot become a turn are refused meanwhile.
+
+        Args:
+            attempt: The program's attempt.
+            most: Largest number of tokens of the call's whole conversation; None for no limit.
+            last: Whether every call is refused, since a limit of the episode is reached.
+
+        Returns:
+            The match of the call to a branch, the tokens that it adds, and its options as JSON,
+            which are stored with the turn. None once the program has ended, or has not ended within
+            `episode.step_seconds` after a call was refused as too long or over a limit.
+
+        Raises:
+            EnvironmentFault: The program neither made a call nor ended for `episode.step_seconds`.
         """
         calls, seconds, full = attempt.calls, self._episode.step_seconds, False
         until = time.monotonic() + seconds
         while True:
-            left = until - time.monotonic() if full else seconds
+            remaining = until - time.monotonic() if full else seconds
             call = None
-            with suppress(TimeoutError) if full else self._limit():
-                call = await calls.next(left) if left > 0 else None
+            with suppress(TimeoutError) if full else self._fault_on_timeout():
+                call = await calls.next(remaining) if remaining > 0 else None
             if call is None:
                 return None
             match = calls.match(call)
             try:
                 if last:
                     raise CallRefused(
-                        f"this episode has had its {self._episode.max_turns} answers "
-                        "(episode.max_turns) or its time (episode.seconds)",
+                        f"this episode has reached its limit of {self._episode.max_turns} "
+                        "responses (episode.max_turns) or of time (episode.seconds); end the "
+                        "program",
                         "messages",
                         code=TOO_LONG,
                     )
                 token_ids = self._render(attempt, call, match)
-                before = 0 if match.parent is None else attempt.taken[match.parent]
+                before = 0 if match.parent is None else attempt.branch_tokens[match.parent]
                 if most is not None and before + len(token_ids) > most:
                     raise CallRefused(
-                        f"the conversation has {before + len(token_ids)} tokens; with room for an "
-                        f"answer an engine takes {most}",
+                        f"the conversation has {before + len(token_ids)} tokens; an engine accepts "
+                        f"at most {most}, so that a response still fits. Shorten the messages.",
                         "messages",
                         code=TOO_LONG,
                     )
             except CallRefused as refused:
                 if refused.code:
-                    attempt.refused, full = str(refused), True
+                    attempt.limit_error, full = str(refused), True
                 calls.refuse(call, refused)
                 continue
             calls.begin(call, match)
-            attempt.taken.append(before + len(token_ids))
-            attempt.ended.append(False)
-            kept = {"tokens": attempt.taken[-1], "logprobs": call.asked.logprobs}
-            kept["calls_tools"] = call.asked.calls_tools
-            kept["parallel_calls"] = call.asked.parallel_calls
-            return match, token_ids, json.dumps(kept).encode()
+            attempt.branch_tokens.append(before + len(token_ids))
+            attempt.stopped.append(False)
+            state = {"tokens": attempt.branch_tokens[-1], "logprobs": call.request.logprobs}
+            state["calls_tools"] = call.request.calls_tools
+            state["parallel_calls"] = call.request.parallel_calls
+            return match, token_ids, json.dumps(state).encode()
 
     def _render(self, attempt: _Attempt, call: Call, match: Match) -> IntArray:
-        texts = self._texts.of(call.asked.tools)
+        """Return the tokens that `call` adds to the branch that it continues."""
+        codec = self._codecs.of(call.request.tools)
         if match.parent is None:
-            return texts.opening(match.new)
-        return texts.next(match.new, ended=attempt.ended[match.parent])
+            return codec.opening(match.new)
+        return codec.next(match.new, ended=attempt.stopped[match.parent])
 
-    def _returned(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
-        """The reward of a program that has ended, or had its time. Raises EnvironmentFault."""
+    def _final_reward(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
+        """Return the reward that the attempt's program returned, and its named numbers for metrics.
+
+        The reward is 0 if the program still runs, if it returned nothing (a scorer is then set), or
+        if it failed after a call was refused as too long or over a limit.
+
+        Raises:
+            EnvironmentFault: The program failed otherwise, returned an invalid reward, or returned
+                nothing although no scorer is set.
+        """
         shown = self._settings.display_name
         if not attempt.program.done():
             return 0.0, {}
         try:
             returned = attempt.program.result()
             if returned is None and not self._scored:
-                what = "printed nothing, or null," if self._settings.command else "returned None,"
+                what = "printed nothing or null," if self._settings.command else "returned None,"
                 raise EnvironmentFault(
-                    f"{shown} {what} and there is no `reward` to score the conversation: give a "
-                    "number or set `reward`"
+                    f"{shown} {what} but `reward` is not set, so the conversation has no score. "
+                    "Return a number, or set `reward`."
                 )
             return number_of(0.0 if returned is None else returned, shown)
         except asyncio.CancelledError:
-            raise EnvironmentFault(f"{shown} has canceled itself") from None
+            raise EnvironmentFault(f"{shown} canceled its own task") from None
         except EnvironmentFault as fault:
-            if attempt.refused:  # most programs have no other way to end at a full context
+            # Most programs can only end with an exception when a call is refused at a limit.
+            if attempt.limit_error:
                 return 0.0, {}
             raise EnvironmentFault(str(fault).replace(attempt.key, "(key)")) from None
 
-    def _without_call(self, more: str) -> EnvironmentFault:
+    def _no_call_fault(self, more: str) -> EnvironmentFault:
+        """Return the fault of a program that ended without a call; `more` ends its message."""
         return EnvironmentFault(
-            f"{self._settings.display_name} ended without a call of the policy{more}"
+            f"{self._settings.display_name} ended without a call to the policy{more}"
         )
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
-        """A sentence about a program of which every call forks at a message that it has changed."""
+        """Return a warning if every call of the program started a new branch by changing messages.
+
+        A program whose calls extend its earlier ones needs only one branch. The result is empty if
+        the program does so, or made too few calls to tell.
+        """
         forks = attempt.calls.forks
         changed = [fork for fork in forks if fork.why in ("answer", "message", "tools")]
-        asked = len(attempt.calls.turns)
-        if asked < _ASKED_ALWAYS or len(changed) < asked - 1:
+        made = len(attempt.calls.turns)
+        if made < _MIN_CALLS_TO_WARN or len(changed) < made - 1:
             return ()
         first = changed[0]
         return (
-            f"each of the {asked} calls of an agent begins a branch of its own; the first that "
-            f"differs is message {first.at}: {first.now:.200}, and it was {first.was:.200}",
+            f"each of the {made} calls of an agent started a separate branch, because the agent "
+            f"changed earlier messages; the first change is message {first.at}: "
+            f"{first.now:.200}, which was {first.was:.200}",
         )
 
     @contextmanager
-    def _limit(self) -> Iterator[None]:
+    def _fault_on_timeout(self) -> Iterator[None]:
+        """Convert a TimeoutError raised in this block to an EnvironmentFault of the program."""
         try:
             yield
         except TimeoutError as error:
             raise EnvironmentFault(
-                f"{self._settings.display_name} made no call and did not end for "
+                f"{self._settings.display_name} neither called the policy nor ended for "
                 f"{self._episode.step_seconds:g} s (episode.step_seconds)"
             ) from error
 
 
-def _pass_proxies() -> None:
-    """Let clients here, and in what is started here, call the gateway without the site's proxy."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    if given != "*" and LOOPBACK not in given.split(","):
-        passed = f"{given},{LOOPBACK}" if given else LOOPBACK
-        os.environ.update(no_proxy=passed, NO_PROXY=passed)
+def _bypass_proxy() -> None:
+    """Add the loopback address to NO_PROXY of this process and of the processes that it starts.
+
+    Agents' HTTP clients then call the gateway directly, also where a site sets an HTTP proxy.
+    """
+    excluded = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if excluded != "*" and LOOPBACK not in excluded.split(","):
+        extended = f"{excluded},{LOOPBACK}" if excluded else LOOPBACK
+        os.environ.update(no_proxy=extended, NO_PROXY=extended)
 
 
 class AgentProcess(AgentWorker):
-    """A worker of agents that has its process for itself."""
+    """Agent worker in a dedicated process: limits its memory, and ends it when it is stuck."""
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)

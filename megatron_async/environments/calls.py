@@ -1,11 +1,15 @@
-"""The calls of one attempt of an agent: which are the same, and which is the next turn.
+"""Queues an agent's calls to the policy, and recognizes repeated calls, during one attempt.
+
+An attempt is one execution of an agent's program for an episode. Each call that is accepted becomes
+a turn of the episode, and the policy's response to it is sent to the client that made the call.
 
 Invariants
-- Calls are answered one after the other, in the order in which they came.
-- An answer is given to one call. A call that was left by its client, or whose answer did not reach
-  it, is taken up by the next equal call; so is a stored turn, the k-th by the k-th equal call. An
-  answer that a client waits for, or is known to have, is never given to another request.
-- A call that nobody waits for when its turn comes is set aside until it is asked again.
+- Calls are answered one after the other, in the order of their arrival.
+- Each response belongs to one call. A call whose client disconnected, or did not receive the
+  response, is assigned to the next request with equal messages. A stored turn of an earlier attempt
+  is assigned in the same way: the k-th equal stored turn to the k-th equal request. A response that
+  a client waits for, or is known to have received, is never sent to another request.
+- A call without a waiting client at the head of the queue is set aside until it is repeated.
 """
 
 import asyncio
@@ -20,20 +24,23 @@ from megatron_async.trajectory.types import Turn
 
 @dataclass(eq=False)
 class Call:
-    """A call that waits for an answer, or has one.
+    """An agent's call to the policy, which waits for the policy's response or has it.
 
-    `clients`: how many wait. `given`: whether a client has read of the answer, as far as is known.
-    `kept`: whether the whole answer was sent and its connection was not reset. Such an answer has
-    reached its client, so that a retry cannot be of this call.
-
-    `asked`: of a stored turn, with the beginning of its branch as messages. `aside`: it was left
-    before its turn came.
+    Attributes:
+        request: The call's messages and options. For a stored turn of an earlier attempt, the
+            messages are only those of the first turn of its branch.
+        clients: Number of HTTP requests that wait for the response.
+        received: Whether a client has, as far as is known, received the response at least in part.
+        delivered: Whether the whole response was sent and its connection was not reset. The client
+            then has the response, so a retry cannot be a repetition of this call.
+        deferred: Whether the call was taken out of the queue because no client waited for it.
+        answer: The policy's response, or the error to send in place of it, once either exists.
     """
 
-    asked: ChatCall
+    request: ChatCall
     clients: int = 0
-    given: bool = False
-    kept: bool = False
+    received: bool = False
+    delivered: bool = False
     deferred: bool = False
     answer: asyncio.Future[ChatAnswer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -41,18 +48,23 @@ class Call:
 
     @property
     def reached(self) -> bool:
-        """Return whether a client has the answer, or waits for it."""
-        return self.given or self.clients > 0
+        """Whether a client has received the response to this call, or waits for it."""
+        return self.received or self.clients > 0
 
 
 class AgentCalls:
-    """Owner of one key. `ended`: returns whether the program has ended."""
+    """The calls of one attempt of an agent: their queue, and the turns that they became.
+
+    The HTTP gateway adds calls with `call`. The worker takes them with `next`, and then makes each
+    a turn (`begin`, later `reply`) or refuses it (`refuse`).
+    """
 
     def __init__(self, ended: Callable[[], bool]) -> None:
+        """Create an empty queue; `ended` returns whether the agent's program has ended."""
         self._ended = ended
-        self._known: dict[bytes, list[Call]] = {}
+        self._by_digest: dict[bytes, list[Call]] = {}
         self._queue: deque[Call] = deque()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._branches = Branches()
         self.turns: list[Call] = []
         self.forks: list[Fork] = []
@@ -60,19 +72,26 @@ class AgentCalls:
         self.counts: Counter[str] = Counter()
         self._stored = 0
 
-    # ------------------------------------------------------------ the gateway's side
+    # ------------------------------------------------------------ used by the gateway
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Take a call, or find it again.
+        """Return the call for a client's request: an earlier equal call, or else a new queued one.
 
-        `retry`: the client states that it asks again. It then also gets an answer that may not have
-        arrived, but never one that another client waits for.
+        An earlier call is returned if its messages are equal, no client waits for its response, and
+        no client has received the response.
+
+        Args:
+            asked: The client's request.
+            retry: Whether the client states that it repeats a request. An earlier equal call is
+                then also returned if its response was sent but may not have arrived.
         """
         self.notices.update(dict.fromkeys(asked.notices))
-        equal = self._known.setdefault(call_digest(asked.messages), [])
-        call = next((one for one in equal if not one.reached), None)
+        equal = self._by_digest.setdefault(call_digest(asked.messages), [])
+        call = next((earlier for earlier in equal if not earlier.reached), None)
         if call is None and retry:
-            unsure = (one for one in reversed(equal) if not (one.kept or one.clients))
+            unsure = (
+                earlier for earlier in reversed(equal) if not (earlier.delivered or earlier.clients)
+            )
             call = next(unsure, None)
         if call is None:
             call = Call(asked)
@@ -81,46 +100,57 @@ class AgentCalls:
         elif call.deferred:
             call.deferred = False
             self._queue.append(call)
-        elif call.answer.done() and call in self.turns[: self._stored] and not call.given:
+        elif call.answer.done() and call in self.turns[: self._stored] and not call.received:
             self.counts["turns_replayed"] += 1
-        self.news()
+        self.notify()
         return call
 
-    def news(self) -> None:
-        """Something has happened that `next` may wait for."""
-        self._news.set()
+    def notify(self) -> None:
+        """Wake up `next` and `wait_until_repeated`: a call was made, or the program has ended."""
+        self._changed.set()
 
-    # ------------------------------------------------------------ the worker's side
+    # ------------------------------------------------------------ used by the worker
 
     async def next(self, seconds: float) -> Call | None:
-        """The next call that no stored turn answers; None: the program has ended.
+        """Wait for the next call without a stored response; return None once the program ends.
 
-        Raises TimeoutError when neither happens in `seconds` after the last call of any kind.
+        Raises:
+            TimeoutError: For `seconds`, the program neither made a call (one with a stored response
+                counts too) nor ended.
         """
         while not self._ended():
-            self._news.clear()
+            self._changed.clear()
             while self._queue:
                 call = self._queue.popleft()
                 if call.clients:
                     return call
                 call.deferred = True
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._changed.wait()
         return None
 
-    async def until_asked(self, turn: int, seconds: float) -> None:
-        """Wait until a stored turn, or what is stored nowhere, is asked, or the program ends."""
+    async def wait_until_repeated(self, turn: int, seconds: float) -> None:
+        """Wait until a program that runs again has repeated the call of stored turn `turn`.
+
+        Also return once the program makes a call that is not stored, or ends.
+
+        Raises:
+            TimeoutError: The program made no call and did not end for `seconds`.
+        """
         while not (self._ended() or self._queue or self.turns[turn].reached):
-            self._news.clear()
+            self._changed.clear()
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._changed.wait()
 
     def match(self, call: Call) -> Match:
-        """Match a call that was taken to the branch that it continues."""
-        return self._branches.match(call.asked.messages)
+        """Return which turn `call` continues, and with which new messages."""
+        return self._branches.match(call.request.messages)
 
     def begin(self, call: Call, match: Match) -> int:
-        """The number of the turn that a call becomes."""
+        """Make `call` the episode's next turn, count its fork if it has one, and return its number.
+
+        `match` is the result of `match(call)`.
+        """
         self.turns.append(call)
         if match.fork is not None:
             self.forks.append(match.fork)
@@ -129,51 +159,64 @@ class AgentCalls:
         return self._branches.begin(match.parent, match.new)
 
     def refuse(self, call: Call, refused: CallRefused) -> None:
-        """Reply to a call that it cannot be a turn."""
+        """Send the error `refused` to the clients of `call`, which does not become a turn."""
         self._forget(call)
         call.answer.set_exception(refused)
-        call.answer.exception()  # it is no defect if nobody waits for it any more
+        # Mark the exception as retrieved, because asyncio logs one that no client waits for.
+        call.answer.exception()
 
     def reply(self, turn: int, answer: ChatAnswer) -> None:
-        """Answer a turn's call."""
+        """Send the policy's response `answer` to the clients of the call of turn number `turn`."""
         self._branches.answer(turn, answer.message)
         self.turns[turn].answer.set_result(answer)
 
     def end(self) -> None:
-        """Refuse every call that waits: none will be answered."""
-        ended = CallRefused("this episode has ended, and its key with it", status=401)
-        for call in (one for equal in self._known.values() for one in equal):
+        """Send error 401 to the clients of every call without a response: the episode has ended."""
+        ended = CallRefused(
+            "this episode has ended, so its key is no longer valid; stop calling the policy",
+            status=401,
+        )
+        for call in (waiting for equal in self._by_digest.values() for waiting in equal):
             if not call.answer.done():
                 call.answer.set_exception(ended)
-                call.answer.exception()  # as in `refuse`
+                # Mark the exception as retrieved, because asyncio logs one that no client waits
+                # for.
+                call.answer.exception()
 
-    def store(self, turn: Turn, call: Call) -> None:
-        """Know the call of a stored turn; those before it are known."""
+    def register(self, turn: Turn, call: Call) -> None:
+        """Register the call of a turn that an earlier attempt stored, so that it is recognized.
+
+        A program's request with equal messages is then assigned to `call`. Stored turns must be
+        registered in the order of their numbers, before the program makes calls.
+        """
         self.turns.append(call)
         self._branches.begin(turn.parent, turn.messages)
-        self._known.setdefault(self._branches.asked(turn.number), []).append(call)
+        self._by_digest.setdefault(self._branches.digest_of_turn(turn.number), []).append(call)
         self._stored = len(self.turns)
 
-    def left(self) -> tuple[int, ...]:
-        """The turns whose answers this program has not got."""
+    def abandoned(self) -> tuple[int, ...]:
+        """Return the numbers of turns whose response no client of this attempt received."""
         return tuple(number for number, call in enumerate(self.turns) if not call.reached)
 
-    def take_counts(self) -> Counter[str]:
-        """Return the counts since the last call."""
-        taken, self.counts = self.counts, Counter()
-        return taken
+    def pop_counts(self) -> Counter[str]:
+        """Return the counts of forks and replayed turns, and reset them to zero."""
+        popped, self.counts = self.counts, Counter()
+        return popped
 
-    def take_notices(self) -> tuple[str, ...]:
-        """Sentences about calls since the last call."""
-        taken, self.notices = tuple(self.notices), {}
-        return taken
+    def pop_notices(self) -> tuple[str, ...]:
+        """Return the collected notices about calls for the user, and clear them."""
+        popped, self.notices = tuple(self.notices), {}
+        return popped
 
     def _forget(self, call: Call) -> None:
-        self._known[call_digest(call.asked.messages)].remove(call)
+        self._by_digest[call_digest(call.request.messages)].remove(call)
 
 
 def beginning_of(turns: Sequence[Turn], turn: Turn) -> tuple[Message, ...]:
-    """The messages with which a stored turn's branch begins: its tools are among them."""
+    """Return the messages of the first turn of the branch that ends with `turn`.
+
+    They include the description of the branch's tools. `turns` are all turns of the episode.
+    """
     while turn.parent is not None:
         turn = turns[turn.parent]
     return tuple(turn.messages)

@@ -1,12 +1,16 @@
-"""The OpenAI chat API: what a call may ask for, and the forms of answers.
+"""Parses requests of the OpenAI chat API, and formats the policy's responses as replies of the API.
 
-Pure. A call is read and checked here, once; what cannot be honored is refused by a sentence, never
-left out in silence. Sampling is the run's: other values in a call are noted, and not used.
+Functions of this module have no side effects. `checked_call` parses and checks a request once. A
+parameter that cannot be honored is refused with an error message, never ignored silently. Sampling
+parameters are those of the run's settings: a request with other values gets a notice, and the
+run's values are used.
 
 Invariants
-- A message here is what a chat template takes: text content, calls of tools with their arguments as
-  an object. The tools of a call are a message before all others (`TOOLS_ROLE`).
-- Equal answers have equal forms, ids included: a program that runs again is given the same.
+- A parsed message has the form that chat templates expect: text content, and tool calls whose
+  arguments are an object. The tools that a request offers are a message before all others
+  (`TOOLS_ROLE`).
+- Equal responses have equal replies, including their IDs, so that a program that runs again gets
+  the same replies.
 """
 
 import json
@@ -24,7 +28,7 @@ from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
 from megatron_async.errors import short_repr
 
 TOO_LONG: Final = "context_length_exceeded"
-"""The code by which programs know that they may shorten their messages and go on."""
+"""Error code that tells a program to shorten its messages, or to end."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _IGNORED: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -35,7 +39,7 @@ _READ: Final = frozenset(
     | {"parallel_tool_calls"}
 )
 _SWITCHES: Final = ("stream", "logprobs", "parallel_tool_calls")
-"""Parameters that are true or false."""
+"""Parameters of a request that must be true or false."""
 _TOKENS: Final = ("max_new_tokens", TypeAdapter(Annotated[int, Field(strict=True, ge=1)]))
 _SAMPLING: Final[Mapping[str, tuple[str, TypeAdapter[Any]]]] = {
     "temperature": ("temperature", TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=2)])),
@@ -44,7 +48,8 @@ _SAMPLING: Final[Mapping[str, tuple[str, TypeAdapter[Any]]]] = {
     "max_tokens": _TOKENS,
     "max_completion_tokens": _TOKENS,
 }
-"""The run's setting that is used in place of a parameter, and the values that the API permits."""
+"""For each sampling parameter, the field of `sampling` that is used in place of the parameter's
+value, and the values that the API permits."""
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -57,31 +62,49 @@ _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Values that ask for nothing that is not done anyway; null is another."""
-_UNSEEDED: Final = ("seed", "reasoning_effort")
-_PIECE: Final = 32
+"""Values that change nothing, for parameters of which every other value is refused. Null (None) is
+accepted for each parameter too."""
+_WITHOUT_EFFECT: Final = ("seed", "reasoning_effort")
+_CHUNK: Final = 32
+"""Number of characters of the response in each event of a stream."""
 
 
 class CallRefused(EnvironmentFault):
-    """A call that cannot be honored, as the API reports it."""
+    """Error for a request of the chat API that cannot be honored, with its HTTP status."""
 
     def __init__(self, message: str, param: str = "", *, status: int = 400, code: str = "") -> None:
+        """Create the error.
+
+        Args:
+            message: Sentence that states what is wrong with the request.
+            param: Parameter of the request that is at fault; empty for none.
+            status: HTTP status of the reply.
+            code: Error code of the API; empty for none.
+        """
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 
     def body(self) -> dict[str, Any]:
-        """The API's form of an error."""
+        """Return the JSON body of the HTTP reply that reports this error."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        found = {"message": str(self), "type": kind}
-        return {"error": {**found, "param": self.param or None, "code": self.code or None}}
+        error = {"message": str(self), "type": kind}
+        return {"error": {**error, "param": self.param or None, "code": self.code or None}}
 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A checked call.
+    """A parsed and checked request of the chat API for one response of the policy.
 
-    `parallel_calls`: the program takes several calls of tools in one answer. `notices`: what it
-    asks of sampling that the run's settings do not do.
+    Attributes:
+        messages: The conversation, after the message with the tools' descriptions if there are any.
+        model: Name of the model in the request, which the reply repeats.
+        calls_tools: Whether tool calls in the response are parsed (`tool_choice` is `auto`).
+        logprobs: Whether the reply has the log-probabilities of the response's tokens.
+        stream: Whether the reply is a stream of events.
+        with_usage: Whether a streamed reply ends with the numbers of tokens.
+        notices: Warnings about sampling parameters that differ from the run's settings.
+        parallel_calls: Whether the program accepts several tool calls in one response. Otherwise it
+            gets the first only.
     """
 
     messages: tuple[Message, ...]
@@ -95,18 +118,24 @@ class ChatCall:
 
     @property
     def tools(self) -> str:
-        """The descriptions of its tools, as JSON; empty: none."""
+        """The descriptions of the tools that the request offers, as JSON; empty if none."""
         return tools_of(self.messages)
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer of the policy. `calls`: tools with their arguments.
+    """A response of the policy to a `ChatCall`, from which replies of the chat API are formatted.
 
-    `logprobs`: each token's text and number. Bytes of a token that holds part of a character are
-    lone surrogates in its text (`surrogateescape`).
-
-    `name` is unique among a run's episodes' answers, and the same when it is given again.
+    Attributes:
+        name: ID of the response, unique among the responses of a run's episodes, and the same when
+            the response is sent again.
+        content: Text of the response without its tool calls.
+        calls: Names and arguments of the tool calls in the response.
+        truncated: Whether the response ended without a stop token.
+        tokens: Number of tokens of the conversation before the response, and of the response.
+        logprobs: Text and log-probability of each token of the response; None if not requested. A
+            token that holds only part of a character has its bytes as lone surrogates
+            (`surrogateescape`) in its text.
     """
 
     name: str
@@ -118,24 +147,28 @@ class ChatAnswer:
 
     @property
     def message(self) -> Message:
-        """The answer as a message of a conversation."""
-        given = [dict(arguments) for _, arguments in self.calls]
-        return _assistant(self.content, self._calls(given))
+        """The response as the assistant's message of a conversation."""
+        arguments = [dict(arguments) for _, arguments in self.calls]
+        return _assistant(self.content, self._calls(arguments))
 
     @property
     def finish(self) -> str:
-        """The API's name of why it ended."""
+        """The API's `finish_reason` of the response: `length`, `tool_calls` or `stop`."""
         if self.truncated:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     def _calls(self, arguments: Sequence[Any]) -> list[dict[str, Any]]:
-        """The calls with their arguments, in whatever form those are."""
+        """Return the response's tool calls as the API formats them, with `arguments` as arguments.
+
+        `arguments` has one value for each call: an object for chat templates, or JSON text for the
+        API.
+        """
         named = zip(self.calls, arguments, strict=True)
-        forms = [{"name": name, "arguments": given} for (name, _), given in named]
+        functions = [{"name": name, "arguments": value} for (name, _), value in named]
         return [
-            {"id": f"call_{self.name}-{number}", "type": "function", "function": form}
-            for number, form in enumerate(forms)
+            {"id": f"call_{self.name}-{number}", "type": "function", "function": function}
+            for number, function in enumerate(functions)
         ]
 
     def _sent_calls(self) -> list[dict[str, Any]]:
@@ -145,21 +178,24 @@ class ChatAnswer:
         before, made = self.tokens
         return {"prompt_tokens": before, "completion_tokens": made, "total_tokens": before + made}
 
-    def _choice(self, **parts: Any) -> dict[str, Any]:
-        return {"index": 0, "finish_reason": None, "logprobs": None, **parts}
+    def _choice(self, **fields: Any) -> dict[str, Any]:
+        return {"index": 0, "finish_reason": None, "logprobs": None, **fields}
 
     def _logprobs(self) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         content = []
         for text, logprob in self.logprobs:
-            found = text.encode(errors="surrogateescape")
-            token = {"token": found.decode(errors="replace"), "logprob": logprob}
-            content.append({**token, "bytes": list(found), "top_logprobs": []})
+            encoded = text.encode(errors="surrogateescape")
+            token = {"token": encoded.decode(errors="replace"), "logprob": logprob}
+            content.append({**token, "bytes": list(encoded), "top_logprobs": []})
         return {"content": content, "refusal": None}
 
     def completion(self, model: str, created: int) -> dict[str, Any]:
-        """The body of a reply that is no stream."""
+        """Return the JSON body of the API's reply that has the whole response (not a stream).
+
+        `created` is a Unix time in seconds.
+        """
         calls = {"tool_calls": self._sent_calls()} if self.calls else {}
         message = {"role": "assistant", "content": self.content, "refusal": None, **calls}
         ended = {"finish_reason": self.finish, "logprobs": self._logprobs()}
@@ -167,12 +203,16 @@ class ChatAnswer:
         return {**head, "choices": [self._choice(message=message, **ended)], "usage": self._usage()}
 
     def chunks(self, model: str, created: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
-        """The bodies of a stream's events."""
+        """Yield the JSON bodies of the events in which the API streams the response.
+
+        `created` is a Unix time in seconds. With `with_usage`, the last event has the numbers of
+        tokens.
+        """
         head = self._head("chat.completion.chunk", model, created)
         first, text = {"role": "assistant", "content": ""}, self.content
         yield {**head, "choices": [self._choice(delta=first, logprobs=self._logprobs())]}
-        for at in range(0, len(text), _PIECE):
-            yield {**head, "choices": [self._choice(delta={"content": text[at : at + _PIECE]})]}
+        for at in range(0, len(text), _CHUNK):
+            yield {**head, "choices": [self._choice(delta={"content": text[at : at + _CHUNK]})]}
         for number, call in enumerate(self._sent_calls()):
             delta = {"tool_calls": [{"index": number, **call}]}
             yield {**head, "choices": [self._choice(delta=delta)]}
@@ -185,97 +225,111 @@ class ChatAnswer:
 
 
 def model(created: int, name: str) -> dict[str, Any]:
-    """Return the body that describes a model."""
+    """Return the JSON body of the API's reply that describes the model `name`.
+
+    `created` is a Unix time in seconds.
+    """
     return {"id": name, "object": "model", "created": created, "owned_by": "megatron-async"}
 
 
 def models(created: int, name: str) -> dict[str, Any]:
-    """Return the body of the list of models."""
+    """Return the JSON body of the API's list of models, whose only entry is the model `name`.
+
+    `created` is a Unix time in seconds.
+    """
     return {"object": "list", "data": [model(created, name)]}
 
 
 def tools_of(messages: Sequence[Message]) -> str:
-    """The descriptions of the tools of a conversation, as JSON; empty: none."""
+    """Return the descriptions of the tools that a conversation offers, as JSON; empty if none."""
     return messages[0]["content"] if messages and messages[0]["role"] == TOOLS_ROLE else ""
 
 
 def checked_call(body: Any, sampling: SamplingConfig) -> ChatCall:
-    """Read the body of a call. Raises CallRefused."""
+    """Parse and check the body of a chat request; `sampling` are the run's settings.
+
+    Raises:
+        CallRefused: A parameter of the request is missing, invalid or cannot be honored.
+    """
     if not isinstance(body, dict):
         raise CallRefused(f"the body is {short_repr(body)}; it must be a JSON object")
-    asked = {name: value for name, value in body.items() if value is not None}
-    _refuse_unknown(asked)
+    parameters = {name: value for name, value in body.items() if value is not None}
+    _refuse_unknown(parameters)
     for name in _SWITCHES:
-        if not isinstance(asked.get(name, False), bool):
+        if not isinstance(parameters.get(name, False), bool):
             raise CallRefused(
-                f"{name} is {short_repr(asked[name])}; it must be true or false", name
+                f"{name} is {short_repr(parameters[name])}; it must be true or false", name
             )
     for name, (_, valid) in _SAMPLING.items():
         try:
-            if name in asked:
-                valid.validate_python(asked[name])
+            if name in parameters:
+                valid.validate_python(parameters[name])
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            raise CallRefused(f"{name} is {short_repr(asked[name])}: {why}", name) from error
-    messages = asked.get("messages")
+            raise CallRefused(f"{name} is {short_repr(parameters[name])}: {why}", name) from error
+    messages = parameters.get("messages")
     if not isinstance(messages, list) or not messages:
         raise CallRefused(
             f"messages is {short_repr(messages)}; it must be a list of at least one message",
             "messages",
         )
     read = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-    tools = _tools(asked.get("tools", []))
-    choice = asked.get("tool_choice", "auto")
+    tools = _tools(parameters.get("tools", []))
+    choice = parameters.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise CallRefused(
-            f"tool_choice is {short_repr(choice)}; the policy is free to call or not: auto or none",
+            f"tool_choice is {short_repr(choice)}; it must be auto or none, since the policy "
+            "itself decides whether it calls a tool",
             "tool_choice",
         )
-    options = asked.get("stream_options", {})
+    options = parameters.get("stream_options", {})
     return ChatCall(
         (*tools, *read),
-        str(asked.get("model", "policy")),
+        str(parameters.get("model", "policy")),
         choice == "auto",
-        asked.get("logprobs", False),
-        asked.get("stream", False),
+        parameters.get("logprobs", False),
+        parameters.get("stream", False),
         isinstance(options, dict) and options.get("include_usage") is True,
-        tuple(_notices(asked, sampling)),
-        asked.get("parallel_tool_calls", True),
+        tuple(_notices(parameters, sampling)),
+        parameters.get("parallel_tool_calls", True),
     )
 
 
-def _refuse_unknown(asked: Mapping[str, Any]) -> None:
-    for name, value in asked.items():
+def _refuse_unknown(parameters: Mapping[str, Any]) -> None:
+    """Raise CallRefused for the first parameter of a request that is unknown or not supported."""
+    for name, value in parameters.items():
         if name in _NEUTRAL:
-            # Python holds True equal to 1.
+            # In Python True equals 1, but `n: true` is not a number.
             if isinstance(value, bool) or value not in _NEUTRAL[name]:
                 best = _NEUTRAL[name][0]
                 raise CallRefused(
-                    f"{name} is {short_repr(value)}, which cannot be honored while training: "
-                    f"leave it out, or at {json_text(best)}",
+                    f"{name} is {short_repr(value)}, which cannot be honored while training; "
+                    f"remove it, or set it to {json_text(best)}",
                     name,
                 )
-        elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _UNSEEDED:
+        elif name not in _READ | _IGNORED | _SAMPLING.keys() and name not in _WITHOUT_EFFECT:
             raise CallRefused(
-                f"{name} is {short_repr(value)}, and is not known here: leave it out", name
+                f"{name} is {short_repr(value)}, but this API has no such parameter; remove it",
+                name,
             )
 
 
-def _notices(asked: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str]:
-    for name, value in asked.items():
-        if name in _UNSEEDED:
-            yield f"an agent asks for {name}, which has no effect here"
+def _notices(parameters: Mapping[str, Any], sampling: SamplingConfig) -> Iterator[str]:
+    """Yield a warning for each parameter of a request that is not used as the program requests."""
+    for name, value in parameters.items():
+        if name in _WITHOUT_EFFECT:
+            yield f"an agent sets {name}, which has no effect"
         elif name in _SAMPLING:
             setting, _ = _SAMPLING[name]
             used = getattr(sampling, setting)
             if value != used:
                 yield (
-                    f"an agent asks for another {name}; the run's "
-                    f"sampling.{setting} {used:g} is used"
+                    f"an agent sets another {name}; the run's sampling.{setting} {used:g} is used"
                 )
 
 
 def _message(message: Any, where: str) -> Message:
+    """Convert a message of a request to the form of chat templates; `where` names it in errors."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise CallRefused(
             f"{where} is {short_repr(message)}; it must have a role of {', '.join(_ROLES)}",
@@ -283,7 +337,7 @@ def _message(message: Any, where: str) -> Message:
         )
     for odd in ("audio", "function_call"):
         if message.get(odd) is not None:
-            raise CallRefused(f"{where} has {odd!r}, which cannot be honored", "messages")
+            raise CallRefused(f"{where} has {odd!r}, which is not supported; remove it", "messages")
     content = _content(message.get("content"), where)
     role = message["role"]
     if role == "assistant":
@@ -298,6 +352,7 @@ def _assistant(content: str, calls: Sequence[Mapping[str, Any]]) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
+    """Return a message's content as text; raise CallRefused for images, audio and files."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -312,31 +367,38 @@ def _content(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    """Return the `tool_calls` of an assistant's message with their arguments parsed from JSON."""
+    parsed: list[Mapping[str, Any]] = []
     try:
         for call in calls:
-            function = call["function"]
-            given = {"name": str(function["name"]), "arguments": _arguments(function["arguments"])}
-            found.append({"id": str(call["id"]), "type": "function", "function": given})
+            sent = call["function"]
+            function = {"name": str(sent["name"]), "arguments": _arguments(sent["arguments"])}
+            parsed.append({"id": str(call["id"]), "type": "function", "function": function})
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise CallRefused(
-            f"{where} has the tool_calls {short_repr(calls)}; each has an id and a function with a "
-            f"name and arguments, a JSON object as text, nested {MOST_NESTED} times at most",
+            f"{where} has the tool_calls {short_repr(calls)}; each must have an id and a function "
+            "with a name and arguments, which are a JSON object as text, nested at most "
+            f"{MOST_NESTED} times",
             "messages",
         ) from error
-    return found
+    return parsed
 
 
 def _arguments(text: Any) -> dict[str, Any]:
-    found = json.loads(text or "{}") if isinstance(text, str) else text
-    if not isinstance(found, dict) or is_nested_deeply(found):
-        raise ValueError("no object that can be shown")
-    return found
+    """Return the arguments of a tool call as an object; `text` is their JSON, or the object."""
+    parsed = json.loads(text or "{}") if isinstance(text, str) else text
+    if not isinstance(parsed, dict) or is_nested_deeply(parsed):
+        raise ValueError("the arguments are not an object, or are nested too deeply")
+    return parsed
 
 
 def _tools(tools: Any) -> tuple[Message, ...]:
+    """Return the message that describes the tools of a request; empty without tools."""
     if not isinstance(tools, list) or is_nested_deeply(tools):
-        raise CallRefused(f"tools is {short_repr(tools)}; it must be a list of few levels", "tools")
+        raise CallRefused(
+            f"tools is {short_repr(tools)}; it must be a list, nested at most {MOST_NESTED} times",
+            "tools",
+        )
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         named = isinstance(function, dict) and isinstance(function.get("name"), str)

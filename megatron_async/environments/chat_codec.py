@@ -1,8 +1,11 @@
-"""Tokens and text of an agent's calls and answers, by the tools of a call.
+"""Converts an agent's calls to tokens, and the policy's responses to stored and sent forms.
+
+Both depend on the tools that a call offers, so there is one `ChatCodec` for each set of tools.
 
 Invariants
-- An answer is stored as the policy wrote it; what a program gets follows from that alone.
-- Where a part of an answer looks like a call and cannot be read, the whole answer is text.
+- A response is stored as the policy wrote it; the form that the agent's program gets is computed
+  from the stored form only.
+- If any part of a response looks like a tool call but cannot be parsed, the whole response is text.
 """
 
 import json
@@ -18,25 +21,37 @@ from megatron_async.environments.tools import CallReader
 from megatron_async.errors import UserError
 from megatron_async.trajectory.types import IntArray
 
-_MOST_TOOL_SETS: Final = 64
+_MAX_TOOL_SETS: Final = 64
 
 
 class ChatCodec:
-    """Rendering and reading with one set of tools."""
+    """Converts calls to tokens, and responses to stored and sent forms, for one set of tools."""
 
     def __init__(self, conversation: Conversation, reader: CallReader | None) -> None:
         self.conversation = conversation
         self._reader = reader
 
     def opening(self, messages: Sequence[Message]) -> IntArray:
-        """The tokens up to the first answer. Raises CallRefused where the template fails."""
+        """Return the tokens of a branch's first messages, up to where the response starts.
+
+        Raises:
+            CallRefused: The chat template fails for these messages.
+        """
         try:
             return self.conversation.opening(_shown(messages))
         except UserError as error:
             raise CallRefused(str(error), "messages") from error
 
     def next(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
-        """The tokens between an answer (`ended`: with its end) and the next. Raises CallRefused."""
+        """Return the tokens between two responses of a branch, which show `messages` to the policy.
+
+        Args:
+            messages: New messages after the earlier response.
+            ended: Whether the earlier response ended with a stop token.
+
+        Raises:
+            CallRefused: The chat template fails for these messages.
+        """
         try:
             return self.conversation.next(_shown(messages), ended=ended)
         except UserError as error:
@@ -51,42 +66,58 @@ class ChatCodec:
         *,
         ended: bool,
     ) -> dict[str, Any]:
-        """An answer to a call as it is stored; `before`: tokens of its input."""
+        """Return the policy's response to `call` in the form in which it is stored with its turn.
+
+        Args:
+            call: The call that the response belongs to.
+            answer_ids: Tokens of the response.
+            logprobs: Log-probability of each token of the response. Empty for a made-up response,
+                whose tokens then get 0.
+            before: Number of tokens of the branch before the response.
+            ended: Whether the response ended with a stop token.
+        """
         text = self.conversation.answer_text(answer_ids)
-        found = self._calls(text) if call.calls_tools else ()
-        if not call.parallel_calls:  # the stored tokens keep the others: the policy wrote them
-            found = found[:1]
+        tool_calls = self._calls(text) if call.calls_tools else ()
+        # Further calls stay in the stored tokens, because the policy wrote them.
+        if not call.parallel_calls:
+            tool_calls = tool_calls[:1]
         stored: dict[str, Any] = {
             "text": text,
             "truncated": not ended,
-            "tool_calls": [{"name": name, "arguments": dict(given)} for name, given in found],
+            "tool_calls": [
+                {"name": name, "arguments": dict(arguments)} for name, arguments in tool_calls
+            ],
             "tokens": [before, len(answer_ids)],
         }
         if call.logprobs:
             pieces = self.conversation.token_texts(answer_ids)
-            # An answer that is made up for a check before a run has no log-probs.
+            # A trial episode's made-up responses have no log-probabilities.
             numbers = [float(number) for number in logprobs] or [0.0] * len(pieces)
             stored["logprobs"] = list(zip(pieces, numbers, strict=True))
         return stored
 
     def answer(self, name: str, stored: Mapping[str, Any]) -> ChatAnswer:
-        """A stored answer as a program gets it."""
-        found = tuple((one["name"], one["arguments"]) for one in stored["tool_calls"])
+        """Convert a stored response to the `ChatAnswer` that is sent to the agent's program.
+
+        `name` becomes the ID of the response.
+        """
+        tool_calls = tuple((call["name"], call["arguments"]) for call in stored["tool_calls"])
         text = str(stored["text"])
-        if found and self._reader is not None:
+        if tool_calls and self._reader is not None:
             text = self._reader.read(text)[0]
         logprobs = stored.get("logprobs")
         before, made = stored["tokens"]
         return ChatAnswer(
             name,
             text,
-            found,
+            tool_calls,
             bool(stored["truncated"]),
             (before, made),
             None if logprobs is None else tuple((piece, number) for piece, number in logprobs),
         )
 
     def _calls(self, text: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """Return the tool calls in a response's text; empty if any of them cannot be parsed."""
         if self._reader is None:
             return ()
         _, calls, complaint = self._reader.read(text)
@@ -94,7 +125,7 @@ class ChatCodec:
 
 
 class ChatCodecs:
-    """Rendering and reading, by the tools of a call."""
+    """Creates and caches a `ChatCodec` for each set of tools that calls offer."""
 
     def __init__(
         self,
@@ -104,29 +135,49 @@ class ChatCodecs:
         parser: str,
         vocabulary: int | None = None,
     ) -> None:
+        """Check that the tool parser exists.
+
+        Args:
+            task: Settings of the task, for the chat template.
+            tokenizer: Tokenizer of the model.
+            stops: IDs of the stop tokens.
+            parser: SGLang's name of the tool-call parser; empty if calls offer no tools.
+            vocabulary: Number of tokens that the model has embeddings for; None if not known.
+
+        Raises:
+            UserError: SGLang has no such parser.
+        """
         self._conversation = partial(
             Conversation, task, tokenizer, tuple(stops), vocabulary=vocabulary
         )
         self._parser = parser
-        self._known: dict[str, ChatCodec] = {}
+        self._cached: dict[str, ChatCodec] = {}
         if parser:
-            CallReader(parser, ()).check()  # also imports the parser
+            CallReader(
+                parser, ()
+            ).check()  # Also imports the parser before a worker limits its memory.
 
     def of(self, tools: str) -> ChatCodec:
-        """Texts with these tools, as JSON; empty: none. Raises CallRefused."""
-        if tools not in self._known:
-            if len(self._known) >= _MOST_TOOL_SETS:
-                del self._known[next(iter(self._known))]
-            self._known[tools] = self._make(tools)
-        return self._known[tools]
+        """Return the codec for calls that offer `tools`, their descriptions as JSON (empty: none).
+
+        Raises:
+            CallRefused: Calls with tools cannot be converted, since `episode.tool_parser` is not
+                set, or the chat template or the parser fails with these tools.
+        """
+        if tools not in self._cached:
+            if len(self._cached) >= _MAX_TOOL_SETS:
+                del self._cached[next(iter(self._cached))]
+            self._cached[tools] = self._make(tools)
+        return self._cached[tools]
 
     def _make(self, tools: str) -> ChatCodec:
+        """Create the codec for calls that offer `tools`, and try the chat template and parser."""
         if not tools:
             return ChatCodec(self._conversation(), None)
         if not self._parser:
             raise CallRefused(
-                "the call has tools, and episode.tool_parser is not set: name the form in which "
-                "the model calls them, as qwen25 or llama3",
+                "the call offers tools, but episode.tool_parser is not set. Set it to the format "
+                "in which the model calls tools, such as qwen25 or llama3.",
                 "tools",
             )
         schemas = json.loads(tools)
@@ -134,11 +185,12 @@ class ChatCodecs:
         try:
             conversation.check([{"role": "user", "content": "?"}], {"tool", "user"})
             reader.read("")
-        except (UserError, ValueError) as error:  # also of a schema that no parser takes
+        # A ValueError comes from a parser that does not accept the tools' schemas.
+        except (UserError, ValueError) as error:
             raise CallRefused(" ".join(str(error).split()), "tools") from error
         return ChatCodec(conversation, reader)
 
 
 def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages that a template is given."""
+    """Return the messages for the chat template: all but the description of the tools."""
     return [dict(message) for message in messages if message["role"] != TOOLS_ROLE]

@@ -1,15 +1,16 @@
-"""Tokens of a conversation: what a turn adds to a branch, by the tokenizer's chat template.
+"""Computes the tokens that a turn adds to a branch of a conversation, with the chat template.
 
-A branch is the opening, then answers of the policy, then what came after each. What the policy
-wrote stays as the tokens that it wrote; it is never made from text again. The tokens between two
-answers are what the template puts after an answer and before the next: its end, where the policy
-wrote none, the new messages, and where the assistant begins to speak.
+A turn is new messages and the policy's response to them; a branch is a path of turns. A branch's
+tokens are the opening's, then by turns a response's and those between two responses. A response
+keeps the tokens that the policy sampled and is never tokenized again from its text. The tokens
+between two responses are the ones that the chat template puts there: the end of the response if the
+policy wrote none, the new messages, and the start of the assistant's next message.
 
 Invariants
-- What a turn adds follows from its messages, the tools and how the answer before it ended; from
-  nothing earlier. That a template allows this is checked before a run starts (`check`), and one
-  that does not is refused by name.
-- A policy's end of its own (any stop token) stands for the template's.
+- The tokens that a turn adds depend only on its messages, the tools and whether the response before
+  it ended with a stop token, not on earlier turns. `check` verifies before a run starts that the
+  chat template permits this, and refuses a template that does not with the reason.
+- Any stop token at the end of a response replaces the template's own end of a response.
 """
 
 import re
@@ -32,21 +33,20 @@ _EARLIER: Final = {"role": "user", "content": "\N{WHITE STAR}asked\N{WHITE STAR}
 
 _NO_TEXT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a token that holds a byte, in tokenizers of SentencePiece's kind."""
+"""Name of a token that stands for one byte in tokenizers that use SentencePiece's byte fallback."""
 
 PLAIN_TEMPLATE: Final = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
-"""Of a tokenizer without a template: every message on a line of its own, answers with their end."""
+"""Chat template for tokenizers that have none: each message on a separate line, and the end token
+after each response."""
 
 
 class Conversation:
-    """Renders the turns of one model's conversations.
+    """Converts the messages of conversations to one model's tokens, and responses to text.
 
-    `tools`: JSON schemas, empty: none. `calls`: answers may hold calls, of which the marks are
-    special tokens of some models; with tools they may always. `vocabulary`: number of tokens that
-    the model has embeddings for; a text that holds another one is a UserError.
+    An object serves all conversations with the same tools.
     """
 
     def __init__(
@@ -59,6 +59,18 @@ class Conversation:
         calls: bool = False,
         vocabulary: int | None = None,
     ) -> None:
+        """Create a renderer of one model's conversations, with its chat template.
+
+        Args:
+            config: Settings of the task's chat template.
+            tokenizer: Tokenizer of the model.
+            stop_token_ids: IDs of the tokens that end a response.
+            tools: JSON schemas of the tools that the template describes; empty for no tools.
+            calls: Whether responses may have tool calls although `tools` is empty. The text of
+                responses then keeps special tokens, since some models mark calls with them.
+            vocabulary: Number of tokens that the model has embeddings for; None if not known. A
+                text with another token raises UserError.
+        """
         self._vocabulary = vocabulary
         arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
         template = chat_template(config, tokenizer)
@@ -73,28 +85,39 @@ class Conversation:
         self._skips_special = config.skip_special_tokens and not (tools or calls)
 
     def opening(self, messages: Sequence[Message]) -> IntArray:
-        """The tokens up to the first answer. Raises UserError where the template fails."""
+        """Return the tokens of a branch's first messages, up to where the first response starts.
+
+        Raises:
+            UserError: The chat template fails for these messages.
+        """
         return self._encode(self._text(messages, begin=True))
 
     def next(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
-        """The tokens between an answer and the next one. Raises UserError.
+        """Return the tokens between two responses of a branch, which show `messages` to the policy.
 
-        `ended`: the answer's last token is a stop token; the template's own is then left out.
+        Args:
+            messages: New messages after the earlier response.
+            ended: Whether the earlier response ended with a stop token. The template's end of a
+                response is then left out.
+
+        Raises:
+            UserError: The chat template fails for these messages.
         """
         between = self._encode(self._after_answer([_EARLIER], messages))
         if not ended:
             return between
         ends = np.flatnonzero(np.isin(between, list(self._stop_token_ids)))
-        # Only an end that belongs to the answer goes, never one in a message behind it.
+        # Only a stop token that ends the response is removed, never one in a later message.
         if len(ends) and ends[0] < len(self._closing):
             return between[int(ends[0]) + 1 :]
         return between
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token of an answer; joined, they are the answer's text.
+        """Return the text of each token of a response; joined, they are the response's text.
 
-        A token that holds part of a character gets its bytes as lone surrogates, as Python's
-        `surrogateescape` has them: encoded so, all tokens are the UTF-8 of the text.
+        A token that holds only part of a character has its bytes as lone surrogates in its text
+        (Python's `surrogateescape`). Encoded with `surrogateescape`, the joined texts are the UTF-8
+        of the response.
         """
         texts: list[str] = []
         before: list[int] = []
@@ -105,55 +128,68 @@ class Conversation:
                 text = self._token_bytes(token_id, text).decode(errors="surrogateescape")
             texts.append(text)
             if token_id not in hidden:
-                # Some tokenizers leave out a space at the beginning of a text only.
+                # Decode each token after a letter, because some tokenizers drop a space at the
+                # start of a text.
                 before = self._letter
         return texts
 
     def _token_bytes(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token that is no text by itself."""
+        """Return the bytes of a token that holds only part of a character.
+
+        `text` is the decoded text of the token, which has a replacement character.
+        """
         name = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if fallback := _BYTE.fullmatch(name):
             return bytes.fromhex(fallback[1])
         if all(letter in self._byte_of for letter in name):
             return bytes(self._byte_of[letter] for letter in name)
-        return text.encode()  # the vocabulary has the replacement character itself
+        return text.encode()  # The token is the replacement character itself.
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """The byte that each letter stands for in names of byte-level tokens."""
+        """Mapping from each letter in names of byte-level tokens to the byte that it stands for."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     @cached_property
     def _letter(self) -> list[int]:
-        """The tokens of a letter, to decode another token as it is inside a text."""
+        """The tokens of the text "a", before which another token is decoded as inside a text."""
         return list(self._tokenizer.encode("a", add_special_tokens=False))
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """Return what the policy has written as text, without the token that ended it."""
+        """Return the text of a policy's response, without stop and padding tokens at its end."""
         return response_text(
             self._tokenizer, token_ids, self._stop_token_ids, skip_special=self._skips_special
         )
 
     def answer_ids(self, text: str) -> list[int]:
-        """The tokens of an answer with its end, as a policy could write it."""
+        """Return the tokens of a made-up response: those of `text`, then a stop token."""
         end = sorted(self._stop_token_ids)[:1]
         return [*self._encode(text).tolist(), *end]
 
     def decoded(self, token_ids: IntArray) -> str:
-        """The text of any tokens, special ones too."""
+        """Return the text of `token_ids`, including that of special tokens."""
         return str(self._tokenizer.decode(token_ids.tolist()))
 
     def check(self, opening: Sequence[Message], roles: Collection[str]) -> None:
-        """Check that conversations can go on, with messages of `roles`. Raises UserError."""
+        """Check that the chat template can render conversations of several turns.
+
+        Args:
+            opening: First messages of a conversation.
+            roles: Roles of the messages that may follow a response.
+
+        Raises:
+            UserError: The template leaves out the tools or messages of one of `roles`, or the
+                tokens that a turn adds depend on earlier turns.
+        """
         text = self._text(opening, begin=True)
         for schema in self._tools:
             name = str(schema["function"]["name"])
             if name not in text:
                 raise UserError(
                     f"the chat template in use leaves out the tools (no {name!r} in the first "
-                    "prompt); use a model whose template shows them"
+                    "prompt). Use a model whose template shows tools."
                 )
         for role in sorted(roles):
             new = [{"role": role, "content": _NEXT}]
@@ -163,34 +199,41 @@ class Conversation:
             answered = {"role": "assistant", "content": "Yes."}
             long = self._after_answer([*opening, answered, *new], new)
             if long != short:
-                raise _refusal(f"shows a message of role {role!r} otherwise in a longer one")
+                raise _refusal(f"renders a message of role {role!r} differently after more turns")
 
     @cached_property
     def _closing(self) -> IntArray:
-        """The tokens that the template puts behind the last answer of a conversation."""
+        """The tokens that the template puts after the last response of a conversation."""
         text = self._text([_EARLIER, {"role": "assistant", "content": _ANSWER}], begin=False)
         return self._encode(text.partition(_ANSWER)[2])
 
     def _after_answer(self, earlier: Sequence[Message], messages: Sequence[Message]) -> str:
+        """Return the text between two responses that shows `messages` in between.
+
+        `earlier` are the messages before the first of the two responses.
+        """
         answer = {"role": "assistant", "content": _ANSWER}
         text = self._text([*earlier, answer, *messages], begin=True)
-        _, found, after = text.partition(_ANSWER)  # the first: observations may hold anything
+        # The first occurrence is the response's, since an observation may contain the same text.
+        _, found, after = text.partition(_ANSWER)
         if not found:
-            raise _refusal("leaves out an answer once others follow")
+            raise _refusal("leaves out a response that later messages follow")
         return after
 
     def _text(self, messages: Sequence[Message], *, begin: bool) -> str:
         return self._template.text(messages, begin=begin, **self._arguments)
 
     def _encode(self, text: str) -> IntArray:
-        whole = text.encode(errors="replace").decode()  # half of a surrogate pair is no text
+        # Tokenizers do not accept lone surrogates, which Python strings may contain.
+        whole = text.encode(errors="replace").decode()
         ids = self._tokenizer.encode(whole, add_special_tokens=False)
         check_vocabulary(ids, self._vocabulary, self._tokenizer)
         return np.asarray(ids, np.int32)
 
 
 def _refusal(what: str) -> UserError:
+    """Return the error for a chat template that cannot be used; `what` states what it does."""
     return UserError(
-        f"the chat template of model.path cannot show conversations of many turns: it {what}; use "
-        "a model whose template can, or set `task.chat_template: never` for plain text"
+        "the chat template of model.path cannot render conversations of several turns: it "
+        f"{what}. Use a model whose template can, or set `task.chat_template: never` for plain text"
     )

@@ -1,12 +1,13 @@
-"""The OpenAI chat API over HTTP, for agents on this machine: keys, limits, replies.
+"""Serves the OpenAI chat API over HTTP to agents on this machine.
 
 Invariants
-- It listens on the loopback address and nowhere else. Nothing is written to a log.
-- Every call needs a key, which belongs to one attempt of one agent; with none, a foreign or an
-  ended one it gets 401, and of what else it holds nothing is read.
-- Connections that have not shown a key are few, and end soon; so slow or idle ones, and thousands
-  of them, cost agents nothing.
-- A call goes on when its client leaves; who takes it up again is the owner's decision.
+- The server listens only on the loopback address, and writes nothing to a log.
+- Every request needs a valid API key, which belongs to one attempt of one agent. A request without
+  a key, or with an unknown or revoked one, gets status 401, and the rest of it is not read.
+- Connections that have not sent a valid key are limited in number, and closed after a few seconds.
+  Thousands of slow or idle connections therefore do not affect agents.
+- A call to the policy continues if its client disconnects. The key's call handler decides which
+  later request it is assigned to.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ LOOPBACK: Final = "127.0.0.1"
 LARGEST_BODY: Final = 16 << 20
 MODEL: Final = "policy"
 _ONE_MODEL: Final = "/v1/models/"
-_STRANGERS: Final = 1024
+_MAX_UNAUTHENTICATED: Final = 1024
 _SHOW_KEY_SECONDS: Final = 10.0
 _BODY_SECONDS: Final = 60.0
 _KEEP_SECONDS: Final = 75.0
@@ -48,99 +49,118 @@ _RETRY: Final = "x-stainless-retry-count"
 
 
 class CallHandler(Protocol):
-    """Whoever a key belongs to."""
+    """Interface of the object that handles the calls which use one API key."""
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Take a call, or find it again: `retry` if the client states that it asks again."""
+        """Return the call for a client's request, whose `answer` the client then waits for.
+
+        The result is a new call, or an earlier call that the request repeats.
+
+        Args:
+            asked: The client's request.
+            retry: Whether the client states that it repeats a request.
+        """
 
 
 class Gateway:
-    """Listens from `start` on, until `close`."""
+    """HTTP server of the chat API, which listens from `start` until `close`."""
 
     def __init__(self, sampling: SamplingConfig) -> None:
+        """Create a gateway that does not listen yet; `sampling` are the run's settings."""
         self._sampling = sampling
-        self._owners: dict[str, CallHandler] = {}
+        self._handlers: dict[str, CallHandler] = {}
         self._connections: dict[_Connection, None] = {}
-        self._strangers: dict[_Connection, None] = {}
-        self._listening: asyncio.Server | None = None
+        self._unauthenticated: dict[_Connection, None] = {}
+        self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
-        self._began = int(time.time())
-        self._most = 0
+        self._created = int(time.time())
+        self._max_connections = 0
         self.url = ""
 
     async def start(self, bound: socket.socket | None = None) -> str:
-        """The base URL; begins to listen if it does not, with a `bound` socket or at any port.
+        """Start listening, unless the gateway listens already, and return the API's base URL.
 
-        Raises OSError.
+        Args:
+            bound: Bound socket to listen on; None to listen on any free port.
+
+        Raises:
+            OSError: No port could be opened.
         """
         async with self._starting:
-            if self._listening is None:
-                self._most = _most_files() - _SPARE_FILES
+            if self._server is None:
+                self._max_connections = _raise_file_limit() - _SPARE_FILES
                 server = _Server(self)
                 loop = asyncio.get_running_loop()
                 bound = bound or socket.create_server((LOOPBACK, 0))
-                self._listening = await loop.create_server(server, sock=bound, backlog=4096)
+                self._server = await loop.create_server(server, sock=bound, backlog=4096)
                 port = bound.getsockname()[1]
                 self.url = f"http://{LOOPBACK}:{port}/v1"
         return self.url
 
     def open(self, owner: CallHandler) -> str:
-        """A key for this owner's calls."""
+        """Create a new API key, whose calls `owner` handles, and return the key."""
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._owners[key] = owner
+        self._handlers[key] = owner
         return key
 
     def end(self, key: str) -> None:
-        """Take a key back: calls with it get 401 from now on."""
-        self._owners.pop(key, None)
+        """Revoke an API key: new requests with this key get status 401."""
+        self._handlers.pop(key, None)
 
     async def close(self) -> None:
-        """Listen no more."""
-        if self._listening is not None:
-            self._listening.close()
+        """Stop listening, and close all connections."""
+        if self._server is not None:
+            self._server.close()
             for connection in list(self._connections):
                 connection.drop()
 
     # ------------------------------------------------------------ connections
 
     def connected(self, connection: "_Connection") -> None:
-        """A connection is there; it is a stranger's until it shows a key."""
-        self._connections[connection] = self._strangers[connection] = None
-        if len(self._strangers) > _STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # its end comes later, and a thousand may come before it
+        """Register a new connection, which must send a valid key within `_SHOW_KEY_SECONDS`.
+
+        If too many connections have not sent a key, the oldest of them is closed. The new
+        connection is closed if the limit of all connections is exceeded.
+        """
+        self._connections[connection] = self._unauthenticated[connection] = None
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            # Removed now, because `disconnected` may be called only after many more connections.
+            del self._unauthenticated[oldest]
             oldest.drop()
-        if len(self._connections) > self._most:
+        if len(self._connections) > self._max_connections:
             connection.drop()
         asyncio.get_running_loop().call_later(
             _SHOW_KEY_SECONDS, self._drop_unauthenticated, connection
         )
 
     def _drop_unauthenticated(self, connection: "_Connection") -> None:
-        if connection in self._strangers:
+        """Close `connection` if it has not sent a valid key."""
+        if connection in self._unauthenticated:
             connection.drop()
 
     def disconnected(self, connection: "_Connection") -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended from the gateway's lists."""
         self._connections.pop(connection, None)
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
 
     # ------------------------------------------------------------ calls
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Reply to one request."""
-        _connection(request).answered = None  # the client goes on: it has what was sent before
+        """Process one HTTP request of the chat API, and return the reply."""
+        # A client that sends another request has received the previous reply.
+        _connection(request).answered = None
         try:
-            owner = self._owner(request)
+            handler = self._handler(request)
             match request.method, request.path:
                 case "GET", "/v1/models":
-                    return _json(models(self._began, MODEL))
+                    return _json(models(self._created, MODEL))
                 case "GET", path if path.startswith(_ONE_MODEL):
                     return _json(self._model(path.removeprefix(_ONE_MODEL)))
                 case "POST", "/v1/chat/completions":
-                    return await self._chat(request, owner)
+                    return await self._chat(request, handler)
             raise CallRefused(
-                f"there is no {request.method} {request.path!r:.100}; there are POST "
+                f"this API does not have {request.method} {request.path!r:.100}; it has POST "
                 "/v1/chat/completions, GET /v1/models and GET /v1/models/{model}",
                 status=404,
             )
@@ -148,7 +168,11 @@ class Gateway:
             return _json(refused.body(), refused.status)
 
     def _model(self, name: str) -> dict[str, Any]:
-        """Return the body that describes a model. Raises CallRefused for an unknown one."""
+        """Return the JSON body that describes the model `name`.
+
+        Raises:
+            CallRefused: `name` is not the name of the policy.
+        """
         if name != MODEL:
             raise CallRefused(
                 f"the model {name!r:.100} does not exist; the only one is {MODEL!r}",
@@ -156,68 +180,95 @@ class Gateway:
                 status=404,
                 code="model_not_found",
             )
-        return model(self._began, name)
+        return model(self._created, name)
 
-    def _owner(self, request: web.BaseRequest) -> CallHandler:
+    def _handler(self, request: web.BaseRequest) -> CallHandler:
+        """Return the handler of the request's API key, and mark its connection authenticated.
+
+        Raises:
+            CallRefused: The request does not have a valid key.
+        """
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
-        owner = self._owners.get(key.strip())
-        if owner is None:
+        handler = self._handlers.get(key.strip())
+        if handler is None:
             raise CallRefused(
-                "the key belongs to no agent that runs now; use the one given with this address",
+                "the key does not belong to an agent that is running; use the key that was "
+                "provided with this address",
                 status=401,
             )
-        self._strangers.pop(request.protocol, None)  # type: ignore[call-overload]
-        return owner
+        self._unauthenticated.pop(request.protocol, None)  # type: ignore[call-overload]
+        return handler
 
-    async def _chat(self, request: web.BaseRequest, owner: CallHandler) -> web.StreamResponse:
+    async def _chat(self, request: web.BaseRequest, handler: CallHandler) -> web.StreamResponse:
+        """Get the policy's response to a chat request, send it, and return the HTTP reply.
+
+        Fields of the request's `Call` record whether the client received the response.
+
+        Raises:
+            CallRefused: The request, or the call of the policy, was refused.
+        """
         asked = checked_call(await _body(request), self._sampling)
         connection = _connection(request)
         retry = request.headers.get(_RETRY, "0") != "0"
         for _ in range(_ITERATIONS if retry else 0):
-            # The client has closed the connection of its first try, and the event loop may not
-            # have come to that. Without it, which of several equal calls was left is unknown.
+            # The client closed the connection of its first attempt, which the event loop may not
+            # have processed yet. It must be, to tell which of several equal calls was abandoned.
             await asyncio.sleep(_ITERATION_SECONDS)
-        call = owner.call(asked, retry=retry)
+        call = handler.call(asked, retry=retry)
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
-            call.given = True  # before it is sent: the client may be quicker than this
+            # Set before sending, since the client may send its next request before this coroutine
+            # runs again.
+            call.received = True
             try:
                 if connection.has_left():
-                    raise asyncio.CancelledError  # as the end of the connection does a moment later
+                    # aiohttp cancels this coroutine too when it notices the closed connection.
+                    raise asyncio.CancelledError
                 reply = self._reply(asked, answer)
                 await reply.prepare(request)
                 if not asked.stream:
                     await reply.write_eof()
             except (OSError, asyncio.CancelledError):
-                call.given = False
+                call.received = False
                 raise
             if asked.stream:
                 await self._stream(reply, asked, answer)
-            call.kept = True
+            call.delivered = True
             connection.answered, connection.streamed = call, asked.stream
             return reply
         finally:
             call.clients -= 1
 
     def _reply(self, asked: ChatCall, answer: ChatAnswer) -> web.StreamResponse:
+        """Return an HTTP reply for a response: empty for a stream, or else with the response."""
         if asked.stream:
             kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             return web.StreamResponse(headers=kind)
-        return _json(answer.completion(asked.model, self._began))
+        return _json(answer.completion(asked.model, self._created))
 
     async def _stream(self, reply: web.StreamResponse, asked: ChatCall, answer: ChatAnswer) -> None:
-        """Send the answer, which is complete, as events; one event is enough to have it."""
-        for chunk in answer.chunks(asked.model, self._began, with_usage=asked.with_usage):
+        """Send a complete response of the policy as a stream of events.
+
+        A client counts as having received the response once one event was sent.
+        """
+        for chunk in answer.chunks(asked.model, self._created, with_usage=asked.with_usage):
             await reply.write(b"data: " + json_text(chunk).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
         await reply.write_eof()
 
 
 class _Connection(web.RequestHandler):
-    """A connection; aiohttp limits neither their number nor the time of headers."""
+    """HTTP connection of one client of a `Gateway`, which registers and limits connections.
+
+    aiohttp by itself limits neither the number of connections nor the time for sending headers.
+
+    Attributes:
+        answered: Call of the last request, if its reply was sent and no other request came since.
+        streamed: Whether that reply was a stream.
+    """
 
     def __init__(self, gateway: Gateway, server: web.Server) -> None:
         super().__init__(
@@ -229,7 +280,7 @@ class _Connection(web.RequestHandler):
             lingering_time=0.0,
         )
         self._gateway = gateway
-        self.answered: Call | None = None  # the call of the last request, once its answer was sent
+        self.answered: Call | None = None
         self.streamed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -240,12 +291,16 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
         self._gateway.disconnected(self)
         if self.answered is not None and isinstance(exc, ConnectionError):
-            # The client closed it with bytes unread. Of a stream, one event is enough to have it.
-            self.answered.kept = False
-            self.answered.given = self.streamed
+            # The client closed the connection with unread bytes. It counts as having received a
+            # streamed response once one event was sent.
+            self.answered.delivered = False
+            self.answered.received = self.streamed
 
     def has_left(self) -> bool:
-        """Return whether the client has closed it, also before the event loop has seen that."""
+        """Return whether the client has closed the connection.
+
+        A close that the event loop has not processed yet counts too.
+        """
         if self.transport is None or self.transport.is_closing():
             return True
         ends = select.poll()
@@ -253,7 +308,7 @@ class _Connection(web.RequestHandler):
         return bool(ends.poll(0))
 
     def drop(self) -> None:
-        """End it at once."""
+        """Close the connection immediately, without sending buffered data."""
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
 
@@ -264,7 +319,7 @@ def _connection(request: web.BaseRequest) -> _Connection:
 
 
 class _Server(web.Server):
-    """Makes connections of a gateway."""
+    """aiohttp server of one gateway, which creates a `_Connection` for each client connection."""
 
     def __init__(self, gateway: Gateway) -> None:
         loop = asyncio.get_running_loop()
@@ -283,7 +338,11 @@ class _Server(web.Server):
 
 
 async def _body(request: web.BaseRequest) -> Any:
-    """The JSON that a request holds. Raises CallRefused."""
+    """Read the body of a request, and return its parsed JSON.
+
+    Raises:
+        CallRefused: The body is too large, did not arrive in time, or is not JSON.
+    """
     if (request.content_length or 0) > LARGEST_BODY:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
     try:
@@ -291,26 +350,28 @@ async def _body(request: web.BaseRequest) -> Any:
             waits = request.headers.get("Expect", "").lower() == "100-continue"
             if waits and request.version >= HttpVersion11:
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                request.writer.output_size = 0  # else aiohttp takes these for bytes of the reply
+                # Reset, because aiohttp would count these bytes as part of the reply.
+                request.writer.output_size = 0
             return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413) from error
     except TimeoutError as error:
         raise CallRefused(
-            f"the body did not come within {_BODY_SECONDS:g} s", status=408
+            f"the body did not arrive within {_BODY_SECONDS:g} s", status=408
         ) from error
     except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the body is no JSON: {error}") from error
+        raise CallRefused(f"the body is not JSON: {error}") from error
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
+    """Return an HTTP reply with `body` as JSON."""
     return web.Response(
         body=json_text(body).encode(), status=status, content_type="application/json"
     )
 
 
-def _most_files() -> int:
-    """Files that this process may open, as many as it is allowed to."""
+def _raise_file_limit() -> int:
+    """Raise this process's limit of open files as far as permitted, and return the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

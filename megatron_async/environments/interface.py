@@ -1,13 +1,15 @@
-"""The interface of environments that users write, and the checks of what these return.
+"""Provides the types of the interface that users' environments implement, and checks their values.
 
-A class has `reset(**row)`, which gives the opening (a text, messages, or None for the row's own
-prompt), and then either `step(answer) -> Step`, or no `step`: its public methods are then tools
-(`tools.py`). It may have `state() -> bytes` and `restore(state, **row)`, `get_reward()` and
-`close()`. Any method may be `async def`.
+An environment class has `reset(**row)`, which returns the opening of an episode: a text, messages,
+or None for the prompt of the task's row. A class with `step(answer) -> Step` replies to each
+response of the policy. The public methods of a class without `step` are tools that the policy calls
+(`tools.py`). A class may also have `state() -> bytes` and `restore(state, **row)`, `get_reward()`
+and `close()`. Any method may be `async def`.
 
 Invariants
-- What the user's code returns is checked here, once; nothing behind it meets another type.
-- Every refusal is one sentence that names the method and shows what it returned.
+- Each value that the user's code returns is checked once, in this module; other modules rely on its
+  type.
+- Every error is one sentence that names the method and shows the value that the method returned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +21,32 @@ from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.tasks.base import Message
 
 LARGEST_OBSERVATION: Final = 1 << 20
-"""Characters of one observation; more is a fault of the environment."""
+"""Largest number of characters in one observation; a longer one raises EnvironmentFault."""
 LARGEST_STATE: Final = 256 << 10
-"""Bytes of `state()`; more, and the episode is replayed in place of restored."""
+"""Largest size in bytes of a snapshot from `state()`. A larger snapshot is not stored, so the
+episode is replayed from its stored responses rather than restored from the snapshot."""
 _ROLES: Final = ("system", "user", "tool")
 
 Observation = str | Sequence[Message]
 
 
 class EnvironmentFault(RuntimeError):
-    """An environment has returned what it must not, or raised: its episode cannot go on."""
+    """Error of a user's environment or agent, which raised, timed out or returned a bad value.
+
+    It ends the current attempt at the episode.
+    """
 
 
 class EnvironmentHung(EnvironmentFault):
-    """A call has passed its limit and cannot be ended: its thread stays busy with it."""
+    """A call of user code exceeded its time limit and did not stop when it was canceled.
+
+    A call in a thread keeps that thread busy until the call returns.
+    """
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the policy has called."""
+    """A call of a tool that the policy wrote in a response: the tool's name and its arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -45,10 +54,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the policy, in a turn counted from 0.
+    """The policy's response in one turn of an episode, as the environment's `step` receives it.
 
-    `text`: without the token that ends it and, where a parser found calls, without those.
-    `truncated`: it was cut off at `sampling.max_new_tokens`.
+    Attributes:
+        text: Text of the response without its stop token. If `episode.tool_parser` is set and the
+            parser read all tool calls, their text is left out too.
+        tool_calls: Tool calls that the parser found in the response.
+        truncated: Whether the response has no stop token because it was cut off, usually at
+            `sampling.max_new_tokens`.
+        turn: Number of the turn, counted from 0.
     """
 
     text: str
@@ -59,9 +73,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """A reply of the environment: text or messages, the turn's reward, whether it is over.
+    """The environment's reply to one response of the policy, which `step` returns.
 
-    `parts`: named numbers for metrics.
+    Attributes:
+        observation: Text or messages that the policy reads next. It may be empty if `done` is true.
+        reward: Reward of this turn.
+        done: Whether the episode is over.
+        parts: Named numbers for metrics.
     """
 
     observation: Observation = ""
@@ -72,7 +90,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Reply:
-    """A checked `Step`: the observation as messages."""
+    """A checked `Step`, whose observation was converted to a tuple of messages.
+
+    `messages` is empty if the episode is over and the `Step` had no observation.
+    """
 
     messages: tuple[Message, ...]
     reward: float
@@ -81,20 +102,37 @@ class Reply:
 
 
 def opening_of(returned: Any, prompt: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """The first messages of an episode from what `reset` returned. Raises EnvironmentFault."""
+    """Return an episode's first messages: what `reset` returned or, for None, the row's `prompt`.
+
+    Args:
+        returned: Value that the environment's `reset` returned.
+        prompt: Messages of the task's row; empty if the row has no prompt.
+        where: Name of the method, for error messages.
+
+    Raises:
+        EnvironmentFault: `returned` is neither text nor valid messages, or is None although the row
+            has no prompt.
+    """
     if returned is None and not prompt:
         raise EnvironmentFault(
-            f"{where} returned None, and the task's rows have no prompt: return the opening"
+            f"{where} returned None, but the task's row has no prompt. Return the opening of the "
+            "episode."
         )
     return tuple(prompt) if returned is None else messages_of(returned, where)
 
 
 def reply_of(returned: Any, where: str) -> Reply:
-    """Check what `step` returned. Raises EnvironmentFault."""
+    """Check the value that an environment's `step` returned, and convert it to a `Reply`.
+
+    Raises:
+        EnvironmentFault: `returned` is not a `Step`, or one of its fields has an invalid value.
+    """
     if not isinstance(returned, Step):
         raise EnvironmentFault(f"{where} returned {short_repr(returned)}; it must be a Step")
     if not isinstance(returned.done, bool):
-        raise EnvironmentFault(f"{where}: Step.done is {short_repr(returned.done)}, not a bool")
+        raise EnvironmentFault(
+            f"{where}: Step.done is {short_repr(returned.done)}; it must be a bool"
+        )
     reward, parts = number_of((returned.reward, returned.parts), f"{where}: Step.reward")
     observation = returned.observation
     over = returned.done and isinstance(observation, str | tuple | list) and not observation
@@ -103,22 +141,36 @@ def reply_of(returned: Any, where: str) -> Reply:
 
 
 def number_of(returned: Any, where: str) -> tuple[float, Mapping[str, float]]:
-    """A reward and its parts, as a reward function may return them. Raises EnvironmentFault."""
+    """Convert a reward that user code returned to a float and named numbers for metrics.
+
+    User code returns a reward in the forms that a reward function may return: a number, or a number
+    with a mapping of named numbers.
+
+    Raises:
+        EnvironmentFault: `returned` has neither form.
+    """
     try:
         score = score_of(returned)
-    except Exception as error:  # a number of the user's may raise anything
+    except Exception as error:  # User code may return a number whose conversion raises anything.
         raise EnvironmentFault(f"{where}: {error}") from error
     return score.value, score.parts
 
 
 def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
-    """Check what the policy is to read. Raises EnvironmentFault."""
+    """Check an observation of the environment, and convert it to the messages for the policy.
+
+    A text becomes one message of the role `user`.
+
+    Raises:
+        EnvironmentFault: `observation` is neither text nor a non-empty sequence of valid messages,
+            or it is longer than `LARGEST_OBSERVATION`.
+    """
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence) or not observation:
         raise EnvironmentFault(
             f"{where} returned the observation {short_repr(observation)}; it must be text or "
-            "messages"
+            "a non-empty list of messages"
         )
     for message in observation:
         _check_message(message, where)
@@ -127,7 +179,8 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
         raise EnvironmentFault(
             f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
         )
-    # Exact strings: a class of the user's would be unknown where they arrive.
+    # Subclasses of str become plain strings, because the process that unpickles the messages may
+    # not be able to import a user's class.
     return tuple({str.__str__(k): str.__str__(v) for k, v in m.items()} for m in observation)
 
 
@@ -140,11 +193,11 @@ def _check_message(message: Any, where: str) -> None:
     )
     if not good:
         raise EnvironmentFault(
-            f"{where} returned the message {short_repr(message)}; one has a text `content` and a "
-            f"`role` of {', '.join(_ROLES)}"
+            f"{where} returned the message {short_repr(message)}; a message must have a text "
+            f"`content` and a `role` of {', '.join(_ROLES)}"
         )
 
 
 def _is_text(part: Any) -> bool:
-    """Return whether it can be written as UTF-8: half of a surrogate pair cannot."""
+    """Return whether `part` is a string that UTF-8 can encode, so without lone surrogates."""
     return isinstance(part, str) and part.encode(errors="replace").decode() == part

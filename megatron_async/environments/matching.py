@@ -1,12 +1,13 @@
-"""Branches of an episode by their messages: which of them a call of an agent continues.
+"""Finds the branch of an episode that an agent's call to the policy continues.
 
-A branch is messages, an answer, more messages, an answer. A call brings all messages of a
-conversation again; what it continues is the longest branch that it begins with.
+A turn is new messages and the policy's response to them. A branch is a path of turns from a first
+turn to a last one. A call sends all messages of its conversation again, so it continues the longest
+branch whose messages and responses are the first messages of the call.
 
 Invariants
-- Pure: what a call matches follows from the turns that were begun and answered before it.
-- Messages are compared as JSON, without the ids of calls; nothing else is compared loosely.
-- A turn of which the branch has been continued before is continued a second time by a fork.
+- The result of a match depends only on the turns that were begun and answered before it.
+- Messages are compared as JSON. The IDs of tool calls are left out; everything else must be equal.
+- A call that continues a turn which another call already continued makes a fork.
 """
 
 import hashlib
@@ -20,17 +21,21 @@ Why = Literal["repeated", "shortened", "thread", "tools", "answer", "message"]
 
 _START: Final = b""
 TOOLS_ROLE: Final = "tools"
-"""Of a message that holds the descriptions of tools; it comes before all others."""
+"""Role of the message that holds the descriptions of a call's tools; it precedes all others."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A branch that begins beside another one: why, and the first message that differs.
+    """Why a call starts a new branch rather than extend an existing one, and where it differs.
 
-    `repeated`: an equal call; `shortened`: the beginning of one; `thread`: a conversation begins,
-    with no message in common; `tools`: other tools; `answer`: an answer of the policy was changed;
-    `message`: another one was. `at`: its place; `was` is empty where the branch has no message
-    there, `now` where the call has none.
+    Attributes:
+        why: `repeated`: an earlier call had the same messages. `shortened`: the call's messages are
+            the beginning of an earlier conversation. `thread`: a new conversation starts, whose
+            first message no earlier one has. `tools`: the call offers other tools. `answer`: a
+            response of the policy was changed. `message`: another message was changed.
+        at: Index of the first message that differs.
+        was: The earlier conversation's message at `at`, as JSON; empty if it ended there.
+        now: The call's message at `at`, as JSON; empty if the call has no more messages.
     """
 
     why: Why
@@ -41,9 +46,13 @@ class Fork:
 
 @dataclass(frozen=True)
 class Match:
-    """A call continues turn `parent` (None: it begins) with the messages `new`.
+    """Which turn of an episode an agent's call continues, and with which new messages.
 
-    `fork`: None where it continues what nothing else had continued.
+    Attributes:
+        parent: Number of the turn that the call continues; None if it starts a conversation.
+        new: Messages of the call after the response of turn `parent`; all messages if it is None.
+        fork: Why the call starts a new branch. None if the call is the episode's first, or the
+            first that continues `parent`.
     """
 
     parent: int | None
@@ -52,48 +61,58 @@ class Match:
 
 
 class Branches:
-    """The turns of an episode, as they were begun and answered."""
+    """Index of an episode's turns by the digests of their conversations.
+
+    It is kept up to date with `begin` and `answer`, and `match` looks calls up in it.
+    """
 
     def __init__(self) -> None:
-        self._answered: dict[bytes, int] = {}  # all messages of a branch -> its last turn
-        self._asked: set[bytes] = set()  # the same without the answer
-        self._next: dict[bytes, str] = {}  # messages -> the one that came after them at last
+        # Digest of all messages of a branch, the last response included -> number of its last turn.
+        self._answered: dict[bytes, int] = {}
+        # Digest of all messages of each call, so without its response.
+        self._inputs: set[bytes] = set()
+        # Digest of a conversation's first messages -> the message that last came after them.
+        self._next: dict[bytes, str] = {}
+        # For each turn, the digest of its branch up to now: with the response once there is one.
         self._heads: list[bytes] = []
         self._calls: list[bytes] = []
         self._continued: set[int | None] = set()
 
     def match(self, messages: Sequence[Message]) -> Match:
-        """Match a call with these messages to the branch that it continues."""
+        """Return which turn a call with `messages` continues, its new messages, and any fork."""
         chain = _chain(_START, messages)
-        parent, kept = None, 0
+        parent, matched = None, 0
         for length in range(len(messages), 0, -1):
             if (turn := self._answered.get(chain[length])) is not None:
-                parent, kept = turn, length
+                parent, matched = turn, length
                 break
-        return Match(parent, tuple(messages[kept:]), self._fork(messages, chain, parent))
+        return Match(parent, tuple(messages[matched:]), self._fork(messages, chain, parent))
 
     def begin(self, parent: int | None, new: Sequence[Message]) -> int:
-        """The number of a turn that continues `parent` with messages."""
+        """Add a turn that continues turn `parent` with the messages `new`, and return its number.
+
+        `parent` is None for a turn that starts a conversation.
+        """
         start = _START if parent is None else self._heads[parent]
         self._heads.append(self._extend(start, new))
         self._calls.append(self._heads[-1])
-        self._asked.add(self._heads[-1])
+        self._inputs.add(self._heads[-1])
         self._continued.add(parent)
         return len(self._heads) - 1
 
-    def asked(self, turn: int) -> bytes:
-        """The digest of the call that a turn was (`call_digest`)."""
+    def digest_of_turn(self, turn: int) -> bytes:
+        """Return the digest (`call_digest`) of the call that became turn number `turn`."""
         return self._calls[turn]
 
     def answer(self, turn: int, message: Message) -> None:
-        """Note the answer of a turn that was begun."""
+        """Append the policy's response `message` to the branch of turn number `turn`."""
         self._heads[turn] = self._extend(self._heads[turn], [message])
         self._answered[self._heads[turn]] = turn
 
     def _extend(self, start: bytes, messages: Sequence[Message]) -> bytes:
         chain = _chain(start, messages)
         for before, message in zip(chain, messages, strict=False):
-            self._next[before] = _text(message)
+            self._next[before] = _comparable(message)
         return chain[-1]
 
     def _fork(
@@ -101,11 +120,11 @@ class Branches:
     ) -> Fork | None:
         if not self._heads or (parent is not None and parent not in self._continued):
             return None
-        common = max(n for n, h in enumerate(chain) if h in self._next or h in self._asked)
+        common = max(n for n, h in enumerate(chain) if h in self._next or h in self._inputs)
         was = self._next.get(chain[common], "")
-        now = _text(messages[common]) if common < len(messages) else ""
+        now = _comparable(messages[common]) if common < len(messages) else ""
         if not now:
-            return Fork("repeated" if chain[-1] in self._asked else "shortened", common, was, now)
+            return Fork("repeated" if chain[-1] in self._inputs else "shortened", common, was, now)
         begins = common == 0 and not any(m["role"] == "assistant" for m in messages)
         return Fork(_why(was, now, begins=begins), common, was, now)
 
@@ -120,21 +139,27 @@ def _why(was: str, now: str, *, begins: bool) -> Why:
 
 
 def call_digest(messages: Sequence[Message]) -> bytes:
-    """A digest that only calls with equal messages have."""
+    """Return a digest of a call's messages, equal for calls whose messages are equal.
+
+    The IDs of tool calls do not count.
+    """
     return _chain(_START, messages)[-1]
 
 
 def _chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """A digest of every beginning of messages."""
+    """Return a digest of the first n messages for every n from 0 to the number of messages.
+
+    `start` is the digest of the conversation before the messages, and is returned for n = 0.
+    """
     chain = [start]
     for message in messages:
-        text = _text(message).encode("utf-8", "surrogatepass")
+        text = _comparable(message).encode("utf-8", "surrogatepass")
         chain.append(hashlib.blake2b(chain[-1] + text, digest_size=16).digest())
     return chain
 
 
-def _text(message: Message) -> str:
-    """Return what of a message is compared."""
+def _comparable(message: Message) -> str:
+    """Return a message as canonical JSON for comparison, without the IDs of its tool calls."""
     compared = dict(message)
     if calls := compared.get("tool_calls"):
         compared["tool_calls"] = [call["function"] for call in calls]

@@ -1,12 +1,13 @@
-"""Programs that are agents: a function, or a command in a process of its own.
+"""Runs agents' programs: a user's function, or a command in a separate process.
 
-A program gets the base URL, a key and the row. It returns a number, a number with named parts, or
-None; of a command that is the last line of its output, as JSON.
+A program gets the base URL of the chat API, an API key, and the task's row. Its result is its
+reward: a number, a number with named numbers, or None. A command prints its result as JSON in the
+last line of its output.
 
 Invariants
-- A program that is canceled makes no further call, since its key has ended; a command's process
-  group is killed.
-- What it raises is an `EnvironmentFault` in one sentence.
+- A program that is canceled makes no further call, since its key has been revoked. A command's
+  process group is killed.
+- An error of a program becomes an `EnvironmentFault`, whose message is one sentence.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from megatron_async.runtime.import_path import described, file_of, load_object
 from megatron_async.runtime.outcome import outcome_of
 
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
-"""From a base URL, a key and a row to what it returns."""
+"""Runs an agent's program with a base URL, an API key and a row; returns the program's result."""
 
 _LARGEST_OUTPUT: Final = 1 << 20
 _OUTPUT_SECONDS: Final = 2.0
@@ -44,43 +45,52 @@ _OUT_OF_MEMORY: Final = re.compile(
 
 
 def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Program:
-    """The program that the settings name; `threads` run a function that is not `async def`.
+    """Load the agent's function or command, and return an async function that runs it once.
 
-    `memory_mib` is the limit of a command's memory, which its errors name.
+    Args:
+        settings: Settings of `agent`.
+        threads: Runs a function that is not `async def`.
+        memory_mib: Setting `episode.memory_mib`, which error messages about memory name.
 
-    Raises UserError.
+    Raises:
+        UserError: The function cannot be imported, or does not accept the arguments that it gets.
     """
     if settings.command:
         return _command(settings, memory_mib)
     function = load_object(settings.name, "agent.name")
     if not callable(function):
-        raise UserError(f"{settings.display_name} is no function")
+        raise UserError(f"{settings.display_name} is not a function")
     file = file_of(function)
     signature = inspect.signature(function)
     parameters = signature.parameters
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in ("base_url", "api_key"):
         if name not in parameters and not every:
-            raise UserError(f"{settings.display_name} takes no argument {name!r}; it needs one")
+            raise UserError(
+                f"{settings.display_name} does not accept the argument {name!r}. Add the argument."
+            )
     for name in settings.arguments:
         if name not in parameters and not every:
-            raise UserError(f"agent.arguments has {name!r}, which {settings.name!r} does not take")
+            raise UserError(
+                f"agent.arguments has {name!r}, which {settings.name!r} does not accept. Remove it."
+            )
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
-        given = {**row, **settings.arguments, "base_url": url, "api_key": key}
-        fitting = given if every else {n: value for n, value in given.items() if n in parameters}
+        """Call the agent's function once with the arguments that it names; return its result."""
+        named = {**row, **settings.arguments, "base_url": url, "api_key": key}
+        accepted = named if every else {n: value for n, value in named.items() if n in parameters}
         try:
-            signature.bind(**fitting)
+            signature.bind(**accepted)
         except TypeError as error:
             raise EnvironmentFault(
                 f"{settings.display_name} does not fit a row of {', '.join(sorted(row))}: {error}"
             ) from error
         try:
             if inspect.iscoroutinefunction(function):
-                return await function(**fitting)
+                return await function(**accepted)
             loop = asyncio.get_running_loop()
-            whole = functools.partial(function, **fitting)
-            returned, raised = await loop.run_in_executor(threads, outcome_of, whole)
+            call = functools.partial(function, **accepted)
+            returned, raised = await loop.run_in_executor(threads, outcome_of, call)
             if raised is not None:
                 raise raised
             return await returned if inspect.isawaitable(returned) else returned
@@ -93,16 +103,18 @@ def program_of(settings: AgentConfig, threads: Executor, memory_mib: int) -> Pro
 
 
 def is_blocking(settings: AgentConfig) -> bool:
-    """Return whether each episode keeps a thread."""
+    """Return whether the agent is a `def` function, which keeps a thread for a whole episode."""
     return not settings.command and not inspect.iscoroutinefunction(
         load_object(settings.name, "agent.name")
     )
 
 
 def _command(settings: AgentConfig, memory_mib: int) -> Program:
+    """Return an async function that runs the agent's command in a new process."""
     command, where = settings.command, f"agent.command {settings.command}"
 
     async def run(url: str, key: str, row: Mapping[str, Any]) -> Any:
+        """Run the command to its end, and return the value in the last line of its output."""
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         pipe = asyncio.subprocess.PIPE
         try:
@@ -117,12 +129,14 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
                 limit=_LARGEST_OUTPUT,
             )
         except OSError as error:
-            remedy = "; name a program on PATH, or a file that may be executed (chmod +x)"
             known = isinstance(error, FileNotFoundError | PermissionError)
-            raise EnvironmentFault(f"{where} cannot be started: {error}{remedy * known}") from error
+            remedy = ". Name a program on PATH, or a file that can be executed (chmod +x)."
+            raise EnvironmentFault(
+                f"{where} cannot be started: {error}{remedy if known else ''}"
+            ) from error
         try:
-            found = await _run_to_its_end(process, json_text(dict(row)).encode(), where)
-            output, errors = (text.replace(key.encode(), b"(key)") for text in found)
+            outputs = await _communicate(process, json_text(dict(row)).encode(), where)
+            output, errors = (text.replace(key.encode(), b"(key)") for text in outputs)
         finally:
             kill_group(process.pid)
             await process.wait()
@@ -132,7 +146,7 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
             if _OUT_OF_MEMORY.search(text):
                 ended += (
                     f"; episode.memory_mib limits its address space to {memory_mib} MiB more than "
-                    "its start takes: raise it"
+                    "its worker process used at start. Raise episode.memory_mib."
                 )
             raise EnvironmentFault(ended)
         return _last_line(output, where)
@@ -140,43 +154,52 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
     return run
 
 
-async def _run_to_its_end(
+async def _communicate(
     process: asyncio.subprocess.Process, row: bytes, where: str
 ) -> tuple[bytes, bytes]:
-    """Give the row; read both outputs to their ends, or for a moment after the program's."""
-    given, out, err = process.stdin, process.stdout, process.stderr
-    assert given is not None and out is not None and err is not None
+    """Send `row` to a command's standard input, wait for its end, and return what it printed.
+
+    Returns:
+        The newest `_LARGEST_OUTPUT` bytes of its standard output and of its standard error. What
+        its child processes print later than `_OUTPUT_SECONDS` after its end is lost.
+    """
+    stdin, out, err = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and out is not None and err is not None
     output, errors = bytearray(), bytearray()
 
-    async def give() -> None:
-        with suppress(ConnectionError):  # it need not read the row
-            if not given.is_closing():  # it may have ended, and uvloop raises no ConnectionError
-                given.write(row + b"\n")
-                await given.drain()
-            given.close()
+    async def write() -> None:
+        with suppress(ConnectionError):  # The command may end without reading the row.
+            # A command that has ended is checked for here, because uvloop raises no
+            # ConnectionError.
+            if not stdin.is_closing():
+                stdin.write(row + b"\n")
+                await stdin.drain()
+            stdin.close()
 
-    async def read(stream: asyncio.StreamReader, found: bytearray) -> None:
-        while part := await stream.read(1 << 16):
-            found += part
-            del found[:-_LARGEST_OUTPUT]
+    async def read(stream: asyncio.StreamReader, newest: bytearray) -> None:
+        while data := await stream.read(1 << 16):
+            newest += data
+            del newest[:-_LARGEST_OUTPUT]
 
-    work = [asyncio.ensure_future(one) for one in (give(), read(out, output), read(err, errors))]
+    work = [asyncio.ensure_future(task) for task in (write(), read(out, output), read(err, errors))]
     try:
-        while process.returncode is None and not all(one.done() for one in work):
+        while process.returncode is None and not all(task.done() for task in work):
             await asyncio.wait(work, timeout=_OUTPUT_SECONDS)
         await process.wait()
-        kill_group(process.pid)  # what it has started may hold the outputs open
-        await asyncio.wait(work, timeout=_OUTPUT_SECONDS)  # what has left its group still may
+        # Processes that the command started may keep its outputs open. Those in its process group
+        # are killed; others get `_OUTPUT_SECONDS` to close the outputs.
+        kill_group(process.pid)
+        await asyncio.wait(work, timeout=_OUTPUT_SECONDS)
     finally:
-        for one in work:
-            one.cancel()
+        for task in work:
+            task.cancel()
     return bytes(output), bytes(errors)
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines that `_SHOWN_ERROR` characters hold; the last one in any case.
+    """Return the last lines of an error output, up to `_SHOWN_ERROR` characters but at least one.
 
-    Stack frames of Node.js, which follow its message, are left out.
+    Node.js prints stack frames after its error message; they are left out.
     """
     lines = [line for line in text.splitlines() if not _STACK_FRAME.match(line)]
     last = lines.pop()[:_SHOWN_ERROR] if lines else "it printed no error"
@@ -186,13 +209,20 @@ def _last_lines(text: str) -> str:
 
 
 def _last_line(output: bytes, where: str) -> Any:
+    """Parse the last non-empty line of a command's output as JSON, and return the value.
+
+    A list becomes a tuple; no output gives None. `where` names the command in errors.
+
+    Raises:
+        EnvironmentFault: The line is not JSON.
+    """
     lines = output.decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "null")
     try:
         returned = json.loads(last)
     except ValueError as error:
         raise EnvironmentFault(
-            f"{where} printed {short_repr(last)} at last; that must be its reward: a number, "
-            "[number, {name: number}] or null"
+            f"{where} printed {short_repr(last)} as its last line; that line must be the reward: a "
+            "number, [number, {name: number}] or null"
         ) from error
     return tuple(returned) if isinstance(returned, list) else returned

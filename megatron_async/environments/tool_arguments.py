@@ -1,8 +1,8 @@
-"""Types of a tool's arguments: their JSON schemas, and a policy's values converted to them.
+"""Describes the types of tool arguments as JSON schemas, and converts a policy's values to them.
 
 Invariants
-- The schema that a policy reads and the check of its values follow from the same type.
-- A value is converted only where nothing is lost. Every other value raises ValueError.
+- The schema that a policy reads and the check of the policy's values come from the same type.
+- A value is converted only if no information is lost. Every other value raises ValueError.
 """
 
 import functools
@@ -21,30 +21,32 @@ from pydantic_core import from_json
 Tool = Callable[..., Any]
 
 _PLAIN: Final = (int, float, str, bool, NoneType, list, tuple, dict, Any)
-"""Types that transformers describes by themselves; it describes other classes as empty objects."""
+"""Types whose JSON schemas transformers can make; it describes other classes as empty objects."""
 _PLAIN_GENERICS: Final = (typing.Union, UnionType, list, tuple, dict)
 _MOST_EXACT: Final = 1 << 53
-"""A whole float up to this magnitude stands for one integer only."""
+"""Largest magnitude up to which every float without a fraction stands for exactly one integer."""
 
 
 def function_of(tool: Tool) -> Tool:
-    """Return the function inside bound methods and partial objects."""
+    """Return the plain function of a tool that is a bound method or a partial object."""
     while isinstance(tool, functools.partial) or inspect.ismethod(tool):
         tool = tool.func if isinstance(tool, functools.partial) else tool.__func__
     return tool
 
 
 def argument_types(tool: Tool) -> dict[str, Any]:
-    """Return the type of each argument by name.
+    """Return the declared type of each argument of a tool by name.
 
-    Raises TypeError for an argument that has no type or that cannot be given by name, and what
-    `typing.get_type_hints` raises for a type that does not exist.
+    Raises:
+        TypeError: An argument has no type, cannot be passed by keyword, or is an enum whose values
+            JSON cannot represent.
+        Exception: `typing.get_type_hints` failed, as for a type that does not exist.
     """
     hints = typing.get_type_hints(function_of(tool), include_extras=True)
     types = {}
     for parameter in inspect.signature(tool).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"the argument {str(parameter)!r} cannot be given by name")
+            raise TypeError(f"the argument {str(parameter)!r} cannot be passed by keyword")
         if parameter.name not in hints:
             raise TypeError(f"the argument {parameter.name!r} has no type")
         types[parameter.name] = hints[parameter.name]
@@ -53,7 +55,7 @@ def argument_types(tool: Tool) -> dict[str, Any]:
 
 
 def _check_enums(hint: Any) -> None:
-    """Refuse enumerations of values that JSON does not have. Raises TypeError."""
+    """Raise TypeError if a type has an enum whose values are neither text, numbers nor None."""
     for inner in (hint, *typing.get_args(hint)):
         if isinstance(inner, type) and issubclass(inner, Enum):
             for member in inner:
@@ -62,10 +64,17 @@ def _check_enums(hint: Any) -> None:
 
 
 def described_tool(name: str, tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool in the form that chat templates take.
+    """Return the JSON schema of a tool, in the form that chat templates expect.
 
-    Types that transformers cannot describe are described by pydantic. Raises TypeError for a tool
-    that cannot be called with JSON, and what both libraries raise about types and docstrings.
+    transformers makes the schema; pydantic describes the types that transformers cannot.
+
+    Args:
+        name: Name under which the policy calls the tool.
+        tool: The tool.
+
+    Raises:
+        TypeError: The tool cannot be called with JSON values, or has no result that can be shown.
+        Exception: transformers or pydantic failed because of a type or the docstring.
     """
     from transformers.utils import get_json_schema
 
@@ -75,7 +84,7 @@ def described_tool(name: str, tool: Tool) -> dict[str, Any]:
     returned = typing.get_type_hints(function_of(tool)).get("return", object)
 
     def stand_in() -> None:
-        """Stand in for a tool that may be an object without a name, types and a docstring."""
+        """Carry the tool's name, types and docstring, which a callable object may not have."""
 
     stand_in.__name__ = name
     stand_in.__doc__ = inspect.getdoc(tool.func if isinstance(tool, functools.partial) else tool)
@@ -94,16 +103,19 @@ def described_tool(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def converted(hint: Any, given: Any) -> Any:
-    """Return `given`, a value of JSON, as an object of type `hint`.
+    """Convert `given`, a JSON value that the policy wrote, to an object of type `hint`.
 
-    Text that holds the JSON of a fitting value is read, and a whole float becomes an integer.
-    Raises ValueError where the value has another type or would change.
+    A text that is the JSON of a fitting value is parsed, and a float without a fraction becomes an
+    integer.
+
+    Raises:
+        ValueError: The value has another type, or would be changed by the conversion.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     failed: ValidationError | None = None
     for reading in _readings(given):
         try:
-            # Half of a surrogate pair, which a policy can write, is no text.
+            # A policy can write lone surrogates, which cannot be encoded as UTF-8.
             text = json.dumps(reading, ensure_ascii=False).encode(errors="replace")
             found = adapter.validate_json(text, strict=True, extra="forbid")
             break
@@ -115,15 +127,16 @@ def converted(hint: Any, given: Any) -> Any:
         where = "".join(f"[{step!r}]" for step in first["loc"])
         raise ValueError(f"{where} {first['msg']}".strip())
     plain = found.value if isinstance(found, Enum) else found
-    # Python holds True equal to 1, and large integers become the nearest float.
+    # Compare the types too, because True equals 1 in Python. Compare the values, because a large
+    # integer becomes the nearest float.
     exact = not isinstance(plain, float) or plain == reading
     if not exact or isinstance(plain, bool) != isinstance(reading, bool):
-        raise ValueError(f"Input would become {plain!r}")
+        raise ValueError(f"Input would be changed to {plain!r}")
     return found
 
 
 def _readings(given: Any) -> Iterator[Any]:
-    """Yield the values that `given` may stand for without a loss."""
+    """Yield `given`, then the values that a text or float may stand for without loss."""
     yield given
     if isinstance(given, str):
         with suppress(ValueError):
@@ -133,6 +146,7 @@ def _readings(given: Any) -> Iterator[Any]:
 
 
 def _is_plain(hint: Any) -> bool:
+    """Return whether transformers can make the JSON schema of type `hint`."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return all(type(value) in _PLAIN for value in arguments)
@@ -142,7 +156,10 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Replace references by their definitions, since chat templates do not follow references."""
+    """Return a JSON schema in which each `$ref` is replaced by its definition.
+
+    Chat templates do not follow references.
+    """
     if isinstance(schema, list):
         return [_inlined(inner, definitions) for inner in schema]
     if not isinstance(schema, dict):
@@ -154,10 +171,10 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _check_result(function: Tool) -> None:
-    """Refuse a function whose result no policy can read. Raises TypeError."""
+    """Raise TypeError for a generator, or a cached coroutine, whose result cannot be shown."""
     cached = hasattr(function, "cache_info")
     inner = inspect.unwrap(function) if cached else function
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise TypeError("it is a generator; return a list instead")
     if cached and inspect.iscoroutinefunction(inner):
-        raise TypeError("a cache keeps its coroutine, which can be awaited once only")
+        raise TypeError("it caches a coroutine, which can be awaited only once")

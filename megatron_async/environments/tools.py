@@ -1,11 +1,12 @@
-"""A class whose public methods are tools, and the calls that a policy writes.
+"""Offers an environment's public methods to the policy as tools, and parses calls of these tools.
 
 Invariants
-- A tool is described to the policy by its types and its docstring; one that cannot be described is
-  refused by name before anything starts.
-- Whatever is wrong with a call (no such tool, broken JSON, wrong arguments, an exception) is
-  the tool's answer to the policy; none ends an episode.
-- What looks like a call and cannot be read stays in the text: no character of an answer vanishes.
+- A tool is described to the policy by its argument types and its docstring. A tool that cannot be
+  described is refused with its name before a run starts.
+- Any error of a tool call (unknown tool, broken JSON, wrong arguments, an exception of the tool) is
+  sent to the policy as the result of the call, and does not end the episode.
+- Text that looks like a tool call but cannot be parsed stays in the text of the response, so no
+  character of a response is lost.
 """
 
 import functools
@@ -28,26 +29,37 @@ from megatron_async.errors import UserError, short_repr
 from megatron_async.tasks.base import Message
 
 NOT_TOOLS: Final = frozenset({"reset", "step", "state", "restore", "get_reward", "close"})
-"""Public methods of an environment that are no tools."""
+"""Names of an environment's public methods that are not tools."""
 _UNDESCRIBED: Final = ({"type": "function", "function": {"name": "-"}},)
-"""What parsers get where nothing describes a tool: without any they look for no call."""
+"""Placeholder for the tools' schemas if there are none, because SGLang's parsers find no calls
+without tools."""
 _NO_METHODS: Final = (
     type,
     functools.cached_property,
     MethodDescriptorType,
     ClassMethodDescriptorType,
 )
-"""Attributes that are no methods of the user's; the last two are those of built-in types."""
+"""Types of class attributes that are not methods of the user. The last two are the types of methods
+of built-in classes."""
 MOST_NESTED: Final = 64
-"""Levels of a call's arguments; what is far deeper, Python can read and not write again."""
+"""Largest nesting depth of a tool call's arguments. Python's json can parse much deeper values that
+it cannot write again."""
 
 
 def tools_of(environment: Any, name: str) -> dict[str, Tool]:
-    """Return the public methods of an environment that has no `step`, by name.
+    """Return the tools of an environment object by name: its class's public methods.
 
-    A method is whatever the environment's class makes callable: a function, a class method, a
-    static method, a cached or partial one, another descriptor. Attributes of the object, classes
-    and properties are not tools; properties are not read. Raises UserError.
+    The result is empty if the object has `step`. A method is any class attribute that becomes
+    callable on the object: a function, class method, static method, cached or partial method, or
+    another descriptor. Attributes of the object, classes and properties are not tools, and
+    properties are not read.
+
+    Args:
+        environment: The environment object.
+        name: Setting `environment.name`, for error messages.
+
+    Raises:
+        UserError: The object has neither `step` nor a tool, or an attribute cannot be read.
     """
     if hasattr(environment, "step"):
         return {}
@@ -59,50 +71,66 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
         if isinstance(found, _NO_METHODS) or inspect.isdatadescriptor(found):
             continue
         if not hasattr(found, "__get__"):
-            continue  # a value that can be called, as an alias of a type or a function of C
+            continue  # A callable value that is not a method: an alias of a type, a C function.
         try:
             tool = getattr(environment, method)
-        except Exception as error:  # the user's descriptor may raise anything
+        except Exception as error:  # A user's descriptor may raise anything.
             raise UserError(
                 f"environment.name {name!r}: the attribute {method!r} cannot be read: "
-                f"{error!r} (one that is not a tool begins with _)"
+                f"{error!r}. If it is not a tool, let its name start with _."
             ) from error
         if callable(tool):
             tools[method] = tool
     if not tools:
         raise UserError(
-            f"environment.name {name!r} has neither `step` nor a public method to be a tool"
+            f"environment.name {name!r} has neither `step` nor a public method that can be a tool"
         )
     return tools
 
 
 def described(tools: Mapping[str, Tool], name: str) -> list[dict[str, Any]]:
-    """Return the tools as chat templates take them (JSON schemas). Raises UserError."""
+    """Return the JSON schema of each tool, in the form that chat templates expect.
+
+    Args:
+        tools: Tools by name.
+        name: Setting `environment.name`, for error messages.
+
+    Raises:
+        UserError: A tool has an argument without a type, or no fitting docstring.
+    """
     schemas = []
     for method, tool in tools.items():
         try:
             schemas.append(described_tool(method, tool))
-        except Exception as error:  # libraries raise several kinds about types and docstrings
+        except Exception as error:  # The libraries raise many types of errors.
             raise UserError(
-                f"environment.name {name!r}: the tool {method!r} cannot be described: {error} "
-                "(a tool needs typed arguments and a docstring with `Args:`; a method that is "
-                "none begins with _)"
+                f"environment.name {name!r}: the tool {method!r} cannot be described: {error}. "
+                "A tool needs typed arguments and a docstring with `Args:`. If the method is not "
+                "a tool, let its name start with _."
             ) from error
     return schemas
 
 
 class CallReader:
-    """Finds the calls in what a policy has written, by one of SGLang's parsers.
-
-    Without `schemas` (what plays by `step` describes no tools) a call may have any name.
-    """
+    """Parses the tool calls in a response of the policy with one of SGLang's parsers."""
 
     def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """Create a reader of tool calls.
+
+        Args:
+            parser: SGLang's name of the parser (setting `episode.tool_parser`).
+            schemas: JSON schemas of the tools. If empty, as for an environment with `step`, calls
+                may have any name.
+        """
         self._parser = parser
         self._schemas = schemas
 
     def check(self) -> None:
-        """Check that SGLang has the parser. Raises UserError."""
+        """Check that SGLang has the parser of `episode.tool_parser`, and import it.
+
+        Raises:
+            UserError: SGLang does not have the parser, or cannot create it.
+        """
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         known = FunctionCallParser.ToolCallParserEnum
@@ -113,11 +141,17 @@ class CallReader:
             )
         try:
             self.read("")
-        except ValueError as error:  # one that needs what no setting gives
+        except ValueError as error:  # Some parsers need arguments that no setting provides.
             raise UserError(f"episode.tool_parser is {self._parser!r}: {error}") from error
 
     def read(self, text: str) -> tuple[str, tuple[ToolCall, ...], str]:
-        """The text around calls, the calls, and what is wrong with the rest (empty: nothing)."""
+        """Split the text of a response into text and tool calls.
+
+        Returns:
+            The text without the calls, the calls, and an error message for the policy, which is
+            empty if all calls were parsed. If a call could not be parsed, the text is the whole
+            response.
+        """
         from sglang.srt.entrypoints.openai.protocol import Tool as ToolModel
         from sglang.srt.environ import envs
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -130,30 +164,34 @@ class CallReader:
             with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
                 rest, items = parser.parse_non_stream(text)
             calls = tuple(_call(item.name or "", item.parameters) for item in items)
-        except Exception as error:  # noqa: BLE001 - parsers raise all kinds over such texts
+        except Exception as error:  # noqa: BLE001 - parsers raise many types of errors
             return text, (), f"Error: the call cannot be read: {error}"
         names = [str(schema["function"]["name"]) for schema in self._schemas]
         known = tuple(call for call in calls if call.name in names or not names)
-        # Parsers leave out broken JSON, with its text.
+        # Parsers drop calls with broken JSON and their text, so the marks that start calls in the
+        # text are counted.
         marks = (parser.detector.bot_token, getattr(parser.detector, "tool_call_start_token", ""))
-        begun = max((text.count(mark) for mark in (*marks, text) if mark), default=0)
-        if len(known) < max(begun, len(calls)):
+        started = max((text.count(mark) for mark in (*marks, text) if mark), default=0)
+        if len(known) < max(started, len(calls)):
             what = f"Error: a call cannot be read, or its tool is none of: {', '.join(names)}"
             return text, known, what
         return rest, calls, ""
 
 
 def _call(name: str, parameters: str) -> ToolCall:
+    """Parse the arguments of a tool call from JSON; raise ValueError if they are not an object."""
     arguments = json.loads(parameters or "{}")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name!r} are {short_repr(arguments)}, not an object")
+        raise ValueError(
+            f"the arguments of {name!r} are {short_repr(arguments)}; they must be an object"
+        )
     if is_nested_deeply(arguments):
         raise ValueError(f"the arguments of {name!r} are nested more than {MOST_NESTED} times")
     return ToolCall(name, arguments)
 
 
 def is_nested_deeply(value: Any) -> bool:
-    """Return whether a value of JSON is nested more than `MOST_NESTED` times."""
+    """Return whether lists and objects of a JSON value are nested more than `MOST_NESTED` deep."""
     level = [value]
     for _ in range(MOST_NESTED):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -167,7 +205,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
-    """Return the call to make, or the message for the policy that it cannot be made."""
+    """Convert the arguments of a tool call to the tool's types; return a function that calls it.
+
+    Returns:
+        A function without arguments that calls the tool, or an error message for the policy if the
+        tool does not exist or the arguments do not fit.
+    """
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(tools)}"
@@ -179,7 +222,7 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
     types = argument_types(tool)
     for name, given in arguments.items():
         if given is None and signature.parameters[name].default is None:
-            continue  # as in `count: int = None`
+            continue  # An argument such as `count: int = None` may be None against its type.
         try:
             arguments[name] = converted(types[name], given)
         except ValueError as error:
@@ -188,22 +231,30 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """Return the message with a tool's result for the policy: text, or else JSON.
+    """Return the message that shows a tool's result to the policy: text as it is, else JSON.
 
-    Raises TypeError or ValueError for an object that cannot be written as either.
+    Raises:
+        TypeError: A part of the result can be written neither as text nor as JSON.
+        ValueError: The result cannot be written as JSON for another reason.
     """
     content = returned
     if not isinstance(returned, str):
         content = json_text(returned, default=_plain)
-    # Half of a surrogate pair, which a policy can put into a call, is no text.
+    # A policy can write lone surrogates into a call; they cannot be encoded as UTF-8.
     return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON for an object that is none. Raises TypeError."""
+    """Convert an object that JSON cannot represent: an enum to its value, any other to its text.
+
+    Raises:
+        TypeError: The object has no meaningful text, as a generator.
+    """
     if isinstance(value, Enum):
         return value.value
     text = str(value)
-    if hex(id(value)) in text:  # a generator, or an object that has no text of its own
-        raise TypeError(f"the tool returned a {type(value).__name__}, which is no text and no JSON")
+    if hex(id(value)) in text:  # The default text of an object, with its address.
+        raise TypeError(
+            f"the tool returned a {type(value).__name__}, which is neither text nor JSON"
+        )
     return text

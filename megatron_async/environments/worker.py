@@ -1,13 +1,13 @@
-"""A process that holds many episodes: their environments, and the tokens of their turns.
+"""Runs many episodes of an environment in one process, and computes the tokens of their turns.
 
 Invariants
-- Calls of one episode run one after the other; whoever asks a second time before the first reply
-  waits. An episode is here from its beginning until it has ended, is forgotten, or the worker dies;
-  one that fails, in its beginning too, until it is forgotten.
-- A step is made once for each call that reaches it. What was asked of a worker that has died, or
-  whose reply was lost, is asked of a restored environment, never of the same one again.
-- A process in which calls hang in half of its threads, or nothing at all goes on, ends itself: a
-  thread cannot be ended alone.
+- Calls for one episode run one after the other; a call waits until the previous one has ended. An
+  episode stays open from `begin` until it ends, is forgotten, or the worker dies. An episode that
+  fails, also one that fails in `begin`, stays open until it is forgotten.
+- The environment makes one step for each `step` call that reaches its worker. A call whose worker
+  died, or whose reply was lost, is repeated on a restored environment, never on the same object.
+- A process ends itself if calls hang in half of its threads, or if its event loop is blocked,
+  because Python cannot end a single thread.
 """
 
 import asyncio
@@ -37,26 +37,36 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.tasks.base import Message
 from megatron_async.trajectory.types import IntArray, Turn
 
-_EXIT_SECONDS: Final = 0.2
-_STILL_SECONDS: Final = 5.0  # for which nothing goes on at least, before a process ends itself
-_MADE_UP: Final = "Yes."
+_EXIT_DELAY_SECONDS: Final = 0.2
+_MIN_BLOCKED_SECONDS: Final = 5.0
+"""Shortest time for which the event loop must be blocked before a process ends itself."""
+_TRIAL_RESPONSE: Final = "Yes."
 
 Messages = tuple[Mapping[str, Any], ...]
 
 
 class EpisodeUnknown(ComponentFailure):
-    """This worker does not hold the episode."""
+    """Error of a worker that is called for an episode which is not open in its process.
+
+    The worker was started again after its death, so the episode must be restored.
+    """
 
 
 class ReplayDiffers(ComponentFailure):
-    """A replayed environment does not do what it did, or cannot be restored."""
+    """Error of restoring an environment: it failed, or sent other messages than those stored."""
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeStart:
-    """The first turn's input; `messages` are those of the environment and of the row.
+    """Result of starting an episode: the input of its first turn.
 
-    `notices`: sentences that a person should read.
+    Attributes:
+        messages: First messages of the episode, from the environment's `reset` or the task's row;
+            for an agent, those of its first call.
+        token_ids: Tokens of the messages, up to where the first response starts.
+        state: What restoring the episode needs: a snapshot of the environment, or options of the
+            agent's call. None if the environment makes no snapshots.
+        notices: Warnings for the user.
     """
 
     messages: Messages
@@ -67,11 +77,23 @@ class EpisodeStart:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """A reply to an answer: what the next turn's input adds, or `ended` (`stop` or `length`).
+    """Reply of an environment or agent to one response: the input of the next turn, or the end.
 
-    `answer`: what the environment got, and named numbers for metrics. `fault`: what was wrong with
-    its end, which changes nothing. `parent`: the turn that the next one follows. `left`: turns that
-    are not to be trained. `counts`, `notices`: for metrics, for a person.
+    Attributes:
+        answer: The response in the form in which it is stored with its turn, with named numbers for
+            metrics as `parts`.
+        reward: Reward of the turn; if the episode ended, with its final reward added.
+        messages: New messages of the next turn.
+        token_ids: Tokens that the next turn's input adds to its branch; None if the episode ended.
+        state: What restoring the episode at the next turn needs (see `EpisodeStart.state`).
+        ended: Why the episode ended: `stop` (by itself) or `length` (at a limit). None if it goes
+            on with a next turn.
+        fault: Error message from closing the ended environment, which does not change the result;
+            None if there was no error.
+        parent: Number of the turn that the next turn continues; None if it starts a conversation.
+        left: Numbers of turns that must not be trained, since no agent received their responses.
+        counts: Counts for metrics.
+        notices: Warnings for the user.
     """
 
     answer: Mapping[str, Any]
@@ -89,14 +111,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrialEpisode:
-    """A trial episode.
+    """Measurements of a trial episode, which is played with made-up responses before a run.
 
     Attributes:
-        opening: tokens of the opening.
-        text: the opening as text.
-        observation: tokens of the first observation.
-        differs: whether a second episode of the same row opened otherwise.
-        rewards: whether the environment can give rewards.
+        opening: Number of tokens before the first response.
+        text: Text of these tokens.
+        observation: Number of tokens between two responses: of an environment's first observation,
+            or an agent's longest; 0 if there was none.
+        differs: Whether a second episode of the same row started with other messages.
+        rewards: Whether the environment can give rewards.
     """
 
     opening: int
@@ -108,15 +131,21 @@ class TrialEpisode:
 
 @dataclass(eq=False)
 class _Episode:
+    """An open episode: the runner of its environment object, and the lock held during its calls."""
+
     runner: EnvironmentRunner
-    calls: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class EnvironmentWorker:
-    """Episodes of one environment class, by the keys that callers give them."""
+    """Plays the open episodes of one environment class, each under a key that the caller chose."""
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
-        """`model_path`: of the tokenizer. Raises UserError if code and settings do not match."""
+        """Load the environment class and the tokenizer of `model_path`, and start the threads.
+
+        Raises:
+            UserError: The class cannot be loaded or built, or does not match the settings.
+        """
         from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -139,7 +168,7 @@ class EnvironmentWorker:
         self.reader: CallReader | None = None
         if parser:
             self.reader = CallReader(parser, schemas)
-            self.reader.check()  # which imports what reads calls, before memory is limited
+            self.reader.check()  # Also imports the parser before the worker limits its memory.
         self._stops = frozenset(stops)
         self._threads = Threads(self._episode.threads)
         self._episodes: dict[str, _Episode] = {}
@@ -147,7 +176,16 @@ class EnvironmentWorker:
     async def begin(
         self, key: str, payload: Mapping[str, Any], _room: int | None = None
     ) -> EpisodeStart:
-        """Begin an episode from a prompt's payload. Raises EnvironmentFault."""
+        """Build an environment object for new episode `key`, and return the first turn's input.
+
+        Args:
+            key: Key of the new episode.
+            payload: Payload of the task's prompt, from which the environment's row is made.
+            _room: Not used; agents' workers have this parameter.
+
+        Raises:
+            EnvironmentFault: The environment failed.
+        """
         async with self._new(key) as runner:
             messages = await runner.reset(row_of(payload), _prompt(payload))
             token_ids = await runner.read(lambda: self.conversation.opening(messages))
@@ -155,9 +193,12 @@ class EnvironmentWorker:
 
     @asynccontextmanager
     async def _new(self, key: str) -> AsyncIterator[EnvironmentRunner]:
-        """An episode that is begun inside; whoever forgets it meanwhile waits for that."""
+        """Open episode `key`, and hold its lock while the block starts or restores its environment.
+
+        A concurrent `forget` of the episode waits until the block ends.
+        """
         episode = self._episodes[key] = _Episode(self._runner())
-        async with episode.calls:
+        async with episode.lock:
             with self._noticing_hangs():
                 yield episode.runner
 
@@ -170,52 +211,78 @@ class EnvironmentWorker:
         last: bool,
         _logprobs: Sequence[float] = (),
     ) -> StepResult:
-        """Hand an answer to the environment. Raises EpisodeUnknown, EnvironmentFault.
+        """Send the policy's response in turn `turn` to the environment; return its reply.
 
-        `room`: tokens that the next turn's input may add; more, and after the `last` turn, the
-        episode ends as `length`.
+        The reply has the next turn's input. The episode ends instead if the environment is done, or
+        with the reason `length` at a limit.
+
+        Args:
+            key: Key of the episode.
+            answer_ids: Tokens of the policy's response.
+            turn: Number of the turn that has the response.
+            room: Largest number of tokens that the next turn's input may add; a longer input ends
+                the episode.
+            last: Whether the episode ends after this turn at any rate, since a limit is reached.
+            _logprobs: Not used; agents' workers have this parameter.
+
+        Raises:
+            EpisodeUnknown: This worker does not have the episode.
+            EnvironmentFault: The environment failed.
         """
         episode = self._episodes.get(key)
         if episode is None:
-            raise EpisodeUnknown(f"episode {key} is not held here")
+            raise EpisodeUnknown(f"episode {key} is not open in this worker process")
         ended = bool(len(answer_ids)) and answer_ids[-1] in self._stops
         text = self.conversation.answer_text(answer_ids)
         answer = Answer(text, truncated=not ended, turn=turn)
-        async with episode.calls:
+        async with episode.lock:
             with self._noticing_hangs():
                 reply = await episode.runner.step(answer, self.reader)
-                stepped = await self._stepped(episode.runner, answer, reply, room, last)
+                stepped = await self._step_result(episode.runner, answer, reply, room, last)
         if stepped.ended is None:
             return stepped
         return replace(stepped, fault=await self.forget(key))
 
-    async def _stepped(
+    async def _step_result(
         self, runner: EnvironmentRunner, answer: Answer, reply: Reply, room: int, last: bool
     ) -> StepResult:
-        seen = self._seen(answer)
+        """Convert the environment's `reply` to a StepResult: the next turn's input, or the end.
+
+        `room` and `last` are those of `step`. At the end, the environment's final reward is added.
+        """
+        stored = self._stored_answer(answer)
         if not reply.done and not last:
             token_ids = await runner.read(
                 lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
             )
             if len(token_ids) <= room:
-                given = with_parts(seen, reply.parts)
+                whole = with_parts(stored, reply.parts)
                 new = (reply.messages, token_ids, await runner.state())
-                return StepResult(given, reply.reward, *new, parent=answer.turn)
+                return StepResult(whole, reply.reward, *new, parent=answer.turn)
         ended = "stop" if reply.done else "length"
         final, parts = await runner.final_reward()
-        return StepResult(with_parts(seen, reply.parts, parts), reply.reward + final, ended=ended)
+        return StepResult(with_parts(stored, reply.parts, parts), reply.reward + final, ended=ended)
 
-    def _seen(self, answer: Answer) -> dict[str, Any]:
-        """The answer for who reads the store: the text as the policy wrote it, calls in it."""
+    def _stored_answer(self, answer: Answer) -> dict[str, Any]:
+        """Return a response as it is stored: the text that the policy wrote, and its tool calls."""
         calls = () if self.reader is None else self.reader.read(answer.text)[1]
-        shown = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-        return {"text": answer.text, "truncated": answer.truncated, "tool_calls": shown}
+        named = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        return {"text": answer.text, "truncated": answer.truncated, "tool_calls": named}
 
     async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
-        """Have an environment that has seen the answers of all but the last of these turns.
+        """Restore episode `key`: build an environment that is in the state after the stored turns.
 
-        From its newest snapshot, or by giving it the answers again. Raises ReplayDiffers,
-        EnvironmentFault.
+        The environment is restored from the last turn's snapshot if there is one, or else by
+        sending it the stored responses again.
+
+        Args:
+            key: Key of the restored episode.
+            payload: Payload of the task's prompt, from which the environment's row is made.
+            turns: Stored turns; the environment has not received the response of the last turn.
+
+        Raises:
+            ReplayDiffers: The environment sends other messages than those stored.
+            EnvironmentFault: The environment failed.
         """
         state = turns[-1].state
         async with self._new(key) as runner:
@@ -227,12 +294,19 @@ class EnvironmentWorker:
     async def _replay(
         self, runner: EnvironmentRunner, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
+        """Send the stored responses of `turns`, except the last, to a new environment.
+
+        Raises:
+            ReplayDiffers: The environment sends other messages than those stored.
+            EnvironmentFault: The environment failed.
+        """
         messages = await runner.reset(row_of(payload), _prompt(payload))
         for number, turn in enumerate(turns):
             if list(messages) != list(turn.messages):
                 raise ReplayDiffers(
-                    f"{self._settings.name} played again does otherwise in turn {number}: "
-                    f"{list(messages)!r:.300}, and it was {list(turn.messages)!r:.300}"
+                    f"{self._settings.name} sent other messages when it was replayed, in turn "
+                    f"{number}: {list(messages)!r:.300}; the stored ones are "
+                    f"{list(turn.messages)!r:.300}"
                 )
             if number + 1 < len(turns):
                 assert turn.answer is not None
@@ -241,19 +315,28 @@ class EnvironmentWorker:
                 messages = (await runner.step(answer, self.reader)).messages
 
     async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
-        """Play the first turns of a row twice. Raises EnvironmentFault, UserError."""
+        """Play the first turn of an episode twice, with a made-up response; return measurements.
+
+        Args:
+            payload: Payload of the task's prompt, from which the environment's row is made.
+
+        Raises:
+            EnvironmentFault: The environment failed.
+            UserError: The model's chat template cannot render the conversation, or
+                `episode.tool_parser` is not set for a class of tools.
+        """
         openings, observed, rewards = [], 0, False
         for _ in range(2):
             runner = self._runner()
             openings.append(await runner.reset(row_of(payload), _prompt(payload)))
             if runner.tools and self.reader is None:
                 raise UserError(
-                    f"environment.name is {self._settings.name!r}, a class of tools, and "
-                    "episode.tool_parser is not set: name the form in which the model calls "
-                    "them"
+                    f"environment.name is {self._settings.name!r}, a class of tools, but "
+                    "episode.tool_parser is not set. Set it to the format in which the model "
+                    "calls tools, such as qwen25 or llama3."
                 )
             await runner.state()
-            reply = await runner.step(Answer(_MADE_UP), self.reader)
+            reply = await runner.step(Answer(_TRIAL_RESPONSE), self.reader)
             roles = {"tool"} if runner.tools else {m["role"] for m in reply.messages} or {"user"}
             self.conversation.check(openings[0], roles)
             if reply.messages:
@@ -267,10 +350,14 @@ class EnvironmentWorker:
         return TrialEpisode(len(opening), text, observed, differs=differs, rewards=rewards)
 
     async def forget(self, key: str) -> str | None:
-        """Close an episode, if it is held, after the call that runs; what was wrong with that."""
+        """Close the environment of episode `key`, if open, once its running call has ended.
+
+        Returns:
+            The error message from closing the environment; None if there was no error.
+        """
         episode = self._episodes.pop(key, None)
         if episode is not None:
-            async with episode.calls:
+            async with episode.lock:
                 try:
                     with self._noticing_hangs():
                         await episode.runner.close()
@@ -279,46 +366,60 @@ class EnvironmentWorker:
         return None
 
     def _runner(self) -> EnvironmentRunner:
+        """Create the runner of a new episode's environment object."""
         name, seconds = self._settings.name, self._episode.step_seconds
         return EnvironmentRunner(self._build, name, self._threads, seconds)
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
-        """End with too many threads that do not come back."""
+        """End the worker's process if a call in this block hangs and half of its threads then hang.
+
+        The call's error is raised first.
+        """
         try:
             yield
         except EnvironmentHung:
             if self._threads.hung >= max(1, self._episode.threads // 2):
-                # The reply goes out first.
-                asyncio.get_running_loop().call_later(_EXIT_SECONDS, self._end)
+                # The delay lets the reply to the call leave the process first.
+                asyncio.get_running_loop().call_later(_EXIT_DELAY_SECONDS, self._end)
             raise
 
     def _end(self) -> None:
-        """End, since nothing here can go on."""
+        """Do nothing, because this worker may share its process; `EnvironmentProcess` ends it."""
 
 
 class OwnProcess:
-    """The process that a worker has for itself; its memory is limited from now on."""
+    """Memory limit and watchdog of a process that runs one worker and nothing else."""
 
     def __init__(self, settings: EpisodeConfig) -> None:
-        self._log = os.fdopen(os.dup(2), "w")  # the user's code may close the other
-        self._still_seconds = max(_STILL_SECONDS, settings.step_seconds)
+        """Limit the memory of this process by `episode.memory_mib`; `watch` starts the watchdog."""
+        # A copy of stderr's descriptor, because the user's code may close stderr.
+        self._log = os.fdopen(os.dup(2), "w")
+        self._blocked_seconds = max(_MIN_BLOCKED_SECONDS, settings.step_seconds)
         self._watch: asyncio.Task[None] | None = None
         _limit_memory(settings.memory_mib)
 
     def watch(self) -> None:
-        """Log all threads and end the process when its event loop stands still."""
+        """Start a watchdog, once, that ends the process if its event loop is blocked.
+
+        The event loop must be blocked for `episode.step_seconds`, at least for
+        `_MIN_BLOCKED_SECONDS`. The watchdog first writes the stacks of all threads to stderr.
+        """
         if self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
 
     async def _watch_loop(self) -> None:
+        """Restart the timer that ends the process, again and again while the event loop runs."""
         while True:
-            faulthandler.dump_traceback_later(self._still_seconds, exit=True, file=self._log)
-            await asyncio.sleep(self._still_seconds / 8)
+            faulthandler.dump_traceback_later(self._blocked_seconds, exit=True, file=self._log)
+            await asyncio.sleep(self._blocked_seconds / 8)
 
 
 class EnvironmentProcess(EnvironmentWorker):
-    """A worker that has its process for itself, and may end it."""
+    """Environment worker in a dedicated process: limits its memory, and ends it when it is stuck.
+
+    The process is stuck when its event loop is blocked, or calls hang in half of its threads.
+    """
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)
@@ -333,25 +434,36 @@ class EnvironmentProcess(EnvironmentWorker):
 
 
 def row_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of the row, as they are there: a prompt may be a text or messages."""
+    """Return the columns of the task's row from a prompt's payload, with their original values.
+
+    They include `prompt` (a text, or messages if the row is a chat) and `answer` (the reference
+    answer), if the row has them.
+    """
     prompt = payload["messages"] if payload.get("chat") else payload.get("question")
     named = {"prompt": prompt, "answer": payload.get("answer")}
-    return {**{name: found for name, found in named.items() if found}, **payload["metadata"]}
+    return {**{name: value for name, value in named.items() if value}, **payload["metadata"]}
 
 
 def _prompt(payload: Mapping[str, Any]) -> Sequence[Message]:
+    """Return the row's prompt as messages; empty if the row has no prompt."""
     messages: Sequence[Message] = payload.get("messages", ())
     return messages
 
 
-def with_parts(seen: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
-    """An answer with the named numbers that came of it."""
-    together = {name: value for some in parts for name, value in some.items()}
-    return {**seen, "parts": together} if together else seen
+def with_parts(stored: dict[str, Any], *parts: Mapping[str, float]) -> dict[str, Any]:
+    """Return a stored response with named numbers for metrics added as `parts`, if there are any.
+
+    If mappings in `parts` have the same name, the last one counts.
+    """
+    merged = {name: value for mapping in parts for name, value in mapping.items()}
+    return {**stored, "parts": merged} if merged else stored
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Let the address space grow by so much: libraries have reserved far more than they use."""
+    """Limit the address space of this process to `memory_mib` MiB more than it has now.
+
+    The limit is relative because libraries reserve much more address space than they use.
+    """
     now, most = psutil.Process().memory_info().vms, resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = now + (memory_mib << 20)
     if most != resource.RLIM_INFINITY:

@@ -1,13 +1,16 @@
-"""Workers of environments as the rollout side calls them.
+"""Starts the worker processes of environments and agents, and calls them for episodes.
+
+The rollout manager and evaluations use this module; `worker.py` and `agents.py` have what runs in
+the processes.
 
 Invariants
-- An episode belongs to one worker, by its number; a worker that dies is started again, and holds
-  nothing then.
-- A call ends within a limit that covers what the worker's own limits allow, and its queue.
-- When a worker dies, what was asked of it is asked again, of a restored environment; the last time
-  with nothing else under way there: the episode that ends its worker must not cost others theirs.
-- An episode's key is known before a worker is asked to begin it: what is under way there when its
-  caller is canceled, or fails, is closed when it is forgotten.
+- An episode belongs to one worker, chosen by its number. A worker that dies is started again, and
+  then has no open episodes.
+- Each call has a time limit, which covers the time limits inside the worker and its queue.
+- A call whose worker dies is repeated on a restored environment. The last attempt has the worker
+  exclusively, so that an episode which kills its worker does not make other episodes fail.
+- The key of an episode is registered before its worker is called to begin it. An episode whose
+  caller is canceled or fails meanwhile is therefore closed when it is forgotten.
 """
 
 import asyncio
@@ -42,50 +45,63 @@ if TYPE_CHECKING:
 
 _START_SECONDS: Final = 180.0
 _CALLS_OF_A_STEP: Final = 5  # step, its tokens, state, get_reward, close
-_TRIES: Final = 3
-_MOST_RESTORED: Final = 16  # for one call
+_MAX_ATTEMPTS: Final = 3
+_MAX_RESTORES: Final = 16  # For one call.
 T = TypeVar("T")
 
 
 class SharedExclusiveLock:
-    """The way to one worker: whoever wants it alone waits for those inside, and others for him."""
+    """Lock on one worker process, which callers hold either together or one of them exclusively.
+
+    While a caller waits for the exclusive lock, new shared callers wait too.
+    """
 
     def __init__(self) -> None:
-        self.inside = 0
-        self._wanting = 0  # it alone
-        self._alone = False
+        self.holders = 0
+        self._exclusive_waiters = 0
+        self._exclusive = False
         self._changed = asyncio.Event()
 
-    def _opens(self, alone: bool) -> bool:
-        return not self._alone and not (self.inside if alone else self._wanting)
+    def _is_available(self, exclusive: bool) -> bool:
+        return not self._exclusive and not (self.holders if exclusive else self._exclusive_waiters)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def through(self, *, alone: bool) -> AsyncIterator[None]:
-        """Be inside for the time of the block; those inside have limits."""
-        self._wanting += alone
+    async def acquired(self, *, exclusive: bool) -> AsyncIterator[None]:
+        """Hold the lock during the block, shared with other callers or exclusively.
+
+        An exclusive caller waits until all holders have left. This wait is bounded, because their
+        calls have time limits.
+        """
+        self._exclusive_waiters += int(exclusive)
         try:
-            while not self._opens(alone):
+            while not self._is_available(exclusive):
                 await self._changed.wait()
-            self.inside, self._alone = self.inside + 1, alone
+            self.holders, self._exclusive = self.holders + 1, exclusive
         finally:
-            self._wanting -= alone
+            self._exclusive_waiters -= int(exclusive)
             self._wake()
         try:
             yield
         finally:
-            self.inside, self._alone = self.inside - 1, False
+            self.holders, self._exclusive = self.holders - 1, False
             self._wake()
 
 
 class EnvironmentWorkers:
-    """`episode.workers` processes of `place`, started when made; they end with it."""
+    """The `episode.workers` worker processes of a run's environment or agent.
+
+    They are started with this object, and end with the process backend that starts them.
+    """
 
     def __init__(self, config: RunConfig, backend: ProcessBackend, model_path: str = "") -> None:
-        """`model_path`: of the tokenizer, where it is not the run's own."""
+        """Start the worker processes on `backend`, without waiting until they are ready.
+
+        `model_path` is the folder of the tokenizer; if empty, that of the run's model is used.
+        """
         self._settings = config.episode
         what: type[EnvironmentProcess] | type[AgentProcess] = EnvironmentProcess
         if config.agent.used:
@@ -97,14 +113,21 @@ class EnvironmentWorkers:
             backend.start(what, config, path, name=f"environments{index}", restarts=UNLIMITED)
             for index in range(config.episode.workers)
         ]
-        self._doors = [SharedExclusiveLock() for _ in self._workers]
+        self._locks = [SharedExclusiveLock() for _ in self._workers]
 
-    def through(self, number: int, *, alone: bool) -> AbstractAsyncContextManager[None]:
-        """Ask inside, for the episode `number`; `alone`: nothing else is asked meanwhile."""
-        return self._doors[number % len(self._doors)].through(alone=alone)
+    def locked(self, number: int, *, exclusive: bool) -> AbstractAsyncContextManager[None]:
+        """Return a context manager that holds the lock on the worker of episode `number`.
+
+        With `exclusive`, no other call to this worker runs during the block.
+        """
+        return self._locks[number % len(self._locks)].acquired(exclusive=exclusive)
 
     async def trial_run(self, payload: Mapping[str, Any]) -> TrialEpisode:
-        """See `EnvironmentWorker.rehearse`."""
+        """Play a trial episode with made-up responses in the first worker; return measurements.
+
+        `payload` is that of the prompt for which the episode is played. See
+        `EnvironmentWorker.trial_run`.
+        """
         return await self.call(0, 2, lambda worker: worker.trial_run(payload))
 
     async def call(
@@ -113,23 +136,42 @@ class EnvironmentWorkers:
         steps: int,
         what: Callable[["EnvironmentProcess | AgentProcess"], Awaitable[T]],
     ) -> T:
-        """Make a call of the worker of the episode `number`, which takes so many steps at most."""
+        """Call the worker process of episode `number` with a time limit, and return its reply.
+
+        The time limit covers `steps` steps, the start of the worker and the wait for its threads.
+
+        Args:
+            number: Number of the episode, which determines its worker.
+            steps: Largest number of steps of the environment that the call makes.
+            what: Calls a method of the worker.
+
+        Raises:
+            RemoteObjectLost: The worker died.
+            ComponentFailure: The call exceeded the time limit.
+            EnvironmentFault: The environment or agent failed.
+        """
         index, settings = number % len(self._workers), self._settings
-        turns = steps + self._doors[index].inside / settings.threads  # of the threads
-        limit = _START_SECONDS + turns * _CALLS_OF_A_STEP * settings.step_seconds
+        # Other callers' calls occupy the threads for further rounds of steps.
+        rounds = steps + self._locks[index].holders / settings.threads
+        limit = _START_SECONDS + rounds * _CALLS_OF_A_STEP * settings.step_seconds
         return await self._workers[index].call(what, limit=limit)
 
 
 class EpisodeSessions:
-    """Episodes that one caller plays: their keys, and what follows when a worker has died.
+    """Plays one caller's episodes in worker processes, and restores them after a worker's death.
 
-    `counts`: restored (environments), workers_lost (calls that a worker's death took),
-    steps_repeated (answers that an environment may have got before), replay_mismatches.
+    Each open episode has a key, under which its worker knows it; callers use episode numbers.
+
+    Attributes:
+        counts: Numbers of restored episodes (`restored`), of calls that failed with the death of
+            their worker (`workers_lost`), of responses that an environment may have received twice
+            (`steps_repeated`), and of episodes that could not be restored (`replay_mismatches`).
     """
 
     def __init__(self, workers: EnvironmentWorkers) -> None:
         self._workers = workers
-        self._caller = secrets.token_hex(4)  # what an earlier one holds is not this one's
+        # Keys differ between callers, because an earlier caller's episodes may still be open.
+        self._caller = secrets.token_hex(4)
         self._serials = itertools.count()
         self._keys: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
@@ -137,15 +179,24 @@ class EpisodeSessions:
     async def begin(
         self, number: int, payload: Mapping[str, Any], room: int | None = None
     ) -> EpisodeStart:
-        """Begin an episode; `room`: tokens of a first call. Raises EnvironmentFault."""
+        """Start episode `number` in its worker, and return the input of its first turn.
 
-        async def begun() -> EpisodeStart:
+        Args:
+            number: Number of the episode, unique among the caller's open episodes.
+            payload: Payload of the task's prompt, from which the row is made.
+            room: Largest number of tokens of an agent's first call; None for no limit.
+
+        Raises:
+            EnvironmentFault: The environment or agent failed, or its worker died three times.
+        """
+
+        async def start() -> EpisodeStart:
             key = self._new_key(number)
             return await self._workers.call(
                 number, 1, lambda worker: worker.begin(key, payload, room)
             )
 
-        return await self._tried(number, begun)
+        return await self._with_retries(number, start)
 
     async def step(
         self,
@@ -159,20 +210,33 @@ class EpisodeSessions:
         logprobs: Sequence[float] = (),
         asked_before: bool = False,
     ) -> StepResult:
-        """Hand the answer of the last of `turns` to the environment, which is restored if need be.
+        """Send the response of the last turn to episode `number`'s environment; return its reply.
 
-        `asked_before`: an earlier caller may have done so. Raises EnvironmentFault, and
-        ReplayDiffers where it cannot be restored.
+        An episode that is not open in its worker, as after the worker's death, is restored first.
+
+        Args:
+            number: Number of the episode.
+            payload: Payload of the task's prompt, from which the row is made.
+            turns: All turns of the episode.
+            answer_ids: Tokens of the response of the last turn.
+            room: Number of tokens that the next turn's input may add to its branch.
+            last: Whether a limit of the episode is reached, so that there is no next turn.
+            logprobs: Log-probability of each token of the response; only agents need them.
+            asked_before: Whether an earlier caller may already have sent this response.
+
+        Raises:
+            EnvironmentFault: The environment or agent failed, or its worker died three times.
+            ReplayDiffers: The episode cannot be restored.
         """
-        turn, asked = turns[-1].number, asked_before
+        turn, sent = turns[-1].number, asked_before
 
-        async def stepped() -> StepResult:
-            nonlocal asked
+        async def send() -> StepResult:
+            nonlocal sent
             if number not in self._keys:
                 await self._restore(number, payload, turns)
-            if asked:
+            if sent:
                 self.counts["steps_repeated"] += 1
-            asked, key = True, self._keys[number]
+            sent, key = True, self._keys[number]
             try:
                 reply = await self._workers.call(
                     number,
@@ -180,23 +244,27 @@ class EpisodeSessions:
                     lambda worker: worker.step(key, answer_ids, turn, room, last, logprobs),
                 )
             except EpisodeUnknown:
-                asked = False
+                sent = False
                 raise
             self.counts.update(reply.counts)
             if reply.ended is not None:
                 del self._keys[number]
             return reply
 
-        return await self._tried(number, stepped)
+        return await self._with_retries(number, send)
 
     async def forget(self, number: int) -> str | None:
-        """Close an episode, if it is held; what was wrong with that."""
+        """Close episode `number` in its worker, if it is open.
+
+        Returns:
+            The error message from closing the environment; None if there was no error.
+        """
         key = self._keys.pop(number, None)
         if key is not None:
             try:
                 return await self._workers.call(number, 1, lambda worker: worker.forget(key))
             except RemoteObjectLost:
-                return None  # and with it what it held
+                return None  # The episode ended with its worker.
             except ComponentFailure as late:
                 return str(late)
         return None
@@ -204,6 +272,11 @@ class EpisodeSessions:
     async def _restore(
         self, number: int, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
+        """Restore episode `number` from its stored `turns`, under a new key, and count the result.
+
+        Raises:
+            ReplayDiffers: The episode cannot be restored.
+        """
         key = self._new_key(number)
         try:
             await self._workers.call(
@@ -211,28 +284,42 @@ class EpisodeSessions:
             )
         except (ReplayDiffers, EnvironmentFault) as error:
             self.counts["replay_mismatches"] += 1
-            raise ReplayDiffers(f"an environment cannot go on: {error}") from error
+            raise ReplayDiffers(f"an episode cannot be restored: {error}") from error
         self.counts["restored"] += 1
 
-    async def _tried(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of a call, which is repeated when its worker dies; the last time alone."""
+    async def _with_retries(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
+        """Await `call()` for episode `number`, again if its worker dies; return the result.
+
+        The last attempt has the worker exclusively.
+
+        Raises:
+            EnvironmentFault: The worker died during each of `_MAX_ATTEMPTS` attempts.
+            EpisodeUnknown: The worker did not have the episode in more than `_MAX_RESTORES`
+                attempts, because it kept dying between them.
+        """
         lost = unknown = 0
         while True:
             try:
-                async with self._workers.through(number, alone=lost == _TRIES - 1):
+                async with self._workers.locked(number, exclusive=lost == _MAX_ATTEMPTS - 1):
                     return await call()
-            except EpisodeUnknown:  # the worker had died before
+            except EpisodeUnknown:  # The worker died before this call.
                 unknown += 1
-                if unknown > _MOST_RESTORED:
+                if unknown > _MAX_RESTORES:
                     raise
             except RemoteObjectLost as error:
                 lost += 1
                 self.counts["workers_lost"] += 1
-                if lost == _TRIES:
-                    raise EnvironmentFault(f"its worker died {_TRIES} times: {error}") from error
+                if lost == _MAX_ATTEMPTS:
+                    raise EnvironmentFault(
+                        f"the worker of this episode died {_MAX_ATTEMPTS} times: {error}"
+                    ) from error
+            # Without a key, the episode is restored in the next attempt.
             self._keys.pop(number, None)
 
     def _new_key(self, number: int) -> str:
-        """The key of an episode from now on; what is asked of its worker has it in it."""
+        """Register and return a new key for episode `number`, by which its worker will know it.
+
+        A key from before the worker's death is not used again.
+        """
         key = self._keys[number] = f"{self._caller}.{number}.{next(self._serials)}"
         return key

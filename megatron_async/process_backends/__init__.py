@@ -1,10 +1,12 @@
-"""Start, call, watch and end a class in a process of its own, on this machine or on many.
+"""Starts, calls, watches and ends objects that run in separate processes, on one or many machines.
 
-- backend: the protocol that the product uses, and its errors. addresses: finds a backend again.
-- local: processes of this machine, called over Unix sockets. host: such a process from inside.
-- sockets: their calls. child_process: starts, explains and ends child processes of every kind.
-- on_ray: actors of a Ray cluster. ray_cluster: that cluster's start, its key and its files. Only
-  these two import Ray.
-- remote_object: the object in its process, alike in both: it packs what its methods
-  return or raise.
+- backend: the protocol that the product uses, and its errors. addresses: connects to a backend that
+  another process has opened.
+- local: processes of this machine, called over Unix sockets. host: the program of such a process.
+- sockets: calls over Unix sockets. child_process: starts and ends child processes of every kind,
+  and explains how they ended.
+- on_ray: actors of a Ray cluster. ray_cluster: starting a cluster, its token and its files. Only
+  these two modules import Ray.
+- remote_object: packing of calls, results and errors, and the object inside its process; both
+  backends use it.
 """

@@ -1,4 +1,4 @@
-"""Finds a place again, in another process than the one that has opened it."""
+"""Connects to a process backend by its address, from a process that did not open the backend."""
 
 from pathlib import Path
 
@@ -6,9 +6,15 @@ from megatron_async.process_backends.backend import ProcessBackend
 
 
 def connect_backend(address: str, logs: Path) -> ProcessBackend:
-    """The place at an address that another process has opened. `logs`: for what is started here.
+    """Connect to the process backend at `address`, and return it.
 
-    Raises ComponentFailure when it cannot be reached.
+    Args:
+        address: The `address` of a backend that another process opened: `local:` and its directory,
+            or `ray:` and the address of the Ray cluster.
+        logs: Folder for logs of the processes that this process starts; used on one machine only.
+
+    Raises:
+        ComponentFailure: The Ray cluster cannot be reached.
     """
     kind, _, where = address.partition(":")
     if kind == "local":

@@ -1,45 +1,47 @@
-"""The protocol of places: all that the product uses of the processes that its classes run in.
+"""Defines the protocol by which the product starts objects in other processes and calls them.
 
-    place = connect_backend(address, logs)
-    engine = place.start(EngineHost, "engine0", settings, name="engine0", gpus=1)
+    backend = connect_backend(address, logs)
+    engine = backend.start(EngineHost, "engine0", settings, name="engine0", gpus=1)
     url = await engine.call(lambda host: host.start(), limit=300)
     engine.end()
 
 Invariants
-- `call` and `ask` get a function that makes one call of one asynchronous method. It gets a
-  `CallRecorder` here; the call is made of the object in its process.
-- A call ends within its limit, which counts only time in which the caller could run, and its
-  method goes on when the caller has died, was canceled or has stopped waiting.
-- Errors of this package reach the caller as they are. Any other is a defect of the method:
-  `CallFailed`, with the traceback in the log of its process.
-- An object is made anew, with the same arguments, when its process dies and it has restarts left.
-  Calls under way are lost then; they are never repeated here.
-- What is placed ends with the process that started it, however that ends.
+- `call` and `call_blocking` get a function that calls one asynchronous method once. In this
+  process, the function gets a `CallRecorder`; the recorded call is made on the object in the
+  object's process.
+- A call ends within its limit, which counts only time in which the caller's process could run. The
+  method continues if the caller dies, is canceled or stops waiting.
+- Errors of this package's classes reach the caller unchanged. Any other error is a defect of the
+  method: the caller gets `CallFailed`, and the log of the object's process has the traceback.
+- If its process dies and restarts remain, an object is built again with the same arguments. Calls
+  that were running are lost; a backend never repeats them.
+- A remote object ends with the process that started it, in whatever way that process ends.
 
-What a run places, and how it comes back after a kill:
+The remote objects of a run, and how they recover after a kill:
 
-| object | restarts here | asked again by | continues from |
+| object | restarts by the backend | called again by | continues from |
 |---|---|---|---|
 | `ManagerHost` | `engines.max_restarts` | `TrainLoop`, by `attach` | store, step of the trainer |
 | `EngineHost` | none | `Fleet`, `engines.max_restarts` times | stored tokens, sent weights |
 | `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: jobs are sent again |
-| `EnvironmentProcess`, `AgentProcess` | unlimited | `EpisodeSessions` | snapshot or answers |
+| `EnvironmentProcess`, `AgentProcess` | unlimited | `EpisodeSessions` | snapshot or responses |
 
-- Manager: it must be back within `engines.start_timeout_seconds` and a minute. The trainer attaches
-  on the same lineage, repeats the call that was lost and publishes its weights to new engines.
-- Engine: its trajectories continue on other engines. A new engine serves nothing before it has the
-  current weights. The run ends when no engine is left and none may be restarted.
-- Scorer: on one machine, a `ScorerWorker` lives in the manager's process and restarts its scorer
+- Manager: it must run again within `engines.start_timeout_seconds` and a minute. The trainer
+  attaches on the same lineage (the number that grows by one at every resume), repeats the call that
+  was lost, and publishes its weights to new engines.
+- Engine: its trajectories continue on other engines. A new engine gets no requests before it has
+  the current weights. The run ends when no engine remains and none may be restarted.
+- Scorer: on one machine, a `ScorerWorker` is in the manager's process and restarts its scorer
   process. A score whose process dies is requested twice, an asynchronous one three times; then it
   counts as failed. On several machines, a call whose worker is lost is made up to five times.
 - Environment or agent: a call whose worker dies is made three times at most, the last time with no
-  other step on that worker. Then, or if it cannot be restored, its episode has failed
-  (`episode.on_failure`).
-- Trainer rank: it is not placed here. torchrun restarts all ranks, `trainer.max_restarts` times (0
-  by default); they restore the newest checkpoint on a new lineage and attach to the manager, which
-  has kept generating (`train_loop/attempt.py`).
+  other call of that worker. If this fails too, or the episode cannot be restored, the episode has
+  failed (`episode.on_failure`).
+- Trainer rank: backends do not start it. torchrun restarts all ranks, `trainer.max_restarts` times
+  (0 by default); they restore the newest checkpoint on a new lineage and attach to the manager,
+  which has continued generating (`train_loop/attempt.py`).
 
-On one machine, `local.py` restarts processes, on several machines Ray does.
+On one machine, `local.py` restarts processes; on several machines, Ray does.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
@@ -49,7 +51,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from megatron_async.errors import ComponentFailure, ProcessKilled
 
 UNLIMITED: Final = 1_000_000_000
-"""`restarts` without end."""
+"""Number of `restarts` that stands for no limit."""
 
 
 T = TypeVar("T")
@@ -58,50 +60,65 @@ R = TypeVar("R")
 
 
 class RemoteObjectLost(ProcessKilled):
-    """The process of a placed object has died; it may be under way to be started again."""
+    """Error of a call whose remote object's process died; the process may be starting again."""
 
 
 class RemoteObjectDead(RemoteObjectLost):
-    """A placed object has died for good."""
+    """Error of a call whose remote object's process died and is not started again."""
 
 
 class CallTimeout(ComponentFailure):
-    """A method has not returned within the limit of its call."""
+    """Error of a call whose method did not return within the call's time limit."""
 
 
 class CallFailed(ComponentFailure):
-    """A method has raised what is no error of this package: its type, first line and log."""
+    """Error of a call whose method raised an error of a class outside this package.
+
+    The message has the type and first line of that error, and where the log has its traceback.
+    """
 
 
 @dataclass(frozen=True)
 class MethodCall:
-    """A call of a method by its name, as it travels to the process of the object."""
+    """Name and arguments of a method call, as they are sent to the process of a remote object."""
 
     method: str
     arguments: tuple[Any, ...]
 
     def on(self, target: object) -> Any:
-        """Make the call."""
+        """Call the method on `target`, and return its result (a coroutine for `async def`)."""
         return getattr(target, self.method)(*self.arguments)
 
 
 class CallRecorder:
-    """Stands for an object in another process: calling a method of it returns the `MethodCall`."""
+    """Placeholder for a remote object, whose every method returns its call as a `MethodCall`."""
 
     def __getattr__(self, method: str) -> Callable[..., MethodCall]:
         return lambda *arguments: MethodCall(method, arguments)
 
 
 def recorded(what: Callable[[Any], Any]) -> MethodCall:
-    """Return the method call that the function `what` makes, without making it."""
+    """Return the method call that the function `what` makes on its argument, without running it."""
     return cast(MethodCall, what(CallRecorder()))
 
 
 class RemoteObject(Protocol[T_co]):
-    """An object in a process of its own. Calls raise what the method raises, and see above."""
+    """An object in a separate process, whose asynchronous methods are called from this process."""
 
     def call(self, what: Callable[[T_co], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
-        """Make a call of the object. `what` runs at once, before the result is awaited."""
+        """Call a method of the remote object; the returned coroutine gives the method's result.
+
+        Args:
+            what: Function that calls one method on its argument, as in `lambda host: host.start()`.
+                It is run immediately; the coroutine sends the recorded call.
+            limit: Time limit in seconds.
+
+        Raises:
+            RemoteObjectLost: The object's process died.
+            CallTimeout: The method did not return within `limit`.
+            CallFailed: The method raised an error of a class outside this package. Errors of this
+                package are raised as they are.
+        """
 
     def call_blocking(
         self,
@@ -110,16 +127,25 @@ class RemoteObject(Protocol[T_co]):
         limit: float,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> R:
-        """Make it from code that blocks. What `while_waiting` raises, twice a second, ends it."""
+        """Call a method of the remote object, block until it returns, and return its result.
+
+        Parameters and errors are those of `call`. `while_waiting` is called twice a second; an
+        error that it raises ends the wait.
+        """
 
     def end(self) -> None:
-        """Kill it and all that it started. A second call does nothing."""
+        """Kill the process of the remote object and all processes that it started.
+
+        A second call does nothing.
+        """
 
 
 class ProcessBackend(Protocol):
-    """A cluster or a machine to place objects on; `one_machine`: only processes of this one.
+    """This machine, or a Ray cluster, on which objects can be started in separate processes.
 
-    `address`: by which `connect_backend` finds it from another process.
+    Attributes:
+        address: Address by which `connect_backend` connects to the backend from another process.
+        one_machine: Whether all processes are on this machine.
     """
 
     address: str
@@ -134,14 +160,31 @@ class ProcessBackend(Protocol):
         gpus: int = 0,
         here: bool = False,
     ) -> RemoteObject[T]:
-        """Make `what(*arguments)` in a new process; returns at once, and calls wait for it.
+        """Start a process that builds the object `what(*arguments)`; return a handle to the object.
 
-        `gpus`: of its own, as CUDA_VISIBLE_DEVICES there. `here`: on this machine, and to be
-        found by its name. Raises ComponentFailure when so many GPUs are not there.
+        The handle is returned at once; calls of the object wait until the object exists.
+
+        Args:
+            what: Class of the object, or a function that returns it.
+            *arguments: Arguments of `what`; they must be picklable.
+            name: Name of the object, also of its log.
+            restarts: How often the process is started again after it died; `UNLIMITED` for always.
+            gpus: Number of GPUs that the process has exclusively, set as its CUDA_VISIBLE_DEVICES.
+            here: Whether the process must be on this machine, and can be found by its name.
+
+        Raises:
+            ComponentFailure: Fewer than `gpus` GPUs are free, or the process cannot be started.
         """
 
     def find(self, name: str, what: Callable[..., T]) -> RemoteObject[T]:
-        """Return the object of class `what` that any process started `here` under this name."""
+        """Return a handle to the object of class `what` that was started as `name` with `here`.
+
+        Any process may have started the object. If no object has the name, calls of the handle
+        raise RemoteObjectLost.
+        """
 
     def close(self) -> None:
-        """Leave; the place itself ends with whoever opened it."""
+        """End this process's use of the backend, and the remote objects that it started.
+
+        The backend itself ends with the process that opened it.
+        """

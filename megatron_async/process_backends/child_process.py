@@ -1,15 +1,15 @@
-"""Child processes: started, explained and ended in one way, whatever runs in them.
+"""Starts and ends child processes of every kind, and explains how they ended.
 
 Invariants
-- A child imports nothing from the directory that the user works in: a file `random.py` or
-  `tokenizers.py` there would replace a module of ours, of Python's or of a library's. Code of the
-  user's is loaded by its path (`import_path`).
-- A child leads a session of its own: Ctrl-C at a terminal reaches the process that started it only.
-- A child ends with its starter, also when that is killed. A program of ours holds a lifeline: the
-  read end of a pipe whose write end the starter has, so that the kernel closes it when the starter
-  ends. Any other program gets a parent-death signal, which comes when the thread ends that started
-  it.
-- After `end` or `reap`, no process of the child's group is left.
+- A child imports nothing from the working directory: a file `random.py` or `tokenizers.py` there
+  would replace a module of this project, of Python or of a library. The user's code is loaded by
+  its path (`import_path`).
+- A child has a separate session, so Ctrl-C at a terminal reaches only the process that started it.
+- A child ends with its starter, also if the starter is killed. A program of this project holds a
+  lifeline: the read end of a pipe whose write end the starter has, which the kernel closes when the
+  starter ends. Any other program gets a parent-death signal, which the kernel sends when the thread
+  that started the program ends.
+- After `end` or `reap`, no process of the child's process group exists.
 """
 
 import os
@@ -32,21 +32,26 @@ from megatron_async.files.disk import writing
 from megatron_async.runtime.prctl import PDEATHSIG, prctl
 
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-"""Has the effect of `-P` on every Python below a process whose command we do not make."""
+"""Environment variable that acts as Python's option `-P`, also in the child processes of a program
+whose command line this project does not create."""
 LIFELINE_VARIABLE: Final = "MEGATRON_ASYNC_LIFELINE_FD"
 _KILL_SECONDS: Final = 10.0
 TAIL_CHARACTERS: Final = 1500
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this interpreter."""
+    """Return the command line that runs a module with this Python interpreter.
+
+    The module imports nothing from the working directory (option `-P`).
+    """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def after_fork(parent_death: signal.Signals) -> Callable[[], None]:
-    """Return a `preexec_fn` for a foreign program, which then gets this signal when we die.
+    """Return a `preexec_fn` that makes a child get the signal `parent_death` when its starter dies.
 
-    The program also ignores SIGUSR2, which asks a run to stop and must kill no process.
+    It is meant for programs that are not this project's. The child also ignores SIGUSR2, which
+    requests that a run stop and must not kill any process.
     """
     return partial(_prepare, parent_death)
 
@@ -57,7 +62,10 @@ def _prepare(parent_death: signal.Signals) -> None:
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A process with a session of its own; `subprocess.Popen` has the other methods."""
+    """A child process in a separate session, with its log and, if it holds one, its lifeline.
+
+    `subprocess.Popen` has the other methods.
+    """
 
     def __init__(
         self,
@@ -69,14 +77,19 @@ class ChildProcess(subprocess.Popen[bytes]):
         pass_fds: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        """Start `command`. Raises OSError, and CannotWrite for the log.
+        """Start `command` as a child process.
 
         Args:
-            log: File to which its output is appended; None: `options` say where that goes.
-            lifeline: The program calls `hold_lifeline`.
-            env: The whole environment of the program. None: the environment of this process.
-            pass_fds: Descriptors that stay open in it.
-            options: Others of `subprocess.Popen`.
+            command: Program and its arguments.
+            log: File to which the child's output is appended; None if `options` direct the output.
+            lifeline: Whether the program calls `hold_lifeline`.
+            env: Whole environment of the child; None for the environment of this process.
+            pass_fds: File descriptors that stay open in the child.
+            options: Other arguments of `subprocess.Popen`.
+
+        Raises:
+            OSError: The program cannot be started.
+            CannotWrite: The log cannot be written.
         """
         environment = dict(os.environ if env is None else env)
         self.log = Path(os.devnull) if log is None else log
@@ -107,15 +120,18 @@ class ChildProcess(subprocess.Popen[bytes]):
                 raise
 
     def ended_within(self, seconds: float) -> bool:
-        """Wait for its end, `seconds` at most; return whether it has ended."""
+        """Wait up to `seconds` for the end of the process; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(seconds)
         return self.returncode is not None
 
     def end(self, grace_seconds: float = 10.0) -> None:
-        """Ask the process to end, then kill the rest of its group. A second call does nothing.
+        """Send the process SIGTERM, wait up to `grace_seconds`, then kill its process group.
 
-        Raises ComponentFailure if something outlives SIGKILL.
+        A second call does nothing.
+
+        Raises:
+            ComponentFailure: A process of the group still exists after SIGKILL.
         """
         if self._group_ended:
             return
@@ -124,24 +140,25 @@ class ChildProcess(subprocess.Popen[bytes]):
             if self.poll() is None and grace_seconds:
                 self.terminate()
                 self.ended_within(grace_seconds)
-        finally:  # also of an interrupt that comes while it ends
+        finally:  # The group is killed also if an interrupt ends the wait.
             kill_group(self.pid)
             self.ended_within(_KILL_SECONDS)
-            left = []
+            remaining = []
             for member in psutil.process_iter():
                 with suppress(ProcessLookupError, PermissionError):
                     if os.getpgid(member.pid) == self.pid:
-                        left.append(member)
-            if not wait_until_ended(left, _KILL_SECONDS):
+                        remaining.append(member)
+            if not wait_until_ended(remaining, _KILL_SECONDS):
                 raise ComponentFailure(
-                    f"processes that process {self.pid} has started outlived SIGKILL by "
-                    f"{_KILL_SECONDS:g} seconds"
+                    f"processes that process {self.pid} started still exist "
+                    f"{_KILL_SECONDS:g} seconds after SIGKILL"
                 )
             self._group_ended = True
 
     def reap(self) -> int:
         """Wait until the process ends, kill the rest of its group, and return the exit code."""
-        # Unreaped, its number is no other group's; code of the user's may wait for any child.
+        # The ended process is left unreaped until its group is killed, so that no other group can
+        # get its number. ChildProcessError: the user's code may have reaped all children.
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         kill_group(self.pid)
@@ -150,7 +167,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return self.wait()
 
     def output(self) -> str:
-        """Return the output of the process, from its log."""
+        """Return what this process has written to its log; empty if there is no log."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -158,20 +175,24 @@ class ChildProcess(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace")
 
     def why(self) -> str:
-        """Return the second half of a sentence: the cause by the log, or the end of the log."""
+        """Return why the process ended, to be appended to a sentence that says that it ended.
+
+        This is the cause that its log shows, or else the end of the log.
+        """
         return self._why(self.output())
 
     def _why(self, text: str) -> str:
+        """Return the cause in the output `text`, or its end, to be appended to a sentence."""
         cause = cause_in_log(text)
         if cause is not None:
             return f": {cause}; its log is {self.log}"
         tail = text[-TAIL_CHARACTERS:]
         if tail != text:
-            tail = tail.partition("\n")[2] or tail  # from a line's start
+            tail = tail.partition("\n")[2] or tail  # Start at the beginning of a line.
         return f"; the end of its log ({self.log}):\n{tail.strip()}"
 
     def failure(self, what: str) -> ComponentFailure:
-        """Return an error that explains how the process ended. `what` is its name in a sentence."""
+        """Return an error that explains how the process ended; `what` names it in the message."""
         code, text = self.poll(), self.output()
         ended = "failed" if code is None else describe_exit(code)
         if code is not None and code < 0 and cause_in_log(text) is None:
@@ -179,32 +200,33 @@ class ChildProcess(subprocess.Popen[bytes]):
         return ComponentFailure(f"{what} {ended}{self._why(text)}")
 
     def _cut_lifeline(self) -> None:
-        """Let a program that holds the lifeline end."""
+        """Close this process's end of the lifeline, so that the program which holds it ends."""
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)
 
 
 def kill_group(leader: int) -> None:
-    """Kill the process group of a child."""
+    """Send SIGKILL to the process group of the child with process ID `leader`, if it exists."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait until killed processes have ended; return whether all did within the time limit.
+    """Wait up to `seconds` until all `processes`, which were killed, have ended; return whether so.
 
-    They need not be children of this process. A zombie counts as ended, because process 1 of a
-    container may never reap it.
+    The processes need not be children of this process. A zombie counts as ended, because process 1
+    of a container may never reap it.
     """
     deadline = time.monotonic() + seconds
-    left = [*processes]
-    while (left := [process for process in left if _runs(process)]) and time.monotonic() < deadline:
+    running = [*processes]
+    while (running := [each for each in running if _runs(each)]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not left
+    return not running
 
 
 def _runs(process: psutil.Process) -> bool:
+    """Return whether `process` exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -215,9 +237,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
-    """End this process group when its starter has ended, if the starter left a pipe for that.
+    """Kill this process's group once the process that started it ends, watching the lifeline pipe.
 
-    `last_act` is called first. Programs that this process starts do not inherit the pipe.
+    Without a lifeline in the environment, nothing happens. `last_act` is called before the kill.
+    Programs that this process starts do not inherit the pipe.
     """
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:
@@ -226,23 +249,29 @@ def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
 
 
 def follow_parent() -> None:
-    """End this process group when the parent process ends."""
+    """Kill this process's group once its parent process ends."""
     parent = os.getppid()
     ended = os.pidfd_open(parent)
-    if os.getppid() != parent:  # it has ended before the call, and its number may be another's
+    # The parent may have ended before `pidfd_open`, and another process may have got its number.
+    if os.getppid() != parent:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     _end_when_ready(ended)
 
 
 def _end_when_ready(descriptor: int, last_act: Callable[[], None] = lambda: None) -> None:
+    """Start a thread that kills this process's group once `descriptor` becomes readable.
+
+    `last_act` is called before the kill.
+    """
+
     def wait() -> None:
         ends = select.poll()
         ends.register(descriptor, select.POLLIN)
-        ends.poll()  # nothing is ever written: it is ready at the end
+        ends.poll()  # Nothing is ever written, so the descriptor is ready only at the end.
         try:
             last_act()
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    prctl(PDEATHSIG, signal.SIGCONT)  # wakes a process that is stopped
+    prctl(PDEATHSIG, signal.SIGCONT)  # Wakes a stopped process, so that its thread can run.
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

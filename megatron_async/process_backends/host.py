@@ -1,9 +1,9 @@
-"""The process of an object of the local backend.
+"""Runs one remote object of the local backend; the program of the object's process.
 
-Started as `-m megatron_async.process_backends.host NAME SOCKET`.
-
-Standard input holds the pickled class and its arguments. Calls come over the listening socket with
-this number, which whoever started the process has made: they can be there before the process is.
+It is started as `-m megatron_async.process_backends.host NAME SOCKET`. Standard input has the
+pickled class and its arguments. `SOCKET` is the descriptor of the listening socket, over which
+calls arrive. The starter of the process creates the socket, so calls can wait in it before the
+process runs.
 """
 
 import asyncio
@@ -21,17 +21,20 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 
 
 async def _serve(listening: socket.socket) -> None:
-    with gc_disabled(frozen=True):  # finding the class imports all that it needs
+    """Build the object from standard input, and serve calls of it on the socket forever."""
+    # Unpickling the class imports its module with all that the module needs.
+    with gc_disabled(frozen=True):
         what, arguments = pickle.load(sys.stdin.buffer)
     remote = HostedObject(what, *arguments)
     await serve(listening, remote.handle)
 
 
 def new_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed, as it is with SGLang and with Ray.
+    """Return the function that creates uvloop's event loops; None if uvloop is not installed.
 
-    An HTTP client that a user's program drops unclosed may make asyncio's own loop stop listening
-    to another connection: its end comes when the number of its descriptor is another's.
+    SGLang and Ray install uvloop. asyncio's own loop has a defect that user programs can cause: if
+    a program drops an HTTP client without closing it, the loop may stop listening to another
+    connection, which by then has the same descriptor number.
     """
     try:
         import uvloop
@@ -41,9 +44,10 @@ def new_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def main(socket_number: int) -> None:
-    """Serve until killed."""
+    """Serve calls of the object on the listening socket `socket_number` until killed."""
     hold_lifeline()
-    # It asks trainers to stop, and nobody may die of it; what is started here inherits that.
+    # SIGUSR2 requests that trainers stop, and must not kill this process. Child processes inherit
+    # the setting.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     os.set_inheritable(socket_number, False)
     with asyncio.Runner(loop_factory=new_loops()) as runner:

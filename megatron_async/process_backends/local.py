@@ -1,13 +1,14 @@
-"""The local backend: each object is a process of this machine, called over a Unix socket.
+"""Provides the local process backend: objects in processes of this machine, over Unix sockets.
 
-In a directory of its own (files/private_directory.py), the socket of what was started under a name
-has that name.
+The backend has a private directory (files/private_directory.py). In it, the socket of an object has
+the object's name.
 
 Invariants
-- A socket is there from before its process is started until it has died for good: a call waits in
-  it while the process starts, or is started again.
-- A process has a session of its own and a lifeline to its starter; `end` kills what it started too.
-- One that dies again and again soon after its start is started again ever more slowly.
+- An object's socket exists from before the start of its process until the process is dead and not
+  started again. A call waits in the socket while the process starts or is restarted.
+- A process has a separate session and a lifeline to its starter. `end` also kills all processes
+  that it started.
+- A process that repeatedly dies soon after its start is restarted after ever longer pauses.
 """
 
 import asyncio
@@ -46,14 +47,18 @@ VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS: Final = 10.0
 _OUTPUT_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 10.0
-_PAUSES: Final = (0.1, 10.0)  # seconds; the first is doubled up to the last
+_PAUSES: Final = (0.1, 10.0)
+"""First and longest pause in seconds before a restart; each pause is twice the one before."""
 
 
 @contextmanager
 def local_backend(logs: Path, gpus: str | None = None) -> "Iterator[LocalBackend]":
-    """A place of this machine, ended with the block.
+    """Create a local process backend for the block; at its end, all processes are killed.
 
-    `gpus`: those that may be used, as in CUDA_VISIBLE_DEVICES; None: those of this process.
+    Args:
+        logs: Folder for the logs of the processes.
+        gpus: GPUs that processes may use, in the form of CUDA_VISIBLE_DEVICES; None for the GPUs of
+            this process.
     """
     with private_directory() as directory:
         backend = LocalBackend(directory, logs, gpus)
@@ -64,21 +69,22 @@ def local_backend(logs: Path, gpus: str | None = None) -> "Iterator[LocalBackend
 
 
 def visible_gpus() -> list[str]:
-    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get(VISIBLE_VARIABLE)
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
+    """Return the names of the GPUs that this process can use, as in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get(VISIBLE_VARIABLE)
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
     import torch
 
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
 class LocalBackend:
-    """Processes of this machine (`Place`). For several threads."""
+    """Process backend of this machine (implements `ProcessBackend`). It is thread-safe."""
 
     one_machine = True
 
     def __init__(self, directory: Path, logs: Path, gpus: str | None = None) -> None:
+        """Create a backend with sockets in `directory` and logs in `logs`; see `local_backend`."""
         self.address = f"local:{directory}"
         self._directory, self._logs, self._gpus = directory, logs, gpus
         self._free: list[str] | None = None if gpus is None else gpus.split(",")
@@ -95,9 +101,10 @@ class LocalBackend:
         here: bool = False,
     ) -> "LocalRemoteObject[T]":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("OMP_NUM_THREADS", "1")  # more would fight the other processes
-        taken = self._take(gpus, name)
-        if visible := (",".join(taken) if gpus else self._gpus):
+        # More threads would compete with those of the other processes.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        reserved = self._reserve_gpus(gpus, name)
+        if visible := (",".join(reserved) if gpus else self._gpus):
             environment[VISIBLE_VARIABLE] = visible
         process = _Process(
             self._directory / name,
@@ -105,7 +112,7 @@ class LocalBackend:
             self._logs / f"{name}.log",
             environment,
             restarts,
-            lambda: self._give_back(taken),
+            lambda: self._release_gpus(reserved),
         )
         self._started.append(process)
         return LocalRemoteObject(self._directory / name, self._logs, process)
@@ -114,31 +121,45 @@ class LocalBackend:
         return LocalRemoteObject(self._directory / name, self._logs)
 
     def close(self) -> None:
-        with ExitStack() as ends:  # all of them, also when an interrupt comes at one
+        # The stack ends every process, also if an interrupt comes while one of them ends.
+        with ExitStack() as ends:
             for process in self._started:
                 ends.callback(process.end)
 
-    def _take(self, count: int, name: str) -> list[str]:
+    def _reserve_gpus(self, count: int, name: str) -> list[str]:
+        """Reserve `count` free GPUs for the object `name`, and return their names.
+
+        Raises:
+            ComponentFailure: Fewer than `count` GPUs are free.
+        """
         if not count:
             return []
         with self._lock:
             if self._free is None:
                 self._free = visible_gpus()
             if count > len(self._free):
-                raise ComponentFailure(f"{name} needs {count} GPUs, and {len(self._free)} are free")
-            taken, self._free = self._free[:count], self._free[count:]
-            return taken
+                raise ComponentFailure(f"{name} needs {count} GPUs, but {len(self._free)} are free")
+            reserved, self._free = self._free[:count], self._free[count:]
+            return reserved
 
-    def _give_back(self, taken: list[str]) -> None:
+    def _release_gpus(self, reserved: list[str]) -> None:
+        """Make reserved GPUs free again, after their process is dead."""
         with self._lock:
-            if taken:
-                self._free = sorted([*(self._free or []), *taken])
+            if reserved:
+                self._free = sorted([*(self._free or []), *reserved])
 
 
 class LocalRemoteObject(RemoteCalls[T]):
-    """An object in a process of this machine (`Placed`); `process`: if it was started here."""
+    """Handle to an object in a process of this machine (implements `RemoteObject`)."""
 
     def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
+        """Create a handle.
+
+        Args:
+            path: Path of the object's socket, whose file name is the object's name.
+            logs: Folder with the log of the object's process.
+            process: The object's process; None if another process started it.
+        """
         super().__init__(path.name, str(logs / f"{path.name}.log"))
         self._path, self._process = path, process
 
@@ -161,17 +182,19 @@ class LocalRemoteObject(RemoteCalls[T]):
         return 0 if self._process is None else self._process.deaths
 
     def _lost(self, method: str, deaths: int) -> ComponentFailure:
-        """Explain a broken connection, which comes a moment before the end of its process.
+        """Return the error for a broken connection in a call of `method`: why the process died.
 
-        `deaths`: those before the call.
+        The connection breaks a moment before the process ends, so this method waits for that end.
+        `deaths` is how often the process had died before the call.
         """
-        # The socket first: the watcher marks a dead process before it removes the process's socket.
+        # The socket is checked first, because the watcher marks a process as dead before it removes
+        # the socket.
         removed = not self._path.exists()
         if removed and self._process is not None and self._process.runs:
             return ComponentFailure(
-                f"{self._path.name} cannot be called any more (waiting for {method}): its socket "
-                f"{self._path} was removed while it ran; exclude {self._path.parent.parent} from "
-                "what cleans up temporary files, and go on with --resume"
+                f"{self._path.name} can no longer be called (waiting for {method}): its socket "
+                f"{self._path} was removed while it ran. Exclude {self._path.parent.parent} from "
+                "the program that cleans up temporary files, and continue with --resume."
             )
         why = f", or its socket {self._path} was removed"
         if self._process is not None:
@@ -181,7 +204,11 @@ class LocalRemoteObject(RemoteCalls[T]):
 
 
 class _Process:
-    """The process of an object, started again as often as it may be; watched by a thread."""
+    """The process of a remote object, with a thread that watches and restarts the process.
+
+    Attributes:
+        deaths: How often the process has died.
+    """
 
     def __init__(
         self,
@@ -192,6 +219,16 @@ class _Process:
         restarts: int,
         ended: Callable[[], None],
     ) -> None:
+        """Create the socket, and start the process.
+
+        Args:
+            path: Path of the socket.
+            content: The pickled class and arguments of the object.
+            log: File for the output of the process.
+            environment: Environment variables of the process.
+            restarts: How often the process is started again after it died.
+            ended: Called once the process is dead and is not started again.
+        """
         self._path, self._content, self._log = path, content, log
         self._environment, self._restarts, self._ended = environment, restarts, ended
         self._ending = self._dead = False
@@ -204,19 +241,23 @@ class _Process:
         except BaseException:
             self._close()
             raise
-        self._watch = threading.Thread(target=self._look_after, name=path.name, daemon=True)
+        self._watch = threading.Thread(target=self._supervise, name=path.name, daemon=True)
         self._watch.start()
 
     @property
     def runs(self) -> bool:
-        """Return whether the process is still running."""
+        """Whether the process is running."""
         return not self._dead and self._running.returncode is None
 
     def _spawn(self) -> None:
-        """Start the process."""
-        given = os.memfd_create(self._path.name)
-        os.write(given, self._content)
-        os.lseek(given, 0, os.SEEK_SET)
+        """Start the process, with the pickled object as its standard input and a log of its output.
+
+        Raises:
+            ComponentFailure: The process cannot be started.
+        """
+        stdin = os.memfd_create(self._path.name)
+        os.write(stdin, self._content)
+        os.lseek(stdin, 0, os.SEEK_SET)
         number = self._listening.fileno()
         self._began = time.monotonic()
         try:
@@ -229,7 +270,7 @@ class _Process:
                     ),
                     lifeline=True,
                     env=self._environment,
-                    stdin=given,
+                    stdin=stdin,
                     stdout=self._output.sink,
                     stderr=self._output.sink,
                     pass_fds=(number,),
@@ -247,13 +288,14 @@ class _Process:
                 f"{self._path.name} cannot be started: {error.strerror}"
             ) from error
         finally:
-            os.close(given)
+            os.close(stdin)
 
-    def _look_after(self) -> None:
+    def _supervise(self) -> None:
+        """Wait for the end of the process, and start it again, until no restart is permitted."""
         while True:
             code = self._running.reap()
             with self._changed:
-                self.deaths, self._why = self.deaths + 1, self._how(code)
+                self.deaths, self._why = self.deaths + 1, self._explanation(code)
                 self._changed.notify_all()
                 if self._ending or not self._restarts or self._ended_in_pause():
                     return self._close()
@@ -265,41 +307,49 @@ class _Process:
                     return self._close()
 
     def _ended_in_pause(self) -> bool:
-        """Wait before it is started again, if it has died soon; return whether `end` came."""
+        """Pause before a restart if the process died soon after its start.
+
+        Returns:
+            Whether `end` was called, so that the process must not be started again.
+        """
         first, longest = _PAUSES
         soon = time.monotonic() - self._began < _SOON_SECONDS
         self._pause = min(max(2 * self._pause, first), longest) if soon else 0.0
         return self._changed.wait_for(lambda: self._ending, self._pause)
 
     def _close(self) -> None:
-        """Let nobody's call wait any longer: it is dead for good."""
+        """Mark the process dead for good, and remove its socket, so that waiting calls fail."""
         self._dead = True
         self._path.unlink(missing_ok=True)
         self._listening.close()
         self._ended()
 
-    def _how(self, code: int) -> str:
+    def _explanation(self, code: int) -> str:
+        """Return how the process ended, with exit code `code`, to be appended to a sentence."""
         cause = cause_in_log(self._output.tail(_OUTPUT_SECONDS)) or ""
         return f": it {describe_exit(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death_after(self, deaths: int) -> str:
-        """Explain its last death; waits a moment for one after so many."""
+        """Return why the process last died, to be appended to a sentence.
+
+        If it has died only `deaths` times, wait up to `_END_SECONDS` for another death.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._dead or self.deaths > deaths, _END_SECONDS)
             return self._why
 
     def end(self) -> None:
-        """Kill the process and its descendants; wait until they have ended, within a limit."""
+        """Kill the process and its descendants; wait up to `_END_SECONDS` until they have ended."""
         with self._changed:
             ended_before, self._ending = self._ending, True
             self._changed.notify_all()
-            left: list[psutil.Process] = []
+            descendants: list[psutil.Process] = []
             if not ended_before and self._running.returncode is None:
                 with suppress(psutil.Error):
-                    left = psutil.Process(self._running.pid).children(recursive=True)
+                    descendants = psutil.Process(self._running.pid).children(recursive=True)
                 kill_group(self._running.pid)
-        for process in left:
+        for process in descendants:
             with suppress(psutil.Error):
                 process.kill()
-        wait_until_ended(left, _END_SECONDS)
+        wait_until_ended(descendants, _END_SECONDS)
         self._watch.join(_END_SECONDS)

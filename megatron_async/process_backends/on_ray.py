@@ -1,8 +1,8 @@
-"""The Ray place: each object is an actor, on any node of a cluster.
+"""Provides the Ray process backend: objects in Ray actors, on any node of a cluster.
 
-A trainer node of a launch is a Ray node too, because a process can talk to a Ray cluster only
-through a node on its own machine. It carries a label, and nothing is placed there. In a cluster
-without labels the selector matches every node.
+A launch's trainer node is also a Ray node, because a process can use a Ray cluster only through a
+node on its own machine. The trainer node has a label, and no actors are placed there. In a cluster
+without labels, actors may be placed on every node.
 """
 
 import time
@@ -35,7 +35,8 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 ROLE_LABEL: Final = "megatron-async-role"
 TRAINER_ROLE: Final = "trainer"
 _NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
-# To who did not start it, a dead actor whose restart Ray has not begun yet looks dead for good.
+# A process that did not start an actor cannot tell an actor that is dead for good from one whose
+# restart Ray has not started yet. After this time, the actor counts as dead for good.
 _DEAD_SECONDS: Final = 15.0
 
 
@@ -43,9 +44,13 @@ _DEAD_SECONDS: Final = 15.0
 def ray_backend(
     address: str | None, token_file: Path | None = None, gpus: str | None = None
 ) -> "Iterator[RayBackend]":
-    """The Ray cluster at `address`; None: one on this machine, ended with the block.
+    """Join or start a Ray cluster for the block, as a process backend; leave it at the end.
 
-    `token_file`, `gpus`: of that one (see `start_ray`).
+    Args:
+        address: Address of the Ray cluster to join. None to start a cluster on this machine, which
+            ends with the block.
+        token_file: File for the token of a started cluster; removed at the end.
+        gpus: GPUs of a started cluster (see `start_ray`).
     """
     try:
         if address is not None:
@@ -61,15 +66,21 @@ def ray_backend(
 
 
 class RayBackend:
-    """A Ray cluster that this process has joined (`Place`)."""
+    """Process backend of a Ray cluster that this process has joined."""
 
     one_machine = False
 
     def __init__(self, address: str) -> None:
+        """Use the joined Ray cluster at `address`."""
         self.address = f"ray:{address}"
 
     @classmethod
     def joined(cls, address: str) -> "RayBackend":
+        """Join the Ray cluster at `address`, and return its backend.
+
+        Raises:
+            ComponentFailure: The cluster cannot be joined.
+        """
         join_ray(address)
         return cls(address)
 
@@ -87,12 +98,12 @@ class RayBackend:
             node = ray.get_runtime_context().get_node_id()
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             options = {"name": name, "scheduling_strategy": strategy}
-        # Ray shows the class in the list of processes.
-        shown = ray.remote(type(what.__name__, (HostedObject,), {}))
-        actor = shown.options(
+        # The class has the name of `what`, because Ray shows it in the list of processes.
+        named = ray.remote(type(what.__name__, (HostedObject,), {}))
+        actor = named.options(
             num_cpus=0,
             num_gpus=gpus,
-            enable_task_events=False,  # gcs_server keeps 3 KiB of every call otherwise
+            enable_task_events=False,  # Otherwise, gcs_server keeps 3 KiB for every call.
             max_restarts=-1 if restarts == UNLIMITED else restarts,
             **options,
         )
@@ -106,7 +117,10 @@ class RayBackend:
 
 
 def lost_node_of(role: str) -> str | None:
-    """The address of a node with this role that has left the cluster; None where none has."""
+    """Return the address of a node with the label `role` that has left the Ray cluster.
+
+    None if all nodes with this role are alive.
+    """
     for node in ray.nodes():
         if not node["Alive"] and node["Labels"].get(ROLE_LABEL) == role:
             return str(node["NodeManagerAddress"])
@@ -114,9 +128,10 @@ def lost_node_of(role: str) -> str | None:
 
 
 class RayRemoteObject(RemoteCalls[T]):
-    """An object in an actor (`Placed`); `actor`: None until it is found by its name."""
+    """Handle to an object in a Ray actor (implements `RemoteObject`)."""
 
     def __init__(self, name: str, actor: Any = None) -> None:
+        """Create a handle; without `actor`, the actor is looked up by `name` at the first call."""
         super().__init__(name, f"{ray_directory()} on its node")
         self._actor = actor
         self._patience = 0.0 if actor is not None else _DEAD_SECONDS
@@ -137,18 +152,24 @@ class RayRemoteObject(RemoteCalls[T]):
             ray.kill(self._actor)
 
     def _begin(self, call: MethodCall) -> Any:
+        """Send `call` to the actor, and return Ray's reference to the reply.
+
+        Raises:
+            RemoteObjectLost: No actor has the object's name.
+        """
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self._name)
             except ValueError as error:
                 raise RemoteObjectLost(
-                    f"{self._name} is not there: not started yet, or dead"
+                    f"{self._name} does not exist: it is not started yet, or dead"
                 ) from error
         return self._actor.handle.remote(request_of(call))
 
     def _failed(self, method: str, error: RayError) -> ComponentFailure:
+        """Return the error of this package for Ray's `error` in a call of `method`."""
         if not isinstance(error, RayActorError):
-            return ComponentFailure(f"{self._name} cannot be asked {method}: {one_line(error)}")
+            return ComponentFailure(f"{self._name}: failed to call {method}: {one_line(error)}")
         message = f"{self._name} has died (waiting for {method}): {one_line(error)}"
         if isinstance(error, ActorUnavailableError) or not isinstance(error, ActorDiedError):
             self._dead_since = None

@@ -1,9 +1,10 @@
-"""A Ray cluster of the run's own, its key and its files; and how a process joins one.
+"""Starts a run's own Ray cluster with a private token, and joins existing clusters.
 
 Invariants
-- A cluster that is made here answers only to who can read its token.
-- A start that fails is tried once more; what then fails is one sentence with the end of Ray's log.
-- Ray's files of runs that have ended are removed at the next start.
+- A cluster that this module starts accepts only processes that can read its token.
+- A failed start is retried once. If the retry fails too, the error is one sentence with the last
+  line of Ray's log.
+- Ray's files of runs that have ended are removed at the next start, except the newest ones.
 """
 
 import os
@@ -33,91 +34,111 @@ _STARTS: Final = 2
 
 
 def use_ray_token(file: Path) -> None:
-    """Have Ray's processes from here on show the token in `file`, and answer to no other."""
+    """Make Ray use the token in `file` in this process and in Ray processes that it starts.
+
+    Ray then presents this token to other processes, and accepts only processes with this token.
+    """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # What the user's code prints would fill the disk otherwise.
+    # Without rotation, the output of the user's code could fill the disk.
     os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(LOG_BYTES))
     os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
-    Config.initialize("")  # Ray read its environment when it was imported
-    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
+    Config.initialize("")  # Ray has read its environment when it was imported, so read it again.
+    # Drop the token of an earlier Ray cluster of this process.
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def make_ray_token(file: Path) -> None:
-    """Make a token for this user alone; a Ray that this process starts answers only to it."""
+    """Write a new token to `file`, which only this user can read, and make Ray use the token."""
     write_atomically(file, secrets.token_hex(32), private=True)
     use_ray_token(file)
 
 
 def ray_directory() -> Path:
-    """Return the directory of Ray's sockets and logs on this node, which only this user reaches.
+    """Return the directory of Ray's sockets and logs on this node, which only this user can access.
 
-    Ray opens it to everybody as it starts, hence one within another. Its usual place is one for all
-    users of a machine, where the second of them cannot start it and everyone can reach everyone's
-    sockets. Raises UserError when somebody else has made the directory.
+    Ray makes its directory accessible to everyone when it starts, so it is inside a private one.
+    Ray's default directory is shared by all users of a machine: a second user cannot start Ray
+    there, and all users can access each other's sockets.
+
+    Raises:
+        UserError: Another user created the directory.
     """
     return user_directory("ray") / "ray"
 
 
 def start_ray(token_file: Path, gpus: str | None = None) -> str:
-    """Start a Ray cluster on this machine, which this process joins; returns its address.
+    """Start a Ray cluster on this machine, join it, and return its address.
 
-    Ray listens on every interface, whatever address it is given: only who can read `token_file`,
-    which is made here, can use it. `gpus`: what the cluster may hand out, as in
-    CUDA_VISIBLE_DEVICES; None: all that there are. Raises ComponentFailure.
+    Ray listens on every network interface, whatever address it gets. Only processes that can read
+    the token can use the cluster.
+
+    Args:
+        token_file: File that gets a new token.
+        gpus: GPUs of the cluster, in the form of CUDA_VISIBLE_DEVICES; None for all GPUs.
+
+    Raises:
+        ComponentFailure: Ray did not start in two attempts.
     """
     make_ray_token(token_file)
     _remove_dead_sessions(ray_directory())
-    # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
-    own: dict[str, Any] = {
+    # The address is not None, because Ray would then join any cluster that `ray start` recorded on
+    # this machine.
+    arguments: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
         "_temp_dir": str(ray_directory()),
-        # By default Ray's workers, and so the engines, give way to every other process.
+        # By default, Ray gives its workers, and so the engines, a lower priority than others.
         "_system_config": {"worker_niceness": 0},
     }
     if gpus is not None:
-        own["num_gpus"] = len(gpus.split(","))
+        arguments["num_gpus"] = len(gpus.split(","))
     with _visible(gpus):
-        for left in reversed(range(_STARTS)):
+        for remaining in reversed(range(_STARTS)):
             try:
-                return _init(own)
-            except Exception as error:  # Ray raises it as such, too, when a start takes too long
-                ray.shutdown()  # nothing half-started is left
-                if not left:
+                return _init(arguments)
+            except Exception as error:  # Ray raises a plain Exception if a start takes too long.
+                ray.shutdown()  # Ends processes of the failed start.
+                if not remaining:
                     raise ComponentFailure(
-                        f"Ray did not start, twice ({one_line(error)}): {_own_account()}"
+                        f"Ray did not start in {_STARTS} attempts ({one_line(error)}): "
+                        f"{_last_log_line()}"
                     ) from error
     raise AssertionError
 
 
 def join_ray(address: str) -> None:
-    """Connect this process to the Ray cluster at `address`. Raises ComponentFailure."""
+    """Connect this process to the Ray cluster at `address`, unless it is connected to a cluster.
+
+    Raises:
+        ComponentFailure: The cluster cannot be joined.
+    """
     if ray.is_initialized():
         return
     try:
         _init({"address": address})
-    except Exception as error:  # as above
+    except Exception as error:  # Ray raises a plain Exception if joining takes too long.
         ray.shutdown()
         raise ComponentFailure(
             f"the Ray cluster at {address} cannot be joined from {socket.gethostname()} "
-            f"({one_line(error)}): check that it runs, and that this node reaches it"
+            f"({one_line(error)}). Check that the cluster runs and is reachable from this node."
         ) from error
 
 
 def _init(arguments: dict[str, Any]) -> str:
-    """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack.
+    """Call `ray.init` with `arguments`, keep this process's SIGTERM handler; return the address.
 
-    Nor does Ray print the traceback of a call that fails before its reply is awaited: who awaits
-    it shows one sentence.
+    Ray's own handler would print its C++ stack. Ray is also kept from printing the traceback of a
+    call that fails before its reply is awaited, because the caller reports that failure in one
+    sentence.
     """
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    # Ray puts the driver's working directory first on the path of its workers, but not for a job
-    # of its own client.
+    # For all jobs except those of Ray's own client, Ray puts the driver's working directory first
+    # on the import path of its workers.
     arguments["job_config"] = JobConfig(ray_namespace=NAMESPACE, _client_job=True)
     context = ray.init(**arguments, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     if threading.current_thread() is threading.main_thread():
@@ -127,7 +148,10 @@ def _init(arguments: dict[str, Any]) -> str:
 
 @contextmanager
 def _visible(gpus: str | None) -> Iterator[None]:
-    """Ray's processes inherit it when they start; this process keeps what it had."""
+    """Set CUDA_VISIBLE_DEVICES to `gpus` during the block, so that Ray's processes inherit it.
+
+    With None, nothing is changed.
+    """
     before = os.environ.get(VISIBLE_VARIABLE)
     if gpus is not None:
         os.environ[VISIBLE_VARIABLE] = gpus
@@ -140,19 +164,22 @@ def _visible(gpus: str | None) -> Iterator[None]:
                 os.environ[VISIBLE_VARIABLE] = before
 
 
-def _own_account() -> str:
-    """The last line of the newest log of the Ray that this process has started last."""
+def _last_log_line() -> str:
+    """Return a phrase with the last line of the newest log of the Ray that this process started."""
     sessions = sorted(ray_directory().glob(f"session_*_{os.getpid()}"))
     logs = [log for log in sessions[-1].glob("logs/*") if log.is_file()] if sessions else []
     for log in sorted(logs, key=lambda file: file.stat().st_mtime, reverse=True):
         lines = log.read_text(errors="replace").split("\n")
         if last := next((line.strip() for line in reversed(lines) if line.strip()), ""):
             return f"its last line is {last[:300]!r} ({log})"
-    return f"it has left no log in {ray_directory()}"
+    return f"there is no log in {ray_directory()}"
 
 
 def _remove_dead_sessions(directory: Path) -> None:
-    """Remove the files of Rays that no process is of, but for the newest: it may explain an end."""
+    """Remove the session folders of Ray clusters that no longer run, except the newest folder.
+
+    The newest folder may explain why its cluster ended.
+    """
     sessions = sorted(path for path in directory.glob("session_*") if not path.is_symlink())
     lines = [
         " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])

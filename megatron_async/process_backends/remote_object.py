@@ -1,8 +1,9 @@
-"""An object in its process: made there, called there, and its replies packed for the caller.
+"""Packs calls of remote objects, and runs the objects in their processes.
 
 Invariants
-- A reply is one value of bytes, whatever it holds, and so is a request: no transport looks inside.
-- An object that could not be made raises that at every call; its process stays.
+- A request and a reply are each one bytes value, which no transport interprets.
+- If an object could not be built, every call raises the error of building it, and its process
+  continues to run.
 """
 
 import pickle
@@ -26,15 +27,18 @@ _OURS = __name__.partition(".")[0]
 
 
 def request_of(call: MethodCall) -> bytes:
-    """Pack a call."""
+    """Pickle a method call to the bytes of a request."""
     return pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
 
 
 class RemoteCalls(ABC, Generic[T]):
-    """Calls of an object in another process, which `_called` makes (`Placed`)."""
+    """Base of handles to remote objects (implements `RemoteObject`).
+
+    A subclass sends calls to the object's process, in `_called`.
+    """
 
     def __init__(self, name: str, log: str) -> None:
-        """`log`: where the traceback of a defect is."""
+        """Create a handle to the object `name`; error messages name `log` as its log."""
         self._name, self._log = name, log
 
     def call(self, what: Callable[[T], Awaitable[R]], *, limit: float) -> Coroutine[Any, Any, R]:
@@ -51,44 +55,51 @@ class RemoteCalls(ABC, Generic[T]):
 
     @abstractmethod
     async def _called(self, call: MethodCall, limit: float) -> Any:
-        """Make a call, for `limit` seconds at most."""
+        """Send `call` to the object's process, wait up to `limit` seconds; return its result."""
 
     def _late(self, call: MethodCall, limit: float) -> CallTimeout:
+        """Return the error for a call that exceeded its `limit` in seconds."""
         return CallTimeout(f"{self._name} did not answer {call.method} within {limit:g} s")
 
     def _result(self, reply: bytes, call: MethodCall) -> Any:
-        """Return the value that a reply holds. Raises the error that it holds instead."""
-        asked = f"{self._name} failed in {call.method}"
+        """Return the method's result from the bytes of a reply, or raise the error in the reply.
+
+        Raises:
+            CallFailed: The method raised an error of a class outside this package, or the reply
+                cannot be unpickled.
+        """
+        failed = f"{self._name} failed in {call.method}"
         try:
             content: Mapping[str, Any] = pickle.loads(reply)
-        except Exception as error:  # it raises what it meets
-            raise CallFailed(f"{asked}: its reply cannot be read: {one_line(error)}") from error
+        except Exception as error:  # Unpickling runs code of any class, which may raise anything.
+            raise CallFailed(f"{failed}: its reply cannot be read: {one_line(error)}") from error
         if "defect" in content:
-            raise CallFailed(f"{asked}: {content['defect']}; its traceback is in {self._log}")
+            raise CallFailed(f"{failed}: {content['defect']}; its traceback is in {self._log}")
         if "error" in content:
             raise content["error"]
         return content["value"]
 
 
 class HostedObject:
-    """`what(*arguments)`."""
+    """The object `what(*arguments)` in its own process, where `handle` makes calls of it."""
 
     def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
+        """Build the object; an error of building it is raised by every call."""
         try:
             self._object = what(*arguments)
             self._failed: Exception | None = None
-        except Exception as error:  # noqa: BLE001 - whoever calls gets it
+        except Exception as error:  # noqa: BLE001 - every call raises it
             self._failed = error
 
     async def handle(self, request: bytes) -> bytes:
-        """Make the call that `request` holds."""
+        """Make the method call in `request`, and return the bytes of a reply: result or error."""
         try:
             if self._failed is not None:
                 raise self._failed
             call: MethodCall = pickle.loads(request)
-            value = await call.on(self._object)  # bounded: by its caller
+            value = await call.on(self._object)  # The caller limits the time.
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             if _can_be_sent(error):
                 return pickle.dumps({"error": error})
             traceback.print_exception(error)
@@ -96,10 +107,10 @@ class HostedObject:
 
 
 def _can_be_sent(error: Exception) -> bool:
-    """Return whether an error is one of ours, and the same when it has been pickled."""
+    """Return whether an error's class is of this package, and it survives pickling unchanged."""
     if type(error).__module__.partition(".")[0] != _OURS:
         return False
     try:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
-    except Exception:  # noqa: BLE001 - a class of several arguments is called with one
+    except Exception:  # noqa: BLE001 - unpickling may call a class with too few arguments
         return False

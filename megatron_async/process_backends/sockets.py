@@ -1,10 +1,14 @@
-"""Calls over Unix sockets: one connection for each, on which a request and its reply go by length.
+"""Makes and serves calls over Unix sockets, with one connection for each call.
+
+On a connection, the request and then its reply are sent, each after its length in bytes.
 
 Invariants
-- A server answers only processes of its own user, whatever the rights of the socket's file are.
-- A handler goes on when its caller is gone.
-- A connection that breaks before the reply, or that cannot be made, is `Broken`: the server has
-  died. Where too many wait already it is made later: the server is stopped, or slow.
+- A server replies only to processes of its own user, whatever the permissions of the socket's file
+  are.
+- A handler continues if its caller disconnects.
+- A connection that cannot be made, or breaks before the reply, raises `Broken`: the server has
+  died. If too many calls wait in the socket, the connection is retried, because then the server is
+  only stopped or slow.
 """
 
 import asyncio
@@ -27,11 +31,14 @@ Handler = Callable[[bytes], Awaitable[bytes]]
 
 
 class Broken(Exception):
-    """The server of a socket is not there, or has died before its reply."""
+    """Error of a call whose server does not exist, or died before its reply."""
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket at `path`, in place of any that was there; calls wait in it for a server."""
+    """Create a listening Unix socket at `path` and return it; calls wait in it for a server.
+
+    An existing file at `path` is replaced.
+    """
     path.unlink(missing_ok=True)
     opened = socket.socket(socket.AF_UNIX)
     opened.bind(str(path))
@@ -40,10 +47,14 @@ def listen(path: Path) -> socket.socket:
 
 
 async def serve(listening: socket.socket, handle: Handler) -> None:
-    """Answer calls for ever."""
+    """Serve calls on a listening socket forever: send each caller what `handle` returns.
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, EOFError), closing(writer):  # the caller is gone
+    `handle` gets the bytes of a request and returns those of the reply.
+    """
+
+    async def reply_to(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # These errors mean that the caller disconnected.
+        with suppress(OSError, EOFError), closing(writer):
             if _user_of(writer.get_extra_info("socket")) != os.getuid():
                 return
             reply = await handle(await _read(reader))
@@ -52,18 +63,23 @@ async def serve(listening: socket.socket, handle: Handler) -> None:
             await writer.drain()
 
     server = await asyncio.start_unix_server(
-        answer, sock=listening, limit=_BUFFER_BYTES, backlog=_WAITING_CALLS
+        reply_to, sock=listening, limit=_BUFFER_BYTES, backlog=_WAITING_CALLS
     )
     await server.serve_forever()
 
 
 def _user_of(connected: socket.socket) -> int:
-    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
+    """Return the user ID of the process at the other end of a connection."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 async def call(path: Path, request: bytes) -> bytes:
-    """The reply to `request`. Raises Broken."""
+    """Send `request` to the server of the socket at `path`, and return its reply.
+
+    Raises:
+        Broken: The server does not exist, or died before its reply.
+    """
     try:
         opened = await _connect(path)
         reader, writer = await asyncio.open_unix_connection(sock=opened, limit=_BUFFER_BYTES)
@@ -72,12 +88,14 @@ async def call(path: Path, request: bytes) -> bytes:
             writer.write(request)
             return await _read(reader)
         finally:
-            writer.transport.abort()  # a server that hangs does not take the rest of the request
+            # Not closed normally, because a hung server never reads the rest of the request.
+            writer.transport.abort()
     except (OSError, EOFError) as error:
         raise Broken from error
 
 
 async def _connect(path: Path) -> socket.socket:
+    """Return a connection to the socket at `path`; retry while too many calls wait there."""
     opened = socket.socket(socket.AF_UNIX)
     try:
         opened.setblocking(False)
@@ -85,7 +103,7 @@ async def _connect(path: Path) -> socket.socket:
             try:
                 opened.connect(str(path))
                 return opened
-            except BlockingIOError:  # too many calls wait, which cannot be polled for
+            except BlockingIOError:  # Too many calls wait; their number cannot be polled.
                 await asyncio.sleep(STEP_SECONDS)
     except BaseException:
         opened.close()
@@ -93,5 +111,6 @@ async def _connect(path: Path) -> socket.socket:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Read one message, which follows its length, from a connection."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return await reader.readexactly(length)

@@ -213,7 +213,7 @@ def test_a_load_that_cannot_be_is_no_report(name: str, value: Any) -> None:
 def test_no_load_and_half_a_request_are_no_report() -> None:
     with pytest.raises(ValueError, match="load report is empty"):
         load_of([], 0.0)
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         count_of(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Agents for tests: programs that know nothing of this project, by what they do."""
+"""Agents for tests, named by their behavior; the programs do not import this project."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ADD = {
 
 
 def client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
-    patient = {"timeout": 300.0, **options}  # the SDK's 5 s to connect are few on a busy machine
+    # The SDK's default of 5 s to connect is too short on a busy machine.
+    patient = {"timeout": 300.0, **options}
     return AsyncOpenAI(base_url=base_url, api_key=api_key, **patient)
 
 
@@ -34,7 +35,7 @@ def user(text: str) -> Any:
 
 
 async def solve(base_url: str, api_key: str, prompt: str, answer: str, **row: Any) -> float:
-    """The program of the documents."""
+    """Guess the answer in up to three turns, as the program in docs/agents.md does."""
     policy = client(base_url, api_key)
     messages: list[Any] = [user(prompt)]
     for _ in range(3):
@@ -83,7 +84,7 @@ async def parallel(base_url: str, api_key: str, prompt: str, **row: Any) -> floa
 
 
 async def impatient(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Its client gives up twice before the policy has answered, and asks again."""
+    """Use a client that times out twice before the policy responds, and retries each time."""
     policy = client(base_url, api_key, timeout=0.3, max_retries=2)
     reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
     again = await policy.chat.completions.create(
@@ -94,7 +95,7 @@ async def impatient(base_url: str, api_key: str, prompt: str, **row: Any) -> flo
 
 
 async def breaks_off(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Reads one piece of a stream, and goes on with that."""
+    """Read one event of a stream, and continue the conversation with part of its text."""
     policy = client(base_url, api_key)
     stream = await policy.chat.completions.create(
         model="policy", messages=[user(prompt)], stream=True
@@ -136,7 +137,7 @@ async def uses_tools(
 
 
 async def asks_for_text(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Talks, then has no tool called and wants log-probs."""
+    """Make a call, then a call with `tool_choice: none` that requests log-probs."""
     policy = client(base_url, api_key)
     reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
     answered = {"role": "assistant", "content": reply.choices[0].message.content}
@@ -156,7 +157,7 @@ async def asks_for_text(base_url: str, api_key: str, prompt: str, **row: Any) ->
 async def talks_on(
     base_url: str, api_key: str, prompt: str, log: str = "", calls: int = 4, **row: Any
 ) -> float:
-    """Extends one conversation, and logs every answer."""
+    """Extend one conversation by `calls` calls, and write every response to the file `log`."""
     policy = client(base_url, api_key)
     messages: list[Any] = [user(prompt)]
     for _ in range(calls):
@@ -170,7 +171,7 @@ async def talks_on(
 
 
 async def rewrites(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Changes every answer before it sends it back."""
+    """Send every response back in upper case."""
     policy = client(base_url, api_key)
     messages: list[Any] = [user(prompt)]
     for _ in range(4):
@@ -181,7 +182,7 @@ async def rewrites(base_url: str, api_key: str, prompt: str, **row: Any) -> floa
 
 
 async def drifts(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Asks something else each time that it runs, from its second call on."""
+    """Send different messages in every execution, from the second call on."""
     policy = client(base_url, api_key)
     reply = await policy.chat.completions.create(model="policy", messages=[user(prompt)])
     text = reply.choices[0].message.content or ""
@@ -198,9 +199,10 @@ async def drifts(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
 async def wanders_over(
     base_url: str, api_key: str, prompt: str, system: bool = True, tools: bool = False, **row: Any
 ) -> float:
-    """Random conversations over any template: roles take turns, and a call of a tool is answered.
+    """Play random conversations that every chat template can render; the prompt is the seed.
 
-    Edits, compaction, sub-agents, equal calls, two calls at once; observations of all lengths.
+    Roles alternate, and each tool call gets a result. The program edits and compacts its messages,
+    starts sub-agents, makes equal and concurrent calls, and sends observations of all lengths.
     """
     chance, policy = random.Random(prompt), client(base_url, api_key, timeout=20, max_retries=4)
     texts = ("go on", "", "x y " * 40, "\N{SNOWMAN} \n\n", "a<|im_end|>b", "<end_of_turn>")
@@ -208,28 +210,28 @@ async def wanders_over(
     thread: list[Any] = [user(prompt)]
 
     async def ask(messages: list[Any]) -> list[Any]:
-        """The messages with the answer, and what its calls returned."""
+        """Return the messages, the policy's response to them, and results of its tool calls."""
         reply = await policy.chat.completions.create(model="policy", messages=messages, **offered)
         message = reply.choices[0].message
-        found = [*messages, message.model_dump(exclude_none=True)]
+        extended = [*messages, message.model_dump(exclude_none=True)]
         for call in message.tool_calls or ():
             content = chance.choice(texts)
-            found.append({"role": "tool", "tool_call_id": call.id, "content": content})
-        return found
+            extended.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        return extended
 
     for asked in range(8):
         match chance.randrange(6):
-            case 0:  # a sub-agent
+            case 0:  # A sub-agent starts a conversation.
                 instructions = [{"role": "system", "content": "sub"}] if system else []
                 thread = [*instructions, user(f"{prompt}{asked}")]
-            case 1:  # compaction: an earlier exchange goes
+            case 1:  # Compaction: earlier messages are removed.
                 thread = thread[-1:] if thread[-1]["role"] == "user" else thread
-            case 2:  # an edit
+            case 2:  # The last message is edited.
                 if thread[-1]["role"] == "user":
                     thread[-1] = user(f"edited {asked}")
-            case 3:  # the same twice, and another beside them
-                beside = [*thread[:-1], {**thread[-1], "content": "beside it"}]
-                answered, *_ = await asyncio.gather(ask(thread), ask(thread), ask(beside))
+            case 3:  # Two equal calls and a different one are made concurrently.
+                other = [*thread[:-1], {**thread[-1], "content": "beside it"}]
+                answered, *_ = await asyncio.gather(ask(thread), ask(thread), ask(other))
                 thread = answered
             case _:
                 thread = await ask(thread)
@@ -294,7 +296,7 @@ async def returns_its_key(base_url: str, api_key: str, prompt: str, **row: Any) 
 async def sends(
     base_url: str, api_key: str, prompt: str, bodies: list[str], **row: Any
 ) -> tuple[float, dict[str, int]]:
-    """Sends bodies as they are, and returns the status of each reply."""
+    """Send `bodies` as requests, and return the HTTP status of each reply as a named number."""
     found = {}
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as session:
@@ -314,7 +316,7 @@ async def asks_for_ever(base_url: str, api_key: str, prompt: str, **row: Any) ->
 
 
 async def shortens(base_url: str, api_key: str, prompt: str, words: int = 400, **row: Any) -> float:
-    """Halves its only message until it fits."""
+    """Halve the only message until the engine accepts its length."""
     policy = client(base_url, api_key)
     while True:
         try:
@@ -328,7 +330,7 @@ async def shortens(base_url: str, api_key: str, prompt: str, words: int = 400, *
 
 
 async def echoes(base_url: str, api_key: str, prompt: str, **row: Any) -> float:
-    """Sends answers back with all that the SDK adds to them, and texts in parts."""
+    """Send responses back in the SDK's forms: with all its fields, and with texts as lists."""
     policy = client(base_url, api_key)
     messages: list[Any] = [{**user(""), "content": [{"type": "text", "text": prompt}]}]
     for form in ("object", "dump", "parts"):
@@ -348,7 +350,7 @@ async def returns_nothing(base_url: str, api_key: str, prompt: str, **row: Any) 
     await policy.chat.completions.create(model="policy", messages=[user(prompt)])
 
 
-if __name__ == "__main__":  # a command: the address and the key are in its environment
+if __name__ == "__main__":  # As a command; the SDK reads the address and key from the environment.
     row = json.loads(sys.stdin.readline())
     policy = OpenAI()
     for _ in range(2):

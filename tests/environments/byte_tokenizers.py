@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens may hold part of a character, built without a network."""
+"""Tokenizers whose tokens may hold only part of a character, built without network access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 
 
 def byte_level() -> Tokenizer:
-    """Make one as GPT-2, Llama 3 and Qwen have it."""
+    """Train a byte-level BPE tokenizer, like those of GPT-2, Llama 3 and Qwen."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -29,7 +29,10 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Make one as Llama 2 and Mistral have it: BPE over characters, bytes for what is unknown."""
+    """Build a BPE tokenizer with byte fallback, like those of Llama 2 and Mistral.
+
+    Characters that are not in the vocabulary become bytes.
+    """
     letters = sorted(set(MARK + "abcdefghijklmnopqrstuvwxyz.,\ufffd"))
     merges = [("h", "e"), (MARK, "he"), ("l", "o")]
     tokens = [*SPECIAL, *BYTES, *letters, *("".join(pair) for pair in merges)]
@@ -57,7 +60,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Make one as T5 and Gemma's ancestors have it: pieces with scores, bytes for the unknown."""
+    """Build a unigram tokenizer with byte fallback, like those of T5 and Gemma's predecessors."""
     pieces = [MARK, *"abcdefghijklmnopqrstuvwxyz", f"{MARK}hello", "lo"]
     vocabulary = [(token, -9.0) for token in (*SPECIAL, *BYTES)] + [(p, -2.0) for p in pieces]
     backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
@@ -69,7 +72,7 @@ def unigram() -> Tokenizer:
 
 
 def byte_tokenizer(make: Any) -> PreTrainedTokenizerFast:
-    """Make the tokenizer as transformers has it, with an end of text."""
+    """Wrap the tokenizer that `make` builds as a transformers tokenizer with an end token."""
     return PreTrainedTokenizerFast(
         tokenizer_object=make(), eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )

@@ -1,4 +1,4 @@
-"""Tests of this room may be coroutines, as those of tests/rollout."""
+"""Lets tests of this folder be coroutines, with the hook of tests/rollout."""
 
 from tests.rollout.conftest import pytest_pyfunc_call
 

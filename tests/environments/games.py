@@ -1,4 +1,4 @@
-"""Environments for tests, by what they do to a run."""
+"""Environments for tests, named by their behavior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async.environments import Answer, Step
 
 
 class Count:
-    """Counts answers up to a number of the seed's; `log`: a file that gets every call."""
+    """Counts responses up to a number that the seed determines; the file `log` gets every call."""
 
     def __init__(self, turns: int = 3, log: str = "", seconds: float = 0.0) -> None:
         self._turns, self._log, self._seconds = turns, log, seconds
@@ -43,7 +43,7 @@ class Count:
 
 
 class KeptCount(Count):
-    """The same with snapshots."""
+    """`Count` with snapshots."""
 
     def state(self) -> bytes:
         return json.dumps([self.seed, self.seen, self.most]).encode()
@@ -61,7 +61,7 @@ class AsynchronousCount(Count):
 
 
 class SlowSometimes(Count):
-    """Every third seed has a slow tool."""
+    """`Count` whose steps take `seconds` for every third seed."""
 
     async def step(self, answer: Answer) -> Step:  # type: ignore[override]
         if self.seed % 3 == 0:
@@ -74,7 +74,7 @@ class SlowSometimes(Count):
 
 
 class Hostile(Count):
-    """Raises in the first turn of every second seed, or `always`."""
+    """Raises in the first turn for every second seed, or for every seed with `always`."""
 
     def __init__(self, always: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class RaisesInRestore(KeptCount):
 
 
 class Unlike(Count):
-    """Opens every episode otherwise."""
+    """Opens every episode with another random text."""
 
     def reset(self, seed: int, **row: Any) -> str:
         super().reset(seed)
@@ -100,7 +100,7 @@ class Unlike(Count):
 
 
 class TrulyRandom(Count):
-    """Plays otherwise when it is played again."""
+    """Sends other observations when it is replayed."""
 
     def step(self, answer: Answer) -> Step:
         step = super().step(answer)
@@ -112,9 +112,9 @@ def rows_of(log: Path) -> list[list[Any]]:
 
 
 class Talkative(Count):
-    """Sends all kinds of things: several messages, nothing, much, other roles, marks of templates.
+    """Sends observations of all kinds: several, empty and long messages, and template marks.
 
-    `roles`: those that the model's template can show.
+    `roles` are the roles of messages that the model's chat template can render.
     """
 
     def __init__(self, turns: int = 6, roles: tuple[str, ...] = ("user",)) -> None:
@@ -140,7 +140,7 @@ class Talkative(Count):
 
 
 class Tools:
-    """A tool that returns nothing, much and marks of templates, or raises."""
+    """A tool that returns empty and long texts and template marks, or raises."""
 
     def reset(self, seed: int, **row: Any) -> str:
         self._chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A place whose objects live in the test's own process, and die when the test wants it."""
+"""A process backend whose objects are in the test's process, and die when the test says so."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from megatron_async.process_backends.backend import RemoteObjectLost, recorded
 
 
 class InProcessObject:
-    """An object that is made anew at some of its calls, before or after they had their effect.
+    """An object that loses its state at some calls, as one whose process dies and is restarted.
 
-    It dies at every call of which the number is a multiple of one in `before` or `after`.
+    It dies before every call whose number is a multiple of `before`, and after every call whose
+    number is a multiple of `after`; the reply of the latter is lost. 0 means never.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class InProcessObject:
         self.calls: list[str] = []
 
     def die(self) -> None:
-        """What it held is gone."""
+        """Replace the object by a new one, without the state of the old one."""
         self._object = self._what(*self._arguments)
 
     async def call(self, what: Any, *, limit: float) -> Any:
@@ -45,7 +46,7 @@ class InProcessObject:
 
 
 class InProcessBackend:
-    """Implements what the product uses of `Place`."""
+    """Implements the methods of `ProcessBackend` that the product calls."""
 
     address, one_machine = "inside:", True
 
@@ -55,6 +56,7 @@ class InProcessBackend:
 
     def start(self, what: type, *arguments: Any, **options: Any) -> InProcessObject:
         within = {EnvironmentProcess: EnvironmentWorker, AgentProcess: AgentWorker}
-        what = within.get(what, what)  # the process is the test's
+        # The worker must not limit or end the process, because it is the test's.
+        what = within.get(what, what)
         self.started.append(InProcessObject(what, arguments, *self._dies))
         return self.started[-1]

@@ -1,4 +1,4 @@
-"""Chat templates of real families over a tokenizer of characters, each with its special tokens."""
+"""Chat templates and special tokens of real model families, over a tokenizer of characters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ FAMILIES = {
 
 
 def template_of(family: str) -> str | None:
-    """The template; skips the test where the package with those of families is not installed."""
+    """Return the chat template of a model family; skip the test if `trl`, its source, is missing.
+
+    The family `plain` does not have a template.
+    """
     if family == "plain":
         return None
     if family == "smollm2":
@@ -50,7 +53,7 @@ def template_of(family: str) -> str | None:
 
 
 def family_tokenizer(family: str) -> tuple[Any, tuple[int, ...]]:
-    """The tokenizer of a family, and its stop tokens."""
+    """Return a tokenizer with the template and special tokens of a family, and its stop tokens."""
     special, stops = FAMILIES[family]
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens(

@@ -1,6 +1,6 @@
-"""Agents that are played: real programs with the real SDK, and a policy that the test writes.
+"""Agents' episodes in a worker: real programs with the real OpenAI SDK, and a scripted policy.
 
-Also those that ask oddly: calls, conversations and ends that no careful program has.
+Some programs make calls, conversations and ends that no careful program would make.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def worker_of(model: str, program: str, *, scored: bool = False, **settings: Any) -> AgentWorker:
-    """`settings`: those of `agent` and of `episode`."""
+    """Create a worker of a program in `agent_programs.py`, or of a command.
+
+    `settings` are settings of `agent` and of `episode`. With `scored`, the run has a reward.
+    """
     named = {} if "command" in settings else {"name": f"{PROGRAMS}:{program}"}
     own = {name: settings.pop(name) for name in ("command", "arguments") if name in settings}
     config = build_config(
@@ -69,7 +72,7 @@ def worker_of(model: str, program: str, *, scored: bool = False, **settings: Any
 
 @dataclass
 class Played:
-    """An episode as the store would have it: the tokens of each turn, input and answer."""
+    """An episode as a store would have it, with the tokens of each turn's input and response."""
 
     tokenizer: Any
     turns: list[Turn] = field(default_factory=list)
@@ -86,7 +89,10 @@ class Played:
         self.notices += opened.notices
 
     def answer(self, text: str, *, cut: bool = False) -> list[int]:
-        """The tokens of an answer that the policy has written."""
+        """Record a response of the policy to the newest turn, and return its tokens.
+
+        With `cut`, the response does not end with a stop token.
+        """
         ids = list(self.tokenizer.encode(text, add_special_tokens=False))
         ids += [] if cut else [self.tokenizer.eos_token_id]
         self.tokens[-1] = (self.tokens[-1][0], ids)
@@ -105,7 +111,7 @@ class Played:
             self.ended = stepped
 
     def text(self, turn: int) -> str:
-        """All tokens of a branch up to a turn's answer."""
+        """Return the text of a branch from its start to the end of the response of `turn`."""
         parent = self.turns[turn].parent
         before = "" if parent is None else self.text(parent)
         return before + str(self.tokenizer.decode([*self.tokens[turn][0], *self.tokens[turn][1]]))
@@ -120,13 +126,13 @@ async def play(
     key: str = "a.5.0",
     payload: Mapping[str, Any] = PAYLOAD,
 ) -> Played:
-    played = Played(load_tokenizer_once(worker))
+    played = Played(tokenizer_of(worker))
     played.opened(await worker.begin(key, payload), None)
-    await go_on(worker, played, policy, room=room, most=most, key=key)
+    await continue_episode(worker, played, policy, room=room, most=most, key=key)
     return played
 
 
-async def go_on(
+async def continue_episode(
     worker: AgentWorker,
     played: Played,
     policy: Policy,
@@ -144,25 +150,25 @@ async def go_on(
         played.stepped(await worker.step(key, ids, turn, room, last, logprobs))
 
 
-def load_tokenizer_once(worker: AgentWorker) -> Any:
-    return worker._texts._conversation.args[1]
+def tokenizer_of(worker: AgentWorker) -> Any:
+    return worker._codecs._conversation.args[1]
 
 
 def worker_with_tools(model: str, program: str, **settings: Any) -> AgentWorker:
-    """A worker whose template shows tools, and whose parser reads their calls."""
+    """Create a worker whose chat template shows tools and whose parser reads tool calls."""
     worker = worker_of(model, program, tool_parser="qwen25", **settings)
-    load_tokenizer_once(worker).chat_template = template_of("qwen2_5")
-    worker._texts._known.clear()
+    tokenizer_of(worker).chat_template = template_of("qwen2_5")
+    worker._codecs._cached.clear()
     return worker
 
 
-async def begun(worker: AgentWorker) -> Played:
-    played = Played(load_tokenizer_once(worker))
+async def begin_episode(worker: AgentWorker) -> Played:
+    played = Played(tokenizer_of(worker))
     played.opened(await worker.begin("a.5.0", PAYLOAD), None)
     return played
 
 
-async def test_the_program_of_the_documents_plays_turns_of_one_branch(model: str) -> None:
+async def test_agent_of_the_documentation_plays_turns_of_one_branch(model: str) -> None:
     played = await play(worker_of(model, "solve"), lambda turn: "77"[: 2 - turn])
     assert played.ended is not None
     assert (played.ended.ended, played.ended.reward) == ("stop", 1.0)
@@ -174,7 +180,7 @@ async def test_the_program_of_the_documents_plays_turns_of_one_branch(model: str
     assert played.notices == []
 
 
-async def test_a_function_that_blocks_and_a_command_are_programs_too(model: str) -> None:
+async def test_agent_plays_when_it_is_a_blocking_function_or_a_command(model: str) -> None:
     played = await play(worker_of(model, "solve_in_a_thread"), lambda turn: "x")
     assert played.ended is not None
     assert (played.ended.reward, played.ended.answer["parts"]) == (0.5, {"turns": 2.0})
@@ -186,7 +192,7 @@ async def test_a_function_that_blocks_and_a_command_are_programs_too(model: str)
     assert played.counts["forks_repeated"] == 1
 
 
-async def test_streams_and_log_probs_are_the_stored_ones(model: str) -> None:
+async def test_agent_gets_streamed_text_and_log_probs_of_the_stored_response(model: str) -> None:
     worker = worker_of(model, "streams", scored=True)
     played = await play(worker, lambda turn: "a long answer of many pieces, each of a few")
     assert played.ended is not None
@@ -195,17 +201,19 @@ async def test_streams_and_log_probs_are_the_stored_ones(model: str) -> None:
     assert answer is not None and len(answer["logprobs"]) == len(played.tokens[1][1])
 
 
-async def test_retries_of_the_sdk_are_the_same_call(model: str) -> None:
+async def test_agent_call_is_one_turn_when_the_sdk_retries_it(model: str) -> None:
     worker = worker_of(model, "impatient")
-    played = await begun(worker)
-    await asyncio.sleep(0.5)  # the client has given up, and asks again
-    await go_on(worker, played, str)
+    played = await begin_episode(worker)
+    await asyncio.sleep(0.5)  # Meanwhile the client's request times out, and it retries.
+    await continue_episode(worker, played, str)
     assert played.ended is not None and played.ended.reward == 1.0
     assert [turn.parent for turn in played.turns] == [None, 0]
     assert played.counts["turns_abandoned"] == 0
 
 
-async def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(model: str) -> None:
+async def test_agent_call_forks_when_it_repeats_only_part_of_a_streamed_response(
+    model: str,
+) -> None:
     played = await play(worker_of(model, "breaks_off"), lambda turn: "many words " * 40)
     assert played.ended is not None
     assert [turn.parent for turn in played.turns] == [None, None]
@@ -214,7 +222,7 @@ async def test_a_stream_that_is_broken_off_is_a_turn_and_what_follows_a_fork(mod
     assert played.ended.left == ()
 
 
-async def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
+async def test_agent_gets_tool_calls_and_the_policy_gets_their_results(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = json.dumps({"name": "add", "arguments": {"a": 41}})
@@ -222,18 +230,18 @@ async def test_calls_of_tools_reach_the_program_and_their_results_the_policy(
     texts = [f"let me see <tool_call>\n{call}\n</tool_call>", "<tool_call>{</tool_call>"]
     played = await play(worker, lambda turn: texts[turn])
     assert played.ended is not None and played.ended.reward == 1.0
-    assert [turn.parent for turn in played.turns] == [None, 0], "what it wrote came back"
+    assert [turn.parent for turn in played.turns] == [None, 0], "the response was sent back"
     first, second = (turn.answer for turn in played.turns)
     assert first is not None and first["tool_calls"] == [{"name": "add", "arguments": {"a": 41}}]
     assert second is not None and second["tool_calls"] == []
-    assert second["text"] == texts[1], "no character of what cannot be read vanishes"
+    assert second["text"] == texts[1], "no character of an unreadable call is lost"
     assert '"name": "add"' in played.text(0)
     assert "<tool_response>\n42\n</tool_response>" in played.text(1)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("dies", [False, True])
-async def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
+async def test_agent_gets_only_the_first_tool_call_when_it_disables_parallel_calls(
     model: str, parallel: bool, dies: bool
 ) -> None:
     calls = "".join(
@@ -243,13 +251,13 @@ async def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
 
     asked = {"arguments": {"parallel": parallel}}
     worker = worker_with_tools(model, "uses_tools", **asked)
-    played = await begun(worker)
-    if dies:  # the answer to a stored turn is read as its call asked
+    played = await begin_episode(worker)
+    if dies:  # The restored worker must use the stored options of the call.
         worker = worker_with_tools(model, "uses_tools", **asked)
         await worker.restore("a.5.0", PAYLOAD, played.turns)
-    await go_on(worker, played, lambda turn: ("now " + calls, "done")[turn])
+    await continue_episode(worker, played, lambda turn: ("now " + calls, "done")[turn])
     assert played.ended is not None and played.ended.reward == (2.0 if parallel else 1.0)
-    assert [turn.parent for turn in played.turns] == [None, 0], "what it got came back"
+    assert [turn.parent for turn in played.turns] == [None, 0], "the reply was sent back"
     assert played.turns[0].answer is not None
     assert played.turns[0].answer["text"] == "now " + calls
     assert len(played.turns[0].answer["tool_calls"]) == (2 if parallel else 1)
@@ -257,15 +265,13 @@ async def test_program_gets_one_call_of_a_tool_when_it_takes_no_parallel_ones(
     assert ("<tool_response>\n7" in played.text(1)) == parallel
 
 
-async def test_tools_without_a_parser_are_refused_to_the_program(model: str) -> None:
+async def test_agent_call_with_tools_is_refused_when_no_parser_is_set(model: str) -> None:
     with pytest.raises(EnvironmentFault, match=r"400.*episode.tool_parser is not set"):
         await worker_of(model, "uses_tools").begin("a.5.0", PAYLOAD)
 
 
 @pytest.mark.parametrize("limit", ["turns", "context"])
-async def test_a_full_episode_refuses_further_calls_and_ends_as_length(
-    model: str, limit: str
-) -> None:
+async def test_agent_episode_ends_as_length_when_a_limit_is_reached(model: str, limit: str) -> None:
     worker = worker_of(model, "talks_on", arguments={"calls": 9}, max_turns=3)
     given = {"most": 3} if limit == "turns" else {"room": 3}
     played = await play(worker, str, **given)
@@ -274,7 +280,7 @@ async def test_a_full_episode_refuses_further_calls_and_ends_as_length(
     assert len(played.turns) == (3 if limit == "turns" else 1)
 
 
-async def test_a_program_that_forks_at_every_call_is_named_with_the_first_difference(
+async def test_agent_warning_names_the_first_change_when_every_call_forks(
     model: str,
 ) -> None:
     played = await play(worker_of(model, "rewrites"), lambda turn: f"abc{turn}")
@@ -284,27 +290,27 @@ async def test_a_program_that_forks_at_every_call_is_named_with_the_first_differ
 
 
 FAULTS = {
-    "calls_nobody": "ended without a call of the policy",
+    "calls_nobody": "ended without a call to the policy",
     "raises": r"raises' raised ValueError: no good with \(key\) at .*agent_programs.py:\d+",
     "asks_for_two": r"raised BadRequestError: .*n is 2.* at .*agent_programs.py:\d+$",
     "wants_more": "does not fit a row of .*prompt.*: missing a required argument: 'level'",
     "quits": r"raised SystemExit: 3 at .*agent_programs.py:\d+$",
     "runs_dry": r"raised RuntimeError: coroutine raised StopIteration at .*agent_programs.py$",
     "runs_dry_in_a_thread": r"raised StopIteration:  at .*agent_programs.py:\d+$",
-    "cancels_itself": "has canceled itself",
-    "sleeps": r"made no call and did not end for 0.2 s \(episode.step_seconds\)",
+    "cancels_itself": "canceled its own task",
+    "sleeps": r"neither called the policy nor ended for 0.2 s \(episode.step_seconds\)",
 }
 
 
 @pytest.mark.parametrize("program", FAULTS)
-async def test_what_is_wrong_with_a_program_is_one_sentence(model: str, program: str) -> None:
+async def test_agent_fault_is_one_sentence_when_the_program_fails(model: str, program: str) -> None:
     worker = worker_of(model, program, step_seconds=0.2 if program == "sleeps" else 30.0)
     with pytest.raises(EnvironmentFault, match=FAULTS[program]):
         await worker.begin("a.5.0", PAYLOAD)
     await worker.forget("a.5.0")
 
 
-async def test_a_command_that_cannot_be_started_is_answered_with_what_can(
+async def test_agent_command_error_has_a_remedy_when_it_cannot_be_started(
     model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "play.sh").write_text("#!/bin/sh\n")
@@ -313,8 +319,8 @@ async def test_a_command_that_cannot_be_started_is_answered_with_what_can(
             await worker_of(model, "", command=[command]).begin("a.5.0", PAYLOAD)
 
 
-async def test_nothing_returned_needs_a_reward(model: str) -> None:
-    with pytest.raises(EnvironmentFault, match="returned None, and there is no `reward`"):
+async def test_agent_may_return_none_only_when_a_reward_is_set(model: str) -> None:
+    with pytest.raises(EnvironmentFault, match="returned None, but `reward` is not set"):
         await play(worker_of(model, "returns_nothing"), str)
     played = await play(worker_of(model, "returns_nothing", scored=True), str)
     assert played.ended is not None and played.ended.reward == 0.0
@@ -329,13 +335,15 @@ async def test_nothing_returned_needs_a_reward(model: str) -> None:
             "import sys; sys.exit('RangeError: Out of memory\\nat a frame')",
             r"at a frame; episode\.memory_mib limits its address space to 4096 MiB more than",
         ),
-        ("print('a lot')", "printed 'a lot' at last; that must be its reward"),
-        ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' at last"),
+        ("print('a lot')", "printed 'a lot' as its last line; that line must be the reward"),
+        ("import os; print(os.environ['OPENAI_API_KEY'])", r"printed '\(key\)' as its last line"),
         ("import os, sys; sys.exit(os.environ['OPENAI_API_KEY'] + 280 * 'x')", r": \(key\)x{280}$"),
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
     ],
 )
-async def test_a_command_that_fails_is_one_sentence(model: str, code: str, sentence: str) -> None:
+async def test_agent_command_fault_is_one_sentence_when_the_command_fails(
+    model: str, code: str, sentence: str
+) -> None:
     worker = worker_of(model, "", command=[sys.executable, "-c", code])
     with pytest.raises(EnvironmentFault, match=sentence):
         await worker.begin("a.5.0", PAYLOAD)
@@ -348,38 +356,38 @@ open(sys.argv[1], "w").write(str(left.pid))
 """
 
 
-async def test_a_command_ends_when_what_it_has_left_behind_does_not(
+async def test_agent_command_ends_when_its_child_keeps_the_outputs_open(
     model: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "left"
     worker = worker_of(model, "", command=[sys.executable, "-S", "-c", LEAVES, str(file)])
     try:
         with pytest.raises(
-            EnvironmentFault, match="printed nothing, or null, and there is no `reward`"
+            EnvironmentFault, match="printed nothing or null, but `reward` is not set"
         ):
             await asyncio.wait_for(worker.begin("a.5.0", PAYLOAD), 50)
     finally:
-        os.kill(int(file.read_text()), signal.SIGKILL)  # it holds the outputs open
+        os.kill(int(file.read_text()), signal.SIGKILL)  # The child keeps the outputs open.
         await asyncio.sleep(0.5)
 
 
-def test_a_command_that_is_forgotten_leaves_nothing_in_the_log(
+def test_agent_command_logs_no_error_when_its_episode_is_forgotten(
     model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
         worker = worker_of(model, "", command=[sys.executable, PROGRAMS])
         await worker.begin("a.5.0", PAYLOAD)
         await worker.forget("a.5.0")
-        gc.collect()  # which names exceptions that nobody has asked for
+        gc.collect()  # asyncio logs exceptions of collected futures that were never retrieved.
 
     asyncio.run(asyncio.wait_for(body(), 60))
     assert "environments/programs.py" not in caplog.text
 
 
-def test_functions_that_cannot_be_called_are_refused_at_once(model: str) -> None:
-    with pytest.raises(UserError, match=r"takes no argument 'base_url'"):
+def test_agent_function_is_refused_at_load_when_its_arguments_do_not_fit(model: str) -> None:
+    with pytest.raises(UserError, match=r"does not accept the argument 'base_url'"):
         worker_of(model, "user")
-    with pytest.raises(UserError, match=r"agent\.arguments has 'calls', which .* does not take"):
+    with pytest.raises(UserError, match=r"agent\.arguments has 'calls', which .* does not accept"):
         worker_of(model, "solve_in_a_thread", arguments={"calls": 3})
 
 
@@ -387,24 +395,27 @@ def test_functions_that_cannot_be_called_are_refused_at_once(model: str) -> None
 
 
 def restored(played: Played, tokens: int) -> Sequence[Turn]:
-    """The turns as the store has them when the newest answer is there and its reply is not."""
+    """Return the stored turns of an episode whose newest response has no stored reply yet.
+
+    `tokens` is the number of tokens of the newest turn's branch, without its response.
+    """
     state = json.dumps({"tokens": tokens}).encode()
     return (*played.turns[:-1], replace(played.turns[-1], state=state))
 
 
-async def test_a_program_that_runs_again_gets_the_stored_answers(
+async def test_agent_gets_the_stored_responses_when_its_program_runs_again(
     model: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "answers"
     settings: dict[str, Any] = {"arguments": {"log": str(log), "calls": 4}}
     first = worker_of(model, "talks_on", **settings)
-    played = await begun(first)
-    await go_on(first, played, lambda turn: f"first {turn}", turns=2)
+    played = await begin_episode(first)
+    await continue_episode(first, played, lambda turn: f"first {turn}", turns=2)
     assert len(played.turns) == 3
     second = worker_of(model, "talks_on", **settings)
-    taken = sum(len(ids) for pair in played.tokens for ids in pair)
-    await second.restore("b.5.1", PAYLOAD, restored(played, taken))
-    await go_on(second, played, lambda turn: f"second {turn}", key="b.5.1")
+    tokens_before = sum(len(ids) for pair in played.tokens for ids in pair)
+    await second.restore("b.5.1", PAYLOAD, restored(played, tokens_before))
+    await continue_episode(second, played, lambda turn: f"second {turn}", key="b.5.1")
     assert played.ended is not None and played.ended.reward == 1.0
     assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
     assert played.counts["turns_replayed"] == 2
@@ -416,12 +427,12 @@ async def test_a_program_that_runs_again_gets_the_stored_answers(
     await first.forget("a.5.0")
     seen: dict[int, set[str]] = {}
     for line in log.read_text().splitlines():
-        _, place, text = json.loads(line)
-        seen.setdefault(place, set()).add(text)
-    assert all(len(texts) == 1 for texts in seen.values()), "each call was answered in one way"
+        _, call, text = json.loads(line)
+        seen.setdefault(call, set()).add(text)
+    assert all(len(texts) == 1 for texts in seen.values()), "each call got only one response"
 
 
-async def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> None:
+async def test_agent_trial_run_plays_an_episode_with_made_up_responses(model: str) -> None:
     found = await worker_of(model, "solve").trial_run(PAYLOAD)
     assert (found.opening, found.text) == (5, "ask?\n")
     assert found.observation == len("\nNo. Try again.\n")
@@ -429,26 +440,26 @@ async def test_preflight_plays_an_episode_with_made_up_answers(model: str) -> No
         await worker_of(model, "raises").trial_run(PAYLOAD)
 
 
-def test_a_function_that_blocks_needs_a_thread_for_each_open_episode(model: str) -> None:
+def test_agent_check_refuses_a_blocking_function_when_threads_are_too_few(model: str) -> None:
     agent = {"name": f"{PROGRAMS}:solve_in_a_thread"}
     schedule = {"groups_per_batch": 2, "group_size": 2, "concurrency": 4}
     episode = {"threads": 3}
     config = build_config(
         {"model": {"path": model}, "agent": agent, "episode": episode, "schedule": schedule}
     )
-    sentence = "episode.workers x episode.threads is 3, and 4 episodes or more are open"
+    sentence = "episode.workers x episode.threads is 3, but at least 4 episodes are open"
     with pytest.raises(UserError, match=sentence):
         check_environment(config, PAYLOAD, None)
 
 
-def test_the_check_before_a_start_names_the_program_once(model: str) -> None:
+def test_agent_check_error_names_the_program_once(model: str) -> None:
     agent = {"name": f"{PROGRAMS}:calls_nobody"}
     config = build_config({"model": {"path": model}, "agent": agent})
     with pytest.raises(UserError, match=r"^agent\.name '[^']*' ended without a call"):
         check_environment(config, PAYLOAD, None)
 
 
-async def test_the_gateway_command_serves_a_policy_without_training(model: str) -> None:
+async def test_gateway_command_answers_each_call_separately(model: str) -> None:
     config = build_config({"model": {"path": model}, "sampling": {"max_new_tokens": 8}})
     simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, max_sequence_tokens=100)
     engine = SimulatedEngine("engine", simulated)
@@ -476,7 +487,7 @@ async def test_the_gateway_command_serves_a_policy_without_training(model: str) 
     await gateway.close()
 
 
-# ---------------------------------------------------------------- asked oddly
+# ---------------------------------------------------------------- odd calls
 
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -499,22 +510,20 @@ def calling(arguments: str) -> str:
 
 BODIES = {
     "half of a surrogate pair": (r'{"messages": [{"role": "user", "content": "a \ud800 b"}]}', 200),
-    "one in arguments": (calling(r'{"a": "\udfff"}'), 200),
+    "half of a surrogate pair in arguments": (calling(r'{"a": "\udfff"}'), 200),
     "arguments that Python cannot read": (calling("[" * 100_000), 400),
-    "arguments that it cannot write": (calling(nested(300)), 400),
+    "arguments that Python cannot write": (calling(nested(300)), 400),
     "deep arguments": (calling(nested(60)), 200),
     "a deep tool": (tool(parameters="-").replace('"-"', nested(300)), 400),
     "a tool without parameters": (tool(parameters=None), 200),
     "a name in another script": (tool(description="\N{SNOWMAN}"), 200),
-    "a description that is none": (tool(description=5), 400),
-    "a tool that is strict perhaps": (tool(strict="perhaps"), 400),
+    "a description that is a number": (tool(description=5), 400),
+    "a tool whose strict is text": (tool(strict="perhaps"), 400),
 }
 
 
 @pytest.mark.parametrize("what", BODIES)
-async def test_an_odd_call_is_a_turn_or_refused_and_the_episode_goes_on(
-    model: str, what: str
-) -> None:
+async def test_agent_episode_continues_when_a_call_has_an_odd_body(model: str, what: str) -> None:
     sent, status = BODIES[what]
     arguments = {"bodies": [sent, json.dumps(HELLO)]}
     worker = worker_with_tools(model, "sends", arguments=arguments)
@@ -524,13 +533,13 @@ async def test_an_odd_call_is_a_turn_or_refused_and_the_episode_goes_on(
     assert len(played.turns) == (2 if status == 200 else 1)
 
 
-async def test_an_answer_sent_back_with_what_the_sdk_adds_is_no_fork(model: str) -> None:
+async def test_agent_call_does_not_fork_when_it_has_fields_that_the_sdk_adds(model: str) -> None:
     played = await play(worker_of(model, "echoes"), lambda turn: "\N{SNOWMAN} \n" * turn)
     assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
     assert played.counts == {"turns_abandoned": 0}
 
 
-async def test_a_program_that_only_repeats_what_is_refused_is_ended_as_length(model: str) -> None:
+async def test_agent_episode_ends_as_length_when_it_only_repeats_refused_calls(model: str) -> None:
     worker = worker_of(model, "asks_for_ever", max_turns=2, step_seconds=2.0)
     played = await play(worker, str, most=2)
     assert played.ended is not None
@@ -538,31 +547,31 @@ async def test_a_program_that_only_repeats_what_is_refused_is_ended_as_length(mo
     assert len(played.turns) == 2
 
 
-async def test_a_first_call_that_is_too_long_may_be_shortened(model: str) -> None:
+async def test_agent_may_shorten_its_first_call_when_the_call_is_too_long(model: str) -> None:
     worker = worker_of(model, "shortens")
     opened = await worker.begin("a.5.0", PAYLOAD, 300)
     assert 150 < len(opened.token_ids) <= 300
-    played = Played(load_tokenizer_once(worker))
+    played = Played(tokenizer_of(worker))
     played.opened(opened, None)
-    await go_on(worker, played, str)
+    await continue_episode(worker, played, str)
     assert played.ended is not None
     assert (played.ended.ended, played.ended.reward) == ("length", 100.0)
-    sentence = r"without a call of the policy that can be a turn: .* has 5 tokens; .* takes 4"
+    sentence = r"without a call to the policy that can be a turn: .* has 5 tokens; .* at most 4"
     with pytest.raises(EnvironmentFault, match=sentence):
         await worker_of(model, "solve").begin("a.5.0", PAYLOAD, 4)
 
 
-async def test_an_episode_that_is_forgotten_gives_its_thread_back(model: str) -> None:
+async def test_agent_thread_is_free_again_when_its_episode_is_forgotten(model: str) -> None:
     worker = worker_of(model, "solve_in_a_thread", threads=1, step_seconds=25.0)
     for key in ("a.5.0", "b.6.0"):
-        await worker.begin(key, PAYLOAD)  # its thread waits for an answer from here on
+        await worker.begin(key, PAYLOAD)  # From here on, the program's thread waits for a response.
         await worker.forget(key)
 
 
-async def test_a_key_ends_with_its_episode(model: str) -> None:
+async def test_agent_key_is_revoked_when_its_episode_ends(model: str) -> None:
     worker = worker_of(model, "solve")
-    played = await begun(worker)
-    (key,) = worker._gateway._owners
+    played = await begin_episode(worker)
+    (key,) = worker._gateway._handlers
 
     async def status() -> int:
         headers = {"Authorization": f"Bearer {key}"}
@@ -573,17 +582,17 @@ async def test_a_key_ends_with_its_episode(model: str) -> None:
             return reply.status
 
     assert await status() == 200
-    await go_on(worker, played, lambda turn: "7")
+    await continue_episode(worker, played, lambda turn: "7")
     assert played.ended is not None and played.ended.reward == 1.0
     assert await status() == 401
 
 
-async def test_a_reward_that_is_none_is_named_without_the_key(model: str) -> None:
+async def test_agent_fault_hides_the_key_when_the_program_returns_it(model: str) -> None:
     with pytest.raises(EnvironmentFault, match=r"returned '\(key\)'; it must be a number"):
         await play(worker_of(model, "returns_its_key"), str)
 
 
-async def test_calls_pass_by_the_proxy_of_a_site(
+async def test_agent_calls_bypass_the_http_proxy_of_the_environment(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
@@ -594,33 +603,35 @@ async def test_calls_pass_by_the_proxy_of_a_site(
     assert played.ended is not None and played.ended.reward == 1.0
 
 
-async def test_a_program_that_asks_nothing_when_it_runs_again_is_a_fault(model: str) -> None:
+async def test_agent_fault_is_raised_when_a_restored_program_makes_no_call(model: str) -> None:
     first, second = worker_of(model, "solve"), worker_of(model, "calls_nobody")
     opened = await first.begin("a.5.0", PAYLOAD)
     await first.forget("a.5.0")
     await second.restore("b.5.1", PAYLOAD, [Turn(0, None, 0, opened.messages)])
     with pytest.raises(
-        EnvironmentFault, match=r"without a call of the policy whose answer it took$"
+        EnvironmentFault, match=r"without a call to the policy whose response it received$"
     ):
         await second.step("b.5.1", [3, 4], 0, 1 << 30, False, [-0.5, -0.5])
     await second.forget("b.5.1")
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_call_is_answered_as_it_asked_also_after_a_kill(model: str, dies: bool) -> None:
+async def test_agent_reply_has_the_requested_form_when_the_worker_was_replaced(
+    model: str, dies: bool
+) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     worker = worker_with_tools(model, "asks_for_text")
-    played = await begun(worker)
-    await go_on(worker, played, lambda turn: "hm", turns=1)
+    played = await begin_episode(worker)
+    await continue_episode(worker, played, lambda turn: "hm", turns=1)
     if dies:
         worker = worker_with_tools(model, "asks_for_text")
         await worker.restore("a.5.0", PAYLOAD, played.turns)
-    await go_on(worker, played, lambda turn: call)
+    await continue_episode(worker, played, lambda turn: call)
     assert played.ended is not None and played.ended.reward == len(call)
 
 
-async def test_an_agent_whose_calls_can_no_longer_be_read_is_a_fault(model: str) -> None:
-    """Its run was resumed without the parser."""
+async def test_agent_restore_is_a_fault_when_the_tool_parser_is_no_longer_set(model: str) -> None:
+    """The run was resumed with `episode.tool_parser` removed from its settings."""
     tools = {"role": "tools", "content": json.dumps([{"function": {"name": "add"}}])}
     answer = {"text": "yes", "truncated": False, "tool_calls": [], "tokens": [5, 3]}
     turns = [

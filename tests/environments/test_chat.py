@@ -1,4 +1,4 @@
-"""Calls as the OpenAI SDK sends them, and answers as its types demand them."""
+"""Requests as the OpenAI SDK sends them, and replies in the form that its types require."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.environments.byte_tokenizers import (
 )
 
 SAMPLING = SamplingConfig(max_new_tokens=16)
-ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+REQUEST: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-ANSWERS = {
+RESPONSES = {
     "text": ChatAnswer("3-0", "x" * 70, tokens=(5, 7)),
     "nothing": ChatAnswer("3-0", ""),
     "cut off": ChatAnswer("3-0", "and", truncated=True),
@@ -35,9 +35,9 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("which", ANSWERS)
-def test_answers_are_what_the_types_of_the_sdk_demand(which: str) -> None:
-    answer = ANSWERS[which]
+@pytest.mark.parametrize("which", RESPONSES)
+def test_completion_has_the_form_of_the_sdk_types(which: str) -> None:
+    answer = RESPONSES[which]
     body = json.loads(json.dumps(answer.completion("policy", 7)))
     completion = ChatCompletion.model_validate(body, strict=True)
     (choice,) = completion.choices
@@ -54,9 +54,9 @@ def test_answers_are_what_the_types_of_the_sdk_demand(which: str) -> None:
         assert [(t.token, t.logprob) for t in choice.logprobs.content] == list(answer.logprobs)
 
 
-@pytest.mark.parametrize("which", ANSWERS)
-def test_a_stream_adds_up_to_the_answer(which: str) -> None:
-    answer = ANSWERS[which]
+@pytest.mark.parametrize("which", RESPONSES)
+def test_stream_events_add_up_to_the_response(which: str) -> None:
+    answer = RESPONSES[which]
     bodies = json.loads(json.dumps(list(answer.chunks("policy", 7, with_usage=True))))
     chunks = [ChatCompletionChunk.model_validate(body, strict=True) for body in bodies]
     *pieces, usage = chunks
@@ -70,15 +70,15 @@ def test_a_stream_adds_up_to_the_answer(which: str) -> None:
     assert {c.id for c in chunks} == {f"chatcmpl-{answer.name}"}
 
 
-def test_an_answer_that_comes_back_is_the_same_message() -> None:
-    for answer in ANSWERS.values():
+def test_response_is_parsed_as_the_same_message_when_it_is_sent_back() -> None:
+    for answer in RESPONSES.values():
         message = answer.completion("policy", 7)["choices"][0]["message"]
-        body = {"messages": [*ASKED["messages"], {**message, "annotations": None}]}
+        body = {"messages": [*REQUEST["messages"], {**message, "annotations": None}]}
         assert checked_call(body, SAMPLING).messages[1] == answer.message
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no object": ([], "it must be a JSON object"),
+    "not an object": ([], "it must be a JSON object"),
     "no messages": ({}, "messages is None; it must be a list of at least one message"),
     "role": (
         {"messages": [{"role": "owner", "content": ""}]},
@@ -88,17 +88,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "cannot be shown to the policy",
     ),
-    "n": ({**ASKED, "n": 2}, "n is 2, which cannot be honored while training: .* or at 1"),
-    "stop": ({**ASKED, "stop": ["\n"]}, "stop is "),
-    "format": ({**ASKED, "response_format": {"type": "json_object"}}, "response_format is"),
-    "unknown": ({**ASKED, "guided_json": {}}, "guided_json is {}, and is not known here"),
+    "n": ({**REQUEST, "n": 2}, "n is 2, which cannot be honored while training; .* or set it to 1"),
+    "stop": ({**REQUEST, "stop": ["\n"]}, "stop is "),
+    "format": ({**REQUEST, "response_format": {"type": "json_object"}}, "response_format is"),
+    "unknown": (
+        {**REQUEST, "guided_json": {}},
+        "guided_json is {}, but this API has no such parameter",
+    ),
     "required": (
-        {**ASKED, "tools": [TOOL], "tool_choice": "required"},
+        {**REQUEST, "tools": [TOOL], "tool_choice": "required"},
         "tool_choice is 'required'",
     ),
-    "n is a bool": ({**ASKED, "n": True}, "n is True, which cannot be honored"),
-    "stream": ({**ASKED, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
-    "tools": ({**ASKED, "tools": [{"type": "web_search"}]}, "each must be a function with a name"),
+    "n is a bool": ({**REQUEST, "n": True}, "n is True, which cannot be honored"),
+    "stream": ({**REQUEST, "stream": "yes"}, "stream is 'yes'; it must be true or false"),
+    "tools": (
+        {**REQUEST, "tools": [{"type": "web_search"}]},
+        "each must be a function with a name",
+    ),
     "calls": (
         {
             "messages": [
@@ -114,7 +120,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_honored_is_refused_in_a_sentence(what: str) -> None:
+def test_request_is_refused_when_a_parameter_cannot_be_honored(what: str) -> None:
     body, sentence = REFUSED[what]
     with pytest.raises(CallRefused, match=sentence) as refused:
         checked_call(body, SAMPLING)
@@ -122,9 +128,9 @@ def test_what_cannot_be_honored_is_refused_in_a_sentence(what: str) -> None:
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
 
 
-def test_values_that_ask_for_nothing_more_are_taken() -> None:
+def test_request_is_accepted_when_parameters_have_values_without_effect() -> None:
     body = {
-        **ASKED,
+        **REQUEST,
         "n": 1,
         "stop": None,
         "logit_bias": {},
@@ -135,22 +141,22 @@ def test_values_that_ask_for_nothing_more_are_taken() -> None:
         "user": "me",
         "tools": None,
     }
-    assert checked_call(body, SAMPLING) == checked_call(ASKED, SAMPLING)
-    assert checked_call(ASKED, SAMPLING).notices == ()
+    assert checked_call(body, SAMPLING) == checked_call(REQUEST, SAMPLING)
+    assert checked_call(REQUEST, SAMPLING).notices == ()
 
 
-def test_other_sampling_than_the_runs_is_noted() -> None:
-    call = checked_call({**ASKED, "temperature": 0.2, "max_tokens": 5, "seed": 1}, SAMPLING)
+def test_request_has_a_notice_when_its_sampling_differs_from_the_run() -> None:
+    call = checked_call({**REQUEST, "temperature": 0.2, "max_tokens": 5, "seed": 1}, SAMPLING)
     assert call.notices == (
-        "an agent asks for another temperature; the run's sampling.temperature 1 is used",
-        "an agent asks for another max_tokens; the run's sampling.max_new_tokens 16 is used",
-        "an agent asks for seed, which has no effect here",
+        "an agent sets another temperature; the run's sampling.temperature 1 is used",
+        "an agent sets another max_tokens; the run's sampling.max_new_tokens 16 is used",
+        "an agent sets seed, which has no effect",
     )
-    again = checked_call({**ASKED, "temperature": 0.3, "max_tokens": 6, "seed": 2}, SAMPLING)
-    assert again.notices == call.notices, "one warning, whatever the values of a call"
+    again = checked_call({**REQUEST, "temperature": 0.3, "max_tokens": 6, "seed": 2}, SAMPLING)
+    assert again.notices == call.notices, "a notice does not name the request's value"
 
 
-def test_a_call_is_read_as_a_chat_template_takes_it() -> None:
+def test_request_is_parsed_to_the_form_of_chat_templates() -> None:
     asked = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     body = {
         "messages": [
@@ -178,7 +184,7 @@ def test_a_call_is_read_as_a_chat_template_takes_it() -> None:
     assert (call.calls_tools, call.stream, call.with_usage) == (False, True, True)
 
 
-def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -> None:
+def test_tool_arguments_and_schemas_are_literal_when_they_are_not_ascii() -> None:
     answer = ChatAnswer("3-1", "", (("add", {"city": "東京 😀", "half": "\udfff"}),))
     [call] = answer.completion("policy", 7)["choices"][0]["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"city": "東京 😀", "half": "\\udfff"}'
@@ -189,11 +195,11 @@ def test_call_arguments_and_schemas_are_literal_text_when_they_are_not_ascii() -
     ]
     assert streamed == [call["function"]["arguments"]]
     tool = {"type": "function", "function": {"name": "add", "description": "Größe 😀"}}
-    asked = checked_call({**ASKED, "tools": [tool]}, SAMPLING)
+    asked = checked_call({**REQUEST, "tools": [tool]}, SAMPLING)
     assert "Größe 😀" in asked.tools and json.loads(asked.tools) == [tool]
 
 
-def test_an_answer_made_up_for_a_check_has_log_probs_when_a_program_asks_for_them() -> None:
+def test_made_up_response_has_zero_log_probs_when_a_program_requests_them() -> None:
     tokenizer = byte_tokenizer(byte_level)
     texts = ChatCodec(Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id]), None)
     ids = tokenizer.encode("hello", add_special_tokens=False)
@@ -221,11 +227,11 @@ def test_an_answer_made_up_for_a_check_has_log_probs_when_a_program_asks_for_the
         ("max_completion_tokens", -1),
     ],
 )
-def test_sampling_parameter_is_refused_when_the_api_has_no_such_value(
+def test_sampling_parameter_is_refused_when_the_api_does_not_permit_its_value(
     name: str, value: Any
 ) -> None:
     with pytest.raises(CallRefused, match=f"^{name} is ") as refused:
-        checked_call({**ASKED, name: value}, SAMPLING)
+        checked_call({**REQUEST, name: value}, SAMPLING)
     assert refused.value.status == 400
     error = refused.value.body()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", name)
@@ -239,5 +245,5 @@ def test_sampling_parameter_is_refused_when_the_api_has_no_such_value(
         {"max_tokens": None, "temperature": None},
     ],
 )
-def test_sampling_parameter_is_taken_when_the_api_has_its_value(parameters: Any) -> None:
-    assert checked_call({**ASKED, **parameters}, SAMPLING).messages == tuple(ASKED["messages"])
+def test_sampling_parameter_is_accepted_when_the_api_permits_its_value(parameters: Any) -> None:
+    assert checked_call({**REQUEST, **parameters}, SAMPLING).messages == tuple(REQUEST["messages"])

@@ -1,4 +1,4 @@
-"""What cannot be played is refused before anything starts, by name; what is odd brings a notice."""
+"""The trial episode before a run refuses broken environments, and has notices for odd ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is an object of this process."""
+    """Make the check use a worker object in this process rather than a worker process."""
 
     @contextmanager
     def backend(logs: Path) -> Iterator[InProcessBackend]:
@@ -145,15 +145,15 @@ def checked(
         ("Gone", {}, "has no 'Gone'"),
         ("NotBuild", {}, "has no 'NotBuild'; did you mean 'NotBuilt'?"),
         ("Long", {"arguments": {"high": 3}}, "environment.arguments do not fit"),
-        ("Long", {"arguments": {"opening": 90}}, "the opening has 91 tokens, which with "),
-        ("Long", {"arguments": {"observation": 90}}, "an observation has 93 tokens, which with "),
-        ("Tools", {}, "a class of tools, and episode.tool_parser is not set"),
+        ("Long", {"arguments": {"opening": 90}}, "the opening has 91 tokens; with "),
+        ("Long", {"arguments": {"observation": 90}}, "an observation has 93 tokens; with "),
+        ("Tools", {}, "a class of tools, but episode.tool_parser is not set"),
         ("Tools", {"tool_parser": "qwen99"}, "episode.tool_parser is 'qwen99'; it must be"),
         ("Untyped", {}, "the tool 'work' cannot be described"),
-        ("HalfKept", {}, "own.py:HalfKept', which has `state` alone of `state` and `restore`"),
+        ("HalfKept", {}, "own.py:HalfKept', which has only `state` of `state` and `restore`"),
     ],
 )
-def test_what_cannot_be_played_is_refused_by_name(
+def test_check_refuses_an_environment_with_the_reason_when_it_fails(
     own: Path, name: str, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
@@ -164,7 +164,7 @@ def test_what_cannot_be_played_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "reward"), [("AsTrl", []), ("Rewarding", []), ("Tools", ["exact"])]
 )
-def test_class_of_tools_is_accepted_when_something_gives_a_reward(
+def test_check_accepts_a_class_of_tools_when_it_or_a_setting_gives_rewards(
     own: Path, name: str, reward: list[str]
 ) -> None:
     tokenizer = write_character_tokenizer(own.parent / "model")
@@ -174,7 +174,7 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
     checked(f"{own}:{name}", own.parent, longest=2000, run=run, tool_parser="qwen25")
     if name == "Tools":
         with pytest.raises(
-            UserError, match=r"Tools' has no reward in a trial episode, and reward is not set: "
+            UserError, match=r"Tools' has no reward in a trial episode, and reward is not set; "
         ):
             checked(f"{own}:{name}", own.parent, longest=2000, tool_parser="qwen25")
 
@@ -183,12 +183,20 @@ def test_class_of_tools_is_accepted_when_something_gives_a_reward(
 @pytest.mark.parametrize(
     ("has_episodes", "template", "sentence"),
     [
-        ("game", "{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        (
+            "game",
+            "{{ messages[0].content }}",
+            "it leaves out a response that later messages follow",
+        ),
         ("game", "{{ raise_exception('one turn') }}", "the chat template of model.path fails"),
-        ("agent", "{{ messages[0].content }}", "it leaves out an answer once others follow"),
+        (
+            "agent",
+            "{{ messages[0].content }}",
+            "it leaves out a response that later messages follow",
+        ),
     ],
 )
-def test_a_template_that_cannot_be_continued_is_refused(
+def test_check_refuses_a_chat_template_when_it_renders_only_one_turn(
     own: Path, has_episodes: str, template: str, sentence: str
 ) -> None:
     tokenizer = write_character_tokenizer(own.parent / "model")
@@ -207,12 +215,14 @@ def test_a_template_that_cannot_be_continued_is_refused(
 
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize(("game", "notices"), [("Count", 0), ("Unlike", 1)])
-def test_members_of_a_group_that_start_differently_bring_a_notice(
+def test_check_has_a_notice_when_episodes_of_a_row_start_differently(
     own: Path, game: str, notices: int
 ) -> None:
     found = checked(f"{GAMES}:{game}", own.parent)
     assert len(found.notices) == notices
-    assert all("opens two episodes of one row differently" in notice for notice in found.notices)
+    assert all(
+        "opens two episodes of the same row differently" in notice for notice in found.notices
+    )
     assert found.summary.startswith("first episode, ")
 
 
@@ -222,7 +232,7 @@ ASKED = {"role": "user", "content": "6 times 7?"}
 @pytest.mark.parametrize(
     "prompt", ["6 times 7?", [ASKED], [{"role": "system", "content": "Be brief."}, ASKED]]
 )
-def test_an_environment_gets_the_row_as_it_is(own: Path, prompt: object) -> None:
+def test_row_of_returns_the_original_columns_of_the_row(own: Path, prompt: object) -> None:
     row = {"prompt": prompt, "answer": "42", "level": 3, "method": "GET"}
     (own.parent / "rows.jsonl").write_text(json.dumps(row))
     task = {"kind": "files", "path": str(own.parent / "rows.jsonl"), "heldout_share": 0}
@@ -234,7 +244,7 @@ def test_an_environment_gets_the_row_as_it_is(own: Path, prompt: object) -> None
     assert row_of(made.train_prompts(0, 1)[0].payload) == row
 
 
-def test_a_worker_that_dies_leaves_the_log_that_the_refusal_names(own: Path) -> None:
+def test_check_keeps_the_log_that_its_error_names_when_the_worker_dies(own: Path) -> None:
     with pytest.raises(UserError, match="it ended with exit code 3") as refused:
         checked(f"{own}:Dies", own.parent)
     found = re.search(r"its log is (\S+)", str(refused.value))

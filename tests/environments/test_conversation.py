@@ -1,4 +1,4 @@
-"""What a turn adds is what the template would show, and no answer is made from text again."""
+"""Tokens that turns add to a branch: those of the chat template, and the policy's unchanged."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def conversation(family: str, **settings: Any) -> tuple[Conversation, Any, tuple
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(asked=st.lists(TEXT, min_size=1, max_size=5), answers=st.lists(TEXT, min_size=5, max_size=5))
-def test_turn_by_turn_is_the_whole_conversation(
+def test_turns_join_to_the_tokens_of_the_whole_conversation(
     family: str, asked: list[str], answers: list[str]
 ) -> None:
-    """Where a template shows earlier turns as they were, pieces join to what it shows at once."""
+    """Each template renders earlier turns unchanged, so the turns join to the whole rendering."""
     turns, tokenizer, stops = conversation(family)
     messages = [{"role": "user", "content": asked[0]}]
     tokens = turns.opening(messages).tolist()
@@ -55,7 +55,7 @@ def test_turn_by_turn_is_the_whole_conversation(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_end_is_added_only_where_the_policy_wrote_none(family: str) -> None:
+def test_next_adds_the_end_of_a_response_only_when_the_policy_wrote_none(family: str) -> None:
     turns, _, stops = conversation(family)
     new = [{"role": "user", "content": "more"}]
     cut, ended = turns.next(new, ended=False), turns.next(new, ended=True)
@@ -64,14 +64,14 @@ def test_the_end_is_added_only_where_the_policy_wrote_none(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "smollm2"])
-def test_an_end_in_an_observation_stays(family: str) -> None:
-    """A stop token that an observation holds is no end of the answer."""
+def test_next_keeps_a_stop_token_when_it_is_part_of_an_observation(family: str) -> None:
+    """A stop token in an observation does not end the response before it."""
     turns, tokenizer, _ = conversation(family)
     text = tokenizer.decode(turns.next([{"role": "user", "content": "a<|im_end|>b"}], ended=True))
     assert "a<|im_end|>b<|im_end|>" in text
 
 
-def test_earlier_thinking_that_a_template_drops_stays_in_the_branch() -> None:
+def test_branch_keeps_earlier_thinking_when_the_template_drops_it() -> None:
     turns, tokenizer, stops = conversation("qwen3")
     opening = [{"role": "user", "content": "2 + 3?"}]
     answer = "<think>\nhm\n</think>\n\n5"
@@ -87,8 +87,10 @@ def test_earlier_thinking_that_a_template_drops_stays_in_the_branch() -> None:
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
 @given(asked=TEXT, answer=TEXT)
-def test_the_bridge_of_another_library_agrees(role: str, end: str, asked: str, answer: str) -> None:
-    """`renderers` has Qwen3's turns written by hand; it takes either end for the answer's."""
+def test_next_adds_the_same_tokens_as_the_renderers_library(
+    role: str, end: str, asked: str, answer: str
+) -> None:
+    """The library `renderers` has code for Qwen3's turns, and accepts either stop token."""
     renderers = pytest.importorskip("renderers")
     turns, tokenizer, stops = conversation("qwen3")
     marks = [f"<{slash}{name}>" for name in ("tool_call", "think") for slash in ("", "/")]
@@ -98,21 +100,23 @@ def test_the_bridge_of_another_library_agrees(role: str, end: str, asked: str, a
     new = [{"role": role, "content": asked}]
     qwen3 = importlib.import_module("renderers.qwen3").Qwen3Renderer(tokenizer)
     bridged = qwen3.bridge_to_next_turn(opening, written, new)
-    if bridged is None:  # it renders anew after a user's turn, since the template drops thoughts
+    # The library renders the conversation again after a user's message, since the template drops
+    # earlier thinking.
+    if bridged is None:
         assert role == "user"
         return
     ended = written[-1] in stops
-    ours = [*opening, *written, *turns.next(new, ended=ended)]
-    assert ours == list(bridged.token_ids), renderers.__file__
+    branch = [*opening, *written, *turns.next(new, ended=ended)]
+    assert branch == list(bridged.token_ids), renderers.__file__
 
 
-def test_an_answer_is_text_without_its_end() -> None:
+def test_answer_text_is_the_response_without_its_stop_token() -> None:
     turns, tokenizer, stops = conversation("qwen3")
     ids = tokenizer.encode("five", add_special_tokens=False)
     assert turns.answer_text([*ids, stops[0]]) == turns.answer_text(ids) == "five"
 
 
-def test_special_tokens_stay_in_an_answer_unless_the_setting_skips_them() -> None:
+def test_answer_text_keeps_special_tokens_unless_the_setting_skips_them() -> None:
     tokenizer, stops = family_tokenizer("llama3_1")
     ids = [*tokenizer.encode("<|python_tag|>x", add_special_tokens=False), stops[0]]
     whole, skips = "<|python_tag|>x", DataConfig(skip_special_tokens=True)
@@ -122,19 +126,21 @@ def test_special_tokens_stay_in_an_answer_unless_the_setting_skips_them() -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "goes_on"),
+    ("family", "accepted"),
     [("qwen2_5", True), ("qwen3", True), ("llama3_1", True)]
     + [(family, False) for family in ("plain", "smollm2", "llama3", "gemma3")],
 )
-def test_a_template_that_cannot_show_tools_is_refused(family: str, goes_on: bool) -> None:
+def test_conversation_check_refuses_a_template_that_leaves_out_tools(
+    family: str, accepted: bool
+) -> None:
     tokenizer, stops = family_tokenizer(family)
     turns = Conversation(DataConfig(), tokenizer, stops, [TOOL])
     opening = [{"role": "user", "content": "6 times 7?"}]
-    if goes_on:
+    if accepted:
         turns.check(opening, ["tool"])
         return
     with pytest.raises(
-        UserError, match=r"leaves out the tools .*; use a model whose template shows"
+        UserError, match=r"leaves out the tools .*\. Use a model whose template shows"
     ):
         turns.check(opening, ["tool"])
 
@@ -142,19 +148,21 @@ def test_a_template_that_cannot_show_tools_is_refused(family: str, goes_on: bool
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{{ messages[0].content }}", "leaves out an answer once others follow"),
+        ("{{ messages[0].content }}", "leaves out a response that later messages follow"),
         (
             "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
             "leaves out a message of role 'user'",
         ),
         (
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
-            "shows a message of role 'user' otherwise in a longer one",
+            "renders a message of role 'user' differently after more turns",
         ),
         ("{{ raise_exception('no') }}", "fails for messages of user"),
     ],
 )
-def test_a_template_that_cannot_go_on_is_refused(template: str, sentence: str) -> None:
+def test_conversation_check_refuses_a_template_that_fails_for_several_turns(
+    template: str, sentence: str
+) -> None:
     tokenizer, stops = family_tokenizer("smollm2")
     tokenizer.chat_template = template
     turns = Conversation(DataConfig(), tokenizer, stops)
@@ -162,7 +170,7 @@ def test_a_template_that_cannot_go_on_is_refused(template: str, sentence: str) -
         turns.check([{"role": "user", "content": "hi"}], ["user"])
 
 
-def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+def test_conversation_refuses_a_text_when_the_model_lacks_one_of_its_tokens() -> None:
     tokenizer, stops = family_tokenizer("qwen2_5")
     lacking = tokenizer.add_tokens(["<new>"]) and len(tokenizer) - 1
     turns = Conversation(DataConfig(), tokenizer, stops, vocabulary=lacking)
@@ -176,9 +184,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
     text=st.text("abe lo.東京都😀👩ïß\n", max_size=20)
     | st.sampled_from(["hello 👩‍👩‍👧", " a", "\ufffd東"])
 )
-def test_bytes_of_tokens_are_those_of_the_text_when_a_token_is_part_of_a_character(
-    make: Any, text: str
-) -> None:
+def test_token_texts_join_to_the_text_when_tokens_split_a_character(make: Any, text: str) -> None:
     tokenizer = byte_tokenizer(make)
     turns = Conversation(DataConfig(), tokenizer, [tokenizer.eos_token_id])
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -202,7 +208,7 @@ def test_bytes_of_tokens_are_those_of_the_text_when_a_token_is_part_of_a_charact
         (unigram, ["▁hello", "<0xF0>", "▁hello", "<0x0A>"], [b"hello", b"\xf0", b" hello", b"\n"]),
     ],
 )
-def test_bytes_of_a_token_are_its_own_when_the_policy_breaks_a_character_off(
+def test_token_texts_have_the_bytes_when_a_character_is_incomplete(
     make: Any, tokens: list[str], expected: list[bytes]
 ) -> None:
     tokenizer = byte_tokenizer(make)

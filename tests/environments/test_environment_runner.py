@@ -1,4 +1,4 @@
-"""Environments of users, played: the interface's two forms, and everything that such code does."""
+"""Calls of users' environments, with `step` or with tools, and everything that user code does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Calculator:
 
 
 class AsTRLHasIt:
-    """Without arguments; tools are what its class has in public, by their docstrings."""
+    """A class in the form of TRL's environments: no arguments, tools as documented methods."""
 
     def __init__(self) -> None:
         self.client = time.monotonic
@@ -57,7 +57,7 @@ class AsTRLHasIt:
 
     @property
     def board(self) -> str:
-        raise RuntimeError("no game has begun")
+        raise RuntimeError("no game has started")
 
     def reset(self, **kwargs: Any) -> str | None:
         self.reward = 0.0
@@ -116,8 +116,8 @@ def calls_of(threads: Threads, cls: Any, text: str) -> Any:
         (
             qwen_call('{"name": "multiply", "arguments": [6, 7]}'),
             [
-                "Error: the call cannot be read: the arguments of 'multiply' are [6, 7], not an "
-                "object"
+                "Error: the call cannot be read: the arguments of 'multiply' are [6, 7]; they "
+                "must be an object"
             ],
         ),
         (
@@ -135,7 +135,9 @@ def calls_of(threads: Threads, cls: Any, text: str) -> Any:
         ),
     ],
 )
-def test_tools_answer_every_call(threads: Threads, text: str, replies: Sequence[str]) -> None:
+def test_tool_results_or_errors_are_returned_for_every_call(
+    threads: Threads, text: str, replies: Sequence[str]
+) -> None:
     reply = calls_of(threads, Calculator, text)
     assert [message["content"] for message in reply.messages] == list(replies)
     assert {message["role"] for message in reply.messages} == {"tool"}
@@ -170,12 +172,14 @@ def coder(*names: str) -> str:
         ("qwen3_coder", coder("multiply") + "<tool_call>\n<function=multiply>\n<param"),
     ],
 )
-def test_no_call_of_several_vanishes_in_silence(parser: str, text: str) -> None:
+def test_call_reader_keeps_the_text_when_one_of_several_calls_is_not_readable(
+    parser: str, text: str
+) -> None:
     reader = CallReader(parser, described({"multiply": Calculator().multiply}, "Calculator"))
-    kept, calls, complaint = reader.read(text)
+    rest, calls, complaint = reader.read(text)
     assert [call.name for call in calls] == ["multiply"]
     assert complaint == "Error: a call cannot be read, or its tool is none of: multiply"
-    assert kept == text
+    assert rest == text
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,7 @@ def test_no_call_of_several_vanishes_in_silence(parser: str, text: str) -> None:
         '{"name": "multiply", "arguments": {"a": 1, "b": %s}}',
     ],
 )
-def test_nothing_that_a_policy_writes_ends_an_episode(threads: Threads, body: str) -> None:
+def test_policy_reads_an_error_when_its_tool_call_is_malformed(threads: Threads, body: str) -> None:
     nested = "[" * 900 + "]" * 900
     reply = calls_of(threads, Calculator, qwen_call(body.replace("%s", nested)))
     assert all(message["content"].startswith("Error: ") for message in reply.messages)
@@ -198,7 +202,7 @@ def test_nothing_that_a_policy_writes_ends_an_episode(threads: Threads, body: st
     assert not reply.done
 
 
-def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> None:
+def test_tool_result_can_be_encoded_when_it_has_a_lone_surrogate(threads: Threads) -> None:
     class Echo:
         def reset(self, **row: Any) -> None:
             pass
@@ -215,7 +219,7 @@ def test_what_a_tool_returns_is_text_that_can_be_written(threads: Threads) -> No
     assert [m["content"] for m in calls_of(threads, Echo, call).messages] == ["a?b"]
 
 
-def test_a_policy_that_asks_for_too_much_reads_so(threads: Threads) -> None:
+def test_policy_reads_an_error_when_a_tool_result_is_too_long(threads: Threads) -> None:
     class Long:
         def reset(self, **row: Any) -> None:
             pass
@@ -238,15 +242,15 @@ def test_a_policy_that_asks_for_too_much_reads_so(threads: Threads) -> None:
     assert short["content"] == "xxx"
 
 
-def test_no_parser_raises_whatever_is_written_where_a_call_is_expected() -> None:
-    """Those of SGLang raise errors of many kinds on JSON that is no call, such as a number."""
+def test_call_reader_never_raises_when_a_call_is_not_valid_json() -> None:
+    """SGLang's parsers raise errors of many types for JSON that is not a call, as a number."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     written = ("7", "null", '"a"', "[7]", "[[]]", "{}", '{"name": 7}', '{"name": "multiply"', "x(")
     schemas = described({"multiply": Calculator().multiply}, "own.py:Calculator")
     raised = set()
     parsers = dict(FunctionCallParser.ToolCallParserEnum)
-    parsers.pop("response_template", None)  # cannot be made without the server's own template
+    parsers.pop("response_template", None)  # Cannot be created without the server's template.
     for name, detector in parsers.items():
         reader = CallReader(name, schemas)
         for inside in written:
@@ -259,13 +263,13 @@ def test_no_parser_raises_whatever_is_written_where_a_call_is_expected() -> None
     assert "llama3" in raised
 
 
-def test_an_answer_without_a_call_ends_a_class_of_tools(threads: Threads) -> None:
+def test_tool_episode_ends_when_a_response_has_no_call(threads: Threads) -> None:
     reply = calls_of(threads, Calculator, "It is 42.")
     assert reply.done
     assert reply.messages == ()
 
 
-async def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
+async def test_runner_plays_a_class_written_for_trl(threads: Threads) -> None:
     runner = runner_of(AsTRLHasIt, threads)
     assert await runner.reset({}, PROMPT)
     assert list(runner.tools) == ["guess"]
@@ -279,7 +283,7 @@ async def test_a_class_written_for_trl_runs_unchanged(threads: Threads) -> None:
     assert await runner.final_reward() == (1.0, {})
 
 
-async def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threads) -> None:
+async def test_step_gets_parsed_calls_when_the_class_describes_no_tools(threads: Threads) -> None:
     class Board:
         def reset(self, **row: Any) -> str:
             return "Call move(square)."
@@ -304,7 +308,7 @@ async def test_a_game_reads_calls_of_tools_that_nothing_describes(threads: Threa
     assert (broken.text, broken.tool_calls) == ("So: " + qwen_call('{"name": "mov'), ())
 
 
-async def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
+async def test_runner_passes_columns_of_any_name_to_reset_and_restore(threads: Threads) -> None:
     class Kept:
         def reset(self, method: str, **row: Any) -> str:
             return f"{method} {row['arguments']} {row['state']}"
@@ -322,7 +326,7 @@ async def test_a_row_may_have_columns_of_any_name(threads: Threads) -> None:
     row = {"method": "GET", "arguments": 1, "state": "Texas"}
     [opening] = await runner.reset(row, ())
     assert opening["content"] == "GET 1 Texas"
-    await runner.restore(b"kept", row)  # its first argument is the snapshot
+    await runner.restore(b"kept", row)  # `state` is the snapshot, not the row's column.
 
 
 def hostile(reset: Any = None, step: Any = None, **methods: Any) -> Any:
@@ -354,13 +358,16 @@ def boom() -> None:
         (hostile(reset=lambda: [{"role": "user", "content": 3}]), "a text `content`"),
         (hostile(reset=lambda: "x" * (1 << 21)), "more than 1,048,576 characters"),
         (hostile(step=boom), "Own.step raised ValueError: boom"),
-        (hostile(step=lambda: Step("\ud800")), "returned the message .*; one has a text `content`"),
+        (
+            hostile(step=lambda: Step("\ud800")),
+            "returned the message .*; a message must have a text",
+        ),
         (hostile(step=lambda: "text"), "Own.step returned 'text'; it must be a Step"),
         (hostile(step=lambda: Step(reward=float("nan"))), "must be a finite number"),
         (hostile(step=lambda: Step([{**PROMPT[0], "x": "x" * (1 << 21)}])), "more than 1,048,576 "),
         (hostile(step=lambda: Step(reward=10**400)), "Step.reward: int too large"),
         (hostile(step=lambda: Step(reward=np.zeros(2))), "Step.reward: only "),  # type: ignore[arg-type]
-        (hostile(step=lambda: Step(done=1)), "Step.done is 1, not a bool"),  # type: ignore[arg-type]
+        (hostile(step=lambda: Step(done=1)), "Step.done is 1; it must be a bool"),  # type: ignore[arg-type]
         (hostile(step=lambda: Step(parts={"mean": 1.0})), "is the name of a metric"),
         (hostile(step=lambda: time.sleep(1.0)), "Own.step took longer than 0.2 s"),
         (hostile(step=lambda: next(iter(()))), r"Own\.step raised StopIteration:"),
@@ -377,7 +384,9 @@ def boom() -> None:
         ),
     ],
 )
-async def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence: str) -> None:
+async def test_environment_fault_is_one_sentence_when_user_code_misbehaves(
+    threads: Threads, cls: Any, sentence: str
+) -> None:
     runner = runner_of(cls, threads, seconds=0.2)
     with pytest.raises(EnvironmentFault, match=sentence):
         await runner.reset({}, ())
@@ -386,21 +395,21 @@ async def test_hostile_code_is_one_sentence(threads: Threads, cls: Any, sentence
         await runner.final_reward()
 
 
-async def test_a_snapshot_of_an_own_class_can_be_read_elsewhere(threads: Threads) -> None:
+async def test_snapshot_is_plain_bytes_when_state_returns_a_subclass(threads: Threads) -> None:
     own = type("Own", (bytes,), {})
     runner = runner_of(hostile(state=lambda self: own(b"kept"), restore=boom), threads)
     await runner.reset({}, ())
     assert type(await runner.state()) is bytes
 
 
-def test_the_opening_of_a_class_of_tools_is_checked_like_others(threads: Threads) -> None:
+def test_opening_of_a_class_of_tools_is_checked(threads: Threads) -> None:
     for opening, sentence in (("x" * (1 << 21), "more than 1,048,576"), ("\ud800", "the message")):
         cls = type("Own", (Calculator,), {"reset": lambda self, opening=opening: opening})
         with pytest.raises(EnvironmentFault, match=sentence):
             asyncio.run(runner_of(cls, threads).reset({}, PROMPT))
 
 
-def test_a_column_that_no_row_has_is_named_with_those_it_has(threads: Threads) -> None:
+def test_reset_error_names_the_columns_when_the_row_lacks_an_argument(threads: Threads) -> None:
     class Misspelt:
         def reset(self, sead: int, **row: Any) -> str:
             return "Guess."
@@ -413,17 +422,19 @@ def test_a_column_that_no_row_has_is_named_with_those_it_has(threads: Threads) -
         asyncio.run(runner.reset({"seed": 1, "level": 2}, ()))
 
 
-def test_rows_without_prompt_need_an_opening(threads: Threads) -> None:
+def test_reset_must_return_an_opening_when_the_row_has_no_prompt(threads: Threads) -> None:
     runner = runner_of(Calculator, threads)
-    with pytest.raises(EnvironmentFault, match="returned None, and the task's rows have no prompt"):
+    with pytest.raises(EnvironmentFault, match="returned None, but the task's row has no prompt"):
         asyncio.run(runner.reset({}, ()))
 
 
 @pytest.mark.parametrize(
     ("code", "sentence"),
-    [("Own = 3\n", "no class or function"), ("1 / 0\n", "ZeroDivisionError")],
+    [("Own = 3\n", "neither a class nor a function"), ("1 / 0\n", "ZeroDivisionError")],
 )
-def test_what_cannot_be_built_is_refused(tmp_path: Path, code: str, sentence: str) -> None:
+def test_environment_builder_refuses_a_name_that_cannot_be_called(
+    tmp_path: Path, code: str, sentence: str
+) -> None:
     file = tmp_path / "own.py"
     file.write_text(code)
     with pytest.raises(UserError, match=sentence):
@@ -435,12 +446,12 @@ class _Deck:
         self.drawn = cards.pop()
 
 
-def test_every_episode_has_arguments_of_its_own() -> None:
+def test_environment_builder_copies_the_arguments_for_every_object() -> None:
     build = environment_builder(f"{__name__}:_Deck", {"cards": [1, 2, 3]})
     assert [build().drawn for _ in range(3)] == [3, 3, 3]
 
 
-def test_an_unknown_parser_is_refused() -> None:
+def test_call_reader_check_refuses_an_unknown_parser() -> None:
     with pytest.raises(UserError, match=r"episode\.tool_parser is 'qwen99'; it must be one of"):
         CallReader("qwen99", []).check()
     with pytest.raises(UserError, match=r"tool_parser is 'response_template': .* is required"):

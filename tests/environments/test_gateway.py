@@ -1,4 +1,4 @@
-"""The gateway's door: keys, limits, and clients that mean harm."""
+"""The gateway's API keys and limits, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SECONDS = 60
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-class Answers:
-    """An owner that answers at once; `waits`: never."""
+class RecordingHandler:
+    """A call handler that records its calls, and responds at once or, with `waits`, never."""
 
     def __init__(self, *, waits: bool = False) -> None:
         self.waits = waits
@@ -42,8 +42,8 @@ class Answers:
 async def ask(url: str, key: str | None, path: str = "/chat/completions", **more: Any) -> Any:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
-        given = {"json": BODY, "headers": headers, **more}
-        async with session.post(url + path, **given) as reply:
+        options = {"json": BODY, "headers": headers, **more}
+        async with session.post(url + path, **options) as reply:
             return reply.status, await reply.json()
 
 
@@ -51,10 +51,10 @@ async def assert_serves(url: str, key: str) -> None:
     assert (await ask(url, key))[0] == 200
 
 
-async def test_none_a_foreign_and_an_ended_key_get_401() -> None:
-    gateway, owner = Gateway(SamplingConfig()), Answers()
-    url, key = await gateway.start(), gateway.open(owner)
-    other = Gateway(SamplingConfig()).open(Answers())
+async def test_gateway_replies_401_when_the_key_is_missing_unknown_or_revoked() -> None:
+    gateway, handler = Gateway(SamplingConfig()), RecordingHandler()
+    url, key = await gateway.start(), gateway.open(handler)
+    other = Gateway(SamplingConfig()).open(RecordingHandler())
     await assert_serves(url, key)
     assert (await ask(url, None, headers={"x-api-key": key}))[0] == 200
     for wrong in (None, "", "sk-", other, key[:-1], key + "x"):
@@ -63,24 +63,24 @@ async def test_none_a_foreign_and_an_ended_key_get_401() -> None:
         assert key not in json.dumps(reply)
     gateway.end(key)
     assert (await ask(url, key))[0] == 401
-    assert len(owner.calls) == 2
+    assert len(handler.calls) == 2
     await gateway.close()
 
 
-async def test_it_listens_on_the_loopback_address_alone() -> None:
+async def test_gateway_listens_only_on_the_loopback_address() -> None:
     gateway = Gateway(SamplingConfig())
     await gateway.start()
-    assert gateway._listening is not None
-    (listening,) = gateway._listening.sockets
+    assert gateway._server is not None
+    (listening,) = gateway._server.sockets
     assert listening.getsockname()[0] == "127.0.0.1"
     await gateway.close()
 
 
-async def test_other_paths_and_bodies_are_refused_in_a_sentence() -> None:
+async def test_gateway_refuses_unknown_paths_and_invalid_bodies_with_a_message() -> None:
     gateway = Gateway(SamplingConfig())
-    url, key = await gateway.start(), gateway.open(Answers())
+    url, key = await gateway.start(), gateway.open(RecordingHandler())
     status, reply = await ask(url, key, "/embeddings")
-    assert status == 404 and "there are POST /v1/chat/completions" in reply["error"]["message"]
+    assert status == 404 and "it has POST /v1/chat/completions" in reply["error"]["message"]
     for data in (b"{", b"[" * 100_000, b"\xff", b""):
         status, reply = await ask(url, key, json=None, data=data)
         assert status == 400 and reply["error"]["message"].startswith("the body is")
@@ -88,9 +88,9 @@ async def test_other_paths_and_bodies_are_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_of_100_mb_is_refused_and_not_kept(announced: bool) -> None:
+async def test_gateway_refuses_a_body_of_100_mb(announced: bool) -> None:
     gateway = Gateway(SamplingConfig())
-    url, key = await gateway.start(), gateway.open(Answers())
+    url, key = await gateway.start(), gateway.open(RecordingHandler())
 
     async def parts() -> Any:
         for _ in range(100):
@@ -104,34 +104,35 @@ async def test_a_body_of_100_mb_is_refused_and_not_kept(announced: bool) -> None
     await gateway.close()
 
 
-async def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
+async def test_gateway_closes_connections_that_send_no_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway_module, "_SHOW_KEY_SECONDS", 0.5)
-    monkeypatch.setattr(gateway_module, "_STRANGERS", 50)
+    monkeypatch.setattr(gateway_module, "_MAX_UNAUTHENTICATED", 50)
     gateway = Gateway(SamplingConfig())
-    url, key = await gateway.start(), gateway.open(Answers())
+    url, key = await gateway.start(), gateway.open(RecordingHandler())
     port = int(url.rpartition(":")[2].partition("/")[0])
     async with aiohttp.ClientSession() as session:
         headers = {"Authorization": f"Bearer {key}"}
 
-        async def known() -> int:
+        async def authenticated() -> int:
+            """Send a request with the key on the session's connection; return the status."""
             async with session.post(f"{url}/chat/completions", json=BODY, headers=headers) as r:
                 return r.status
 
-        assert await known() == 200
-        held = []
+        assert await authenticated() == 200
+        idle = []
         for _ in range(400):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nA: b\r\n")
-            held.append((reader, writer))
-        assert await known() == 200
-        assert len(gateway._strangers) <= 50
+            idle.append((reader, writer))
+        assert await authenticated() == 200
+        assert len(gateway._unauthenticated) <= 50
         assert len(gateway._connections) <= 52
         await asyncio.sleep(1.0)
-        assert not gateway._strangers
-        assert await known() == 200, "who has shown a key stays"
-        for reader, writer in held:
+        assert not gateway._unauthenticated
+        assert await authenticated() == 200, "a connection that sent a valid key is not closed"
+        for reader, writer in idle:
             with suppress(ConnectionError):
                 assert await reader.read() == b""
             writer.close()
@@ -139,49 +140,51 @@ async def test_slow_headers_end_and_thousands_of_connections_do_no_harm(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_which_nothing_could_be_sent_is_not_given(
+def test_call_is_not_received_when_its_client_left_before_the_reply(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        gateway, owner = Gateway(SamplingConfig()), Answers()
+        gateway, handler = Gateway(SamplingConfig()), RecordingHandler()
         url = await gateway.start()
 
-        class Leaves(Answers):
+        class Disconnecting(RecordingHandler):
             def call(self, asked: ChatCall, *, retry: bool) -> Call:
                 for connection in list(gateway._connections):
-                    connection.drop()  # the client has gone at the moment of the answer
-                return owner.call(asked, retry=retry)
+                    connection.drop()  # The client disconnects just before the response.
+                return handler.call(asked, retry=retry)
 
-        key = gateway.open(Leaves())
+        key = gateway.open(Disconnecting())
         with pytest.raises(aiohttp.ClientConnectionError):
             await ask(url, key, json={**BODY, "stream": stream})
-        while owner.calls[0].clients:
+        while handler.calls[0].clients:
             await asyncio.sleep(0.01)
-        assert not owner.calls[0].given
+        assert not handler.calls[0].received
         await gateway.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
-    assert not caplog.records, "a client that leaves is nothing to log"
+    assert not caplog.records, "a client that disconnects is not logged"
 
 
-async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gateway_replies_408_when_the_body_does_not_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gateway_module, "_BODY_SECONDS", 0.2)
-    gateway, owner = Gateway(SamplingConfig()), Answers()
-    url, key = await gateway.start(), gateway.open(owner)
+    gateway, handler = Gateway(SamplingConfig()), RecordingHandler()
+    url, key = await gateway.start(), gateway.open(handler)
 
     async def parts() -> Any:
         yield b"{"
         await asyncio.sleep(30)
 
     status, reply = await ask(url, key, json=None, data=parts())
-    assert status == 408 and "did not come within 0.2 s" in reply["error"]["message"]
-    assert not owner.calls
+    assert status == 408 and "did not arrive within 0.2 s" in reply["error"]["message"]
+    assert not handler.calls
     await gateway.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reply_is_literal_text_when_the_answer_is_not_ascii(stream: bool) -> None:
-    class Answering(Answers):
+async def test_gateway_reply_is_literal_text_when_the_response_is_not_ascii(stream: bool) -> None:
+    class Answering(RecordingHandler):
         def call(self, asked: ChatCall, *, retry: bool) -> Call:
             call = Call(asked)
             call.answer.set_result(ChatAnswer("1-0", "東京 😀 \ud800"))
@@ -208,9 +211,9 @@ async def get(url: str, key: str, path: str) -> tuple[int, Any]:
         return reply.status, await reply.json()
 
 
-async def test_model_is_described_when_it_is_the_policy_and_else_not_found() -> None:
+async def test_gateway_describes_the_policy_and_no_other_model() -> None:
     gateway = Gateway(SamplingConfig())
-    url, key = await gateway.start(), gateway.open(Answers())
+    url, key = await gateway.start(), gateway.open(RecordingHandler())
     status, found = await get(url, key, "/models/policy")
     assert status == 200 and Model.model_validate(found, strict=True).id == "policy"
     assert (await get(url, key, "/models"))[1]["data"] == [found]
@@ -230,7 +233,7 @@ async def test_model_is_described_when_it_is_the_policy_and_else_not_found() -> 
 async def ask_with_expect(
     url: str, key: str, expect: str = "100-continue", version: str = "1.1", length: int = 0
 ) -> tuple[bytes, bytes]:
-    """Send headers, and the body once it is asked for; returns the first and the last reply."""
+    """Send a request's headers, and its body once the gateway sends 100; return both replies."""
     port = int(url.rpartition(":")[2].partition("/")[0])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(BODY).encode()
@@ -249,22 +252,22 @@ async def ask_with_expect(
     return first, last
 
 
-async def test_body_is_asked_for_when_the_client_waits_for_that() -> None:
-    gateway, owner = Gateway(SamplingConfig()), Answers()
-    url, key = await gateway.start(), gateway.open(owner)
+async def test_gateway_sends_100_continue_when_the_client_expects_it() -> None:
+    gateway, handler = Gateway(SamplingConfig()), RecordingHandler()
+    url, key = await gateway.start(), gateway.open(handler)
     for expect in ("100-continue", "100-Continue"):
         first, last = await ask_with_expect(url, key, expect)
         assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
         assert last.startswith(b"HTTP/1.1 200 ") and b'"content": "hi"' in last
     first, last = await ask_with_expect(url, key, version="1.0")
     assert last.startswith(b"HTTP/1.0 200 ") and b"100 Continue" not in last
-    assert len(owner.calls) == 3
+    assert len(handler.calls) == 3
     await gateway.close()
 
 
-async def test_body_is_not_asked_for_when_the_call_is_refused_by_its_headers() -> None:
-    gateway, owner = Gateway(SamplingConfig()), Answers()
-    url, key = await gateway.start(), gateway.open(owner)
+async def test_gateway_sends_no_100_continue_when_the_headers_are_refused() -> None:
+    gateway, handler = Gateway(SamplingConfig()), RecordingHandler()
+    url, key = await gateway.start(), gateway.open(handler)
     refused = {
         b" 401 ": ask_with_expect(url, "sk-"),
         b" 413 ": ask_with_expect(url, key, length=LARGEST_BODY + 1),
@@ -272,5 +275,5 @@ async def test_body_is_not_asked_for_when_the_call_is_refused_by_its_headers() -
     for status, asked in refused.items():
         first, _ = await asked
         assert status in first.splitlines()[0]
-    assert not owner.calls
+    assert not handler.calls
     await gateway.close()

@@ -1,4 +1,4 @@
-"""What a call of an agent continues, against a matcher that compares lists of messages."""
+"""The turn that an agent's call continues, against a matcher that compares lists of messages."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def compared(messages: Messages) -> Messages:
 
 
 class Independent:
-    """Whole conversations, compared message by message."""
+    """Reference matcher that keeps whole conversations and compares them message by message."""
 
     def __init__(self) -> None:
-        self.asked: list[Messages] = []
+        self.calls: list[Messages] = []
         self.whole: list[Messages | None] = []
         self.parents: list[int | None] = []
 
@@ -50,16 +50,16 @@ class Independent:
         return max(found)[1] if found else None
 
     def forks(self, parent: int | None) -> bool:
-        return bool(self.asked) and (parent is None or parent in self.parents)
+        return bool(self.calls) and (parent is None or parent in self.parents)
 
     def common(self, call: Messages) -> int:
-        """Messages at the beginning that any branch has too."""
+        """Return how many first messages of the call are also the first messages of a branch."""
         longest = 0
-        for asked, whole in zip(self.asked, self.whole, strict=True):
-            known = compared(whole or asked)
+        for earlier, whole in zip(self.calls, self.whole, strict=True):
+            branch = compared(whole or earlier)
             same = 0
-            for one, other in zip(known, compared(call), strict=False):
-                if one != other:
+            for message, other in zip(branch, compared(call), strict=False):
+                if message != other:
                     break
                 same += 1
             longest = max(longest, same)
@@ -79,10 +79,10 @@ TEXTS = st.sampled_from(["a", "b", "", "a ", "\ud800"])
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_calls_match_and_fork_as_an_independent_matcher_has_it(data: st.DataObject) -> None:
-    branches, known = Branches(), Independent()
+def test_branches_match_and_fork_like_an_independent_matcher(data: st.DataObject) -> None:
+    branches, reference = Branches(), Independent()
     for _ in range(data.draw(st.integers(1, 12))):
-        earlier = data.draw(st.sampled_from([[], *known.asked, *filter(None, known.whole)]))
+        earlier = data.draw(st.sampled_from([[], *reference.calls, *filter(None, reference.whole)]))
         call: Messages = copy.deepcopy(earlier[: data.draw(st.integers(0, len(earlier)))])
         for message in call:
             if data.draw(st.integers(0, 9)) == 0:
@@ -90,26 +90,28 @@ def test_calls_match_and_fork_as_an_independent_matcher_has_it(data: st.DataObje
         call += [user(text) for text in data.draw(st.lists(TEXTS, max_size=2))]
         call = call or [user("a")]
         match = branches.match(call)
-        parent = known.parent(call)
+        parent = reference.parent(call)
         assert match.parent == parent
-        before = known.whole[parent] if parent is not None else []
+        before = reference.whole[parent] if parent is not None else []
         assert before is not None
         assert list(match.new) == call[len(before) :]
-        assert (match.fork is not None) == known.forks(parent)
+        assert (match.fork is not None) == reference.forks(parent)
         if match.fork is not None:
-            assert match.fork.at == known.common(call)
-            assert (match.fork.why == "repeated") == (compared(call) in map(compared, known.asked))
+            assert match.fork.at == reference.common(call)
+            assert (match.fork.why == "repeated") == (
+                compared(call) in map(compared, reference.calls)
+            )
         turn = branches.begin(match.parent, match.new)
         answer = None
         if data.draw(st.booleans()):
             answer = assistant(data.draw(TEXTS))
             branches.answer(turn, answer)
-        known.asked.append([*before, *match.new])
-        known.whole.append(None if answer is None else [*call, answer])
-        known.parents.append(match.parent)
+        reference.calls.append([*before, *match.new])
+        reference.whole.append(None if answer is None else [*call, answer])
+        reference.parents.append(match.parent)
 
 
-def test_the_reason_of_a_fork_is_its_first_differing_message() -> None:
+def test_fork_reason_is_determined_by_the_first_differing_message() -> None:
     tools = {"role": "tools", "content": "[]"}
     opening = [user("a"), assistant("yes"), user("b")]
 
@@ -133,7 +135,7 @@ def test_the_reason_of_a_fork_is_its_first_differing_message() -> None:
     assert fork is not None and '"yes"' in fork.was and '"Yes"' in fork.now
 
 
-def test_ids_of_calls_are_not_compared_and_their_arguments_are() -> None:
+def test_branches_compare_arguments_of_tool_calls_but_not_their_ids() -> None:
     def continues(sent: dict[str, Any]) -> bool:
         branches = Branches()
         ask(branches, [user("a")], assistant("", ("f", {"x": 1, "y": 2})))
@@ -144,7 +146,7 @@ def test_ids_of_calls_are_not_compared_and_their_arguments_are() -> None:
     assert not continues(assistant("", ("g", {"x": 1, "y": 2})))
 
 
-def test_equal_calls_have_equal_digests_and_others_have_not() -> None:
+def test_call_digest_is_equal_only_when_the_messages_are_equal() -> None:
     assert call_digest([user("a"), user("b")]) == call_digest([user("a"), user("b")])
     assert call_digest([user("a"), user("b")]) != call_digest([user("ab")])
     assert call_digest([user("a")]) != call_digest([user("a"), user("b")])

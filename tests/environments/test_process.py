@@ -1,4 +1,4 @@
-"""Environments in a real process of their own, and everything that such code does to it."""
+"""Environments in a real worker process, which their code blocks, kills or fills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 300.0
 
 
 class Workers:
-    """One process of villains, and the tools of who watches it."""
+    """One worker process that runs `Villain` environments."""
 
     def __init__(self, folder: Path, backend: LocalBackend) -> None:
         self.folder, self.backend = folder, backend
@@ -44,14 +44,14 @@ class Workers:
         self.workers = EnvironmentWorkers(build_config(merge({}, settings)), backend)
 
     def process(self) -> psutil.Process:
-        """The worker; waits for one that is being started."""
+        """Return the worker process; wait while it is being started."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             for process in psutil.Process().children():
                 if "environments0" in " ".join(process.cmdline()):
                     return process
             time.sleep(0.05)
-        raise TimeoutError("no worker is there")
+        raise TimeoutError("the worker process did not start")
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +67,22 @@ def payload(how: str) -> dict[str, Any]:
 
 
 class Player:
-    """Plays episodes, as a run does, with made-up answers."""
+    """Plays episodes as a run does, with made-up responses."""
 
     def __init__(self, villains: Workers) -> None:
-        self.held = EpisodeSessions(villains.workers)
+        self.sessions = EpisodeSessions(villains.workers)
 
     async def play(self, number: int, how: str, kill: int | None = None) -> list[Turn]:
-        """Play an episode to its end; `kill`: a process that dies after its first turn."""
+        """Play an episode to its end, and return its turns.
+
+        `how` tells the environment what to do. `kill` is the ID of a process that is killed after
+        the first turn.
+        """
         try:
-            opened = await self.held.begin(number, payload(how))
+            opened = await self.sessions.begin(number, payload(how))
             turns = [Turn(0, None, 0, opened.messages, state=opened.state)]
             while True:
-                stepped = await self.held.step(
+                stepped = await self.sessions.step(
                     number, payload(how), turns, [65, 66], room=1 << 30, last=False
                 )
                 turns[-1] = replace(
@@ -92,32 +96,36 @@ class Player:
                 following = Turn(len(turns), len(turns) - 1, 0, stepped.messages)
                 turns.append(replace(following, state=stepped.state))
         finally:
-            await self.held.forget(number)
+            await self.sessions.forget(number)
 
 
 ENDS_AS_FAULT = {
     "raise": r"Villain.step raised ValueError: no such move at .*villain.py:\d+",
     "sys_exit": r"Villain.step raised SystemExit: enough",
     "memory": r"Villain.step raised MemoryError",
-    "hang": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
+    "hang": r"Villain.step took longer than 1 s \(episode.step_seconds\) and is still running",
     "hang_async": r"Villain.step took longer than 1 s \(episode.step_seconds\)$",
-    "deaf_async": r"Villain.step took longer than 1 s \(episode.step_seconds\) and goes on",
+    "deaf_async": r"Villain.step took longer than 1 s .* and is still running",
 }
 
 
 @pytest.mark.parametrize("how", ENDS_AS_FAULT)
-async def test_what_an_environment_does_wrong_is_one_sentence(villains: Workers, how: str) -> None:
-    """And an episode beside it goes on, in the same process."""
+async def test_environment_fault_is_one_sentence_and_other_episodes_continue(
+    villains: Workers, how: str
+) -> None:
+    """An episode that is played afterwards succeeds in the same process."""
     player, worker = Player(villains), villains.process().pid
     with pytest.raises(EnvironmentFault, match=ENDS_AS_FAULT[how]):
         await player.play(0, how)
     assert len(await player.play(1, "well")) == 3
     assert villains.process().pid == worker
-    assert player.held.counts.total() == 0
+    assert player.sessions.counts.total() == 0
 
 
 @pytest.mark.parametrize("how", ["stdout", "fork", "own_text"])
-async def test_what_an_environment_may_do_costs_nothing(villains: Workers, how: str) -> None:
+async def test_worker_survives_when_an_environment_uses_its_process_oddly(
+    villains: Workers, how: str
+) -> None:
     player, worker = Player(villains), villains.process().pid
     turns = await player.play(0, how)
     assert [turn.reward for turn in turns] == ([1.0] * 3 if how != "own_text" else [1, 0, 1])
@@ -125,7 +133,7 @@ async def test_what_an_environment_may_do_costs_nothing(villains: Workers, how: 
     assert villains.process().pid == worker
 
 
-async def test_what_close_raises_is_named_and_takes_no_reward(villains: Workers) -> None:
+async def test_episode_keeps_its_rewards_when_close_raises(villains: Workers) -> None:
     player = Player(villains)
     assert len(await player.play(0, "close")) == 3
     assert player.fault is not None
@@ -133,23 +141,23 @@ async def test_what_close_raises_is_named_and_takes_no_reward(villains: Workers)
 
 
 @pytest.mark.parametrize("how", ["exit_once", "block", "greedy"])
-async def test_a_worker_that_ends_is_started_again_and_all_go_on(
+async def test_all_episodes_are_restored_when_their_worker_dies(
     villains: Workers, how: str
 ) -> None:
-    """It exits, its loop stands still, or one thread lets no other run."""
+    """The worker exits, its event loop is blocked, or one thread keeps the interpreter's lock."""
     player = Player(villains)
     found = await asyncio.gather(*(player.play(i, how if i == 3 else "well") for i in range(6)))
     assert [len(turns) for turns in found] == [3] * 6
-    assert player.held.counts["workers_lost"] > 0
-    assert player.held.counts["restored"] > 0
-    assert player.held.counts["replay_mismatches"] == 0
+    assert player.sessions.counts["workers_lost"] > 0
+    assert player.sessions.counts["restored"] > 0
+    assert player.sessions.counts["replay_mismatches"] == 0
     if how != "exit_once":
         log = (villains.folder / "environments0.log").read_text()
         assert "Timeout (0:00:05)!" in log
-        assert "villain.py" in log.rpartition("Timeout")[2], "it shows where"
+        assert "villain.py" in log.rpartition("Timeout")[2], "the log has the blocked code's file"
 
 
-async def test_an_episode_that_always_ends_its_worker_costs_no_other(villains: Workers) -> None:
+async def test_only_the_episode_that_always_kills_its_worker_fails(villains: Workers) -> None:
     player = Player(villains)
     names = ["well", "exit", "well"]
     found = await asyncio.gather(
@@ -160,26 +168,26 @@ async def test_an_episode_that_always_ends_its_worker_costs_no_other(villains: W
             assert isinstance(outcome, list), outcome
         else:
             assert isinstance(outcome, EnvironmentFault)
-            assert "its worker died 3 times: environments0 has died" in str(outcome)
+            assert "the worker of this episode died 3 times: environments0 has died" in str(outcome)
             assert "it ended with exit code 3" in str(outcome)
 
 
-async def test_a_worker_with_hung_calls_in_half_of_its_threads_ends_itself(
+async def test_worker_ends_itself_when_calls_hang_in_half_of_its_threads(
     villains: Workers,
 ) -> None:
     player, worker = Player(villains), villains.process()
     hung = [player.play(i, "hang") for i in range(THREADS // 2)]
     found = await asyncio.gather(*hung, player.play(9, "well"), return_exceptions=True)
-    assert all(isinstance(one, EnvironmentFault) for one in found[:-1])
+    assert all(isinstance(outcome, EnvironmentFault) for outcome in found[:-1])
     worker.wait(SECONDS)
     assert len(await player.play(10, "well")) == 3
 
 
 @pytest.mark.parametrize("how", ["fork", "child"])
-async def test_nothing_that_an_environment_has_started_outlives_its_worker(
+async def test_child_processes_of_an_environment_end_when_its_worker_dies(
     villains: Workers, how: str
 ) -> None:
-    """A child that holds the worker's connections would keep its callers waiting."""
+    """A child process that inherited the worker's connections would keep its callers waiting."""
     player = Player(villains)
     await player.play(0, how)
     worker = villains.process()
@@ -187,26 +195,26 @@ async def test_nothing_that_an_environment_has_started_outlives_its_worker(
     assert started
     turns = await player.play(1, "well", kill=worker.pid)
     assert len(turns) == 3
-    counts = player.held.counts
+    counts = player.sessions.counts
     assert (counts["restored"], counts["replay_mismatches"]) == (1, 0)
-    assert counts["steps_repeated"] == counts["workers_lost"] <= 1, "or it had died before"
+    assert counts["steps_repeated"] == counts["workers_lost"] <= 1, "0 if it died before the call"
     psutil.wait_procs(started, timeout=SECONDS)
     assert not any(process.is_running() for process in started)
 
 
-async def test_calls_that_wait_for_a_thread_are_not_late(villains: Workers) -> None:
-    """More than there are threads, each for nearly as long as a call may take."""
+async def test_calls_do_not_time_out_when_they_wait_for_a_thread(villains: Workers) -> None:
+    """There are more calls than threads, and each takes nearly as long as its time limit."""
     player = Player(villains)
     found = await asyncio.gather(*(player.play(i, "slow") for i in range(3 * THREADS)))
     assert [len(turns) for turns in found] == [3] * (3 * THREADS)
-    assert player.held.counts.total() == 0
+    assert player.sessions.counts.total() == 0
 
 
-async def test_what_is_forgotten_while_it_begins_is_closed(villains: Workers) -> None:
+async def test_episode_is_closed_when_it_is_forgotten_during_its_start(villains: Workers) -> None:
     player = Player(villains)
-    beginning = asyncio.create_task(player.held.begin(0, payload("slow_start")))
+    beginning = asyncio.create_task(player.sessions.begin(0, payload("slow_start")))
     await asyncio.sleep(0.2)
     beginning.cancel()
     await asyncio.gather(beginning, return_exceptions=True)
-    await player.held.forget(0)
+    await player.sessions.forget(0)
     assert (villains.folder / "closed").exists()

@@ -1,4 +1,7 @@
-"""Clients that give up and ask again, over sockets whose ends the test puts in order."""
+"""Retries of clients that close their connection and call again, over raw sockets.
+
+The test determines the order in which the gateway sees requests and closed connections.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 @dataclass
 class Episode:
-    """A gateway, the calls of one key, and clients whose every step the test takes."""
+    """A gateway, the calls of one API key, and raw clients that the test controls."""
 
     gateway: Gateway
     calls: AgentCalls
@@ -32,23 +35,24 @@ class Episode:
     clients: list[Client] = field(default_factory=list)
 
     async def client(self) -> Client:
-        """Connect a client that has asked nothing yet."""
+        """Connect a client, which has not sent a request yet, and return it."""
         loop = asyncio.get_running_loop()
-        one = socket.socket()
-        one.setblocking(False)
+        connection = socket.socket()
+        connection.setblocking(False)
         port = int(self.url.rpartition(":")[2].partition("/")[0])
-        await loop.sock_connect(one, ("127.0.0.1", port))
+        await loop.sock_connect(connection, ("127.0.0.1", port))
         connections = len(self.clients) + 1
-        self.clients.append(Client(one, self.key))
-        await until(lambda: len(self.gateway._connections) >= connections - self.left)
+        self.clients.append(Client(connection, self.key))
+        await until(lambda: len(self.gateway._connections) >= connections - self.disconnected)
         return self.clients[-1]
 
     @property
-    def left(self) -> int:
+    def disconnected(self) -> int:
+        """Number of clients that have closed their connection."""
         return sum(client.socket.fileno() < 0 for client in self.clients)
 
-    async def asked(self, client: Client) -> Call:
-        """Make a client's first call and wait until the gateway has it."""
+    async def ask(self, client: Client) -> Call:
+        """Send a client's first request, and return its call once the gateway has received it."""
         before = len(self.equal)
         client.ask()
         await until(lambda: len(self.equal) > before and bool(self.equal[-1].clients))
@@ -56,10 +60,11 @@ class Episode:
 
     @property
     def equal(self) -> list[Call]:
-        return next(iter(self.calls._known.values()), [])
+        """The calls that clients made; all of them have equal messages."""
+        return next(iter(self.calls._by_digest.values()), [])
 
     async def answer(self) -> None:
-        """Answer the next call as the worker does."""
+        """Send the next call a response, as the worker does."""
         call = await self.calls.next(2)
         assert call is not None
         turn = self.calls.begin(call, self.calls.match(call))
@@ -68,7 +73,7 @@ class Episode:
 
 @dataclass
 class Client:
-    """A raw connection, whose sending and closing take effect at once."""
+    """A client with a raw socket, which sends and closes immediately."""
 
     socket: socket.socket
     key: str
@@ -82,7 +87,7 @@ class Client:
         self.socket.send((head + body).encode())
 
     async def read(self) -> str:
-        """Return the content of the answer."""
+        """Read the reply, and return the text of the policy's response."""
         received = b""
         while b"answer" not in received or not received.endswith(b"}"):
             async with asyncio.timeout(5):
@@ -91,15 +96,15 @@ class Client:
         return str(body["choices"][0]["message"]["content"])
 
     async def arrived(self) -> None:
-        """Wait until an answer can be read, and read nothing of it."""
+        """Wait until a reply can be read, without reading it."""
 
-        def peeked() -> bool:
+        def is_readable() -> bool:
             try:
                 return bool(self.socket.recv(1, socket.MSG_PEEK))
             except BlockingIOError:
                 return False
 
-        await until(peeked)
+        await until(is_readable)
 
     def leave(self) -> None:
         self.socket.close()
@@ -129,20 +134,20 @@ pytestmark = pytest.mark.parametrize("loop", LOOPS)
 
 @pytest.mark.parametrize("closes_later", [False, True])
 @pytest.mark.parametrize("leaves", [0, 1, 2])
-def test_retry_takes_the_call_that_was_left_when_equal_ones_wait(
+def test_retry_gets_the_abandoned_call_when_equal_calls_wait(
     loop: str, leaves: int, closes_later: bool
 ) -> None:
-    """The end of the first try and the retry reach the gateway in one iteration of its loop.
+    """The close of the first connection and the retry reach the gateway in one loop iteration.
 
-    `closes_later`: the client closes its first connection after it has asked again, as an event
-    loop does that was asked to close it.
+    With `closes_later`, the client closes its first connection after it has sent the retry, as a
+    client does whose event loop closes connections in its next iteration.
     """
 
     async def body(episode: Episode) -> None:
         clients = [await episode.client() for _ in range(3)]
         again = await episode.client()
         for client in clients:
-            await episode.asked(client)
+            await episode.ask(client)
         steps = [clients[leaves].leave, lambda: again.ask(retry=1)]
         for step in reversed(steps) if closes_later else steps:
             step()
@@ -153,21 +158,22 @@ def test_retry_takes_the_call_that_was_left_when_equal_ones_wait(
         waiting = [client for client in clients if client is not clients[leaves]]
         found = [await client.read() for client in (*waiting, again)]
         assert sorted(found) == ["answer 0", "answer 1", "answer 2"]
-        assert episode.calls.left() == ()
+        assert episode.calls.abandoned() == ()
 
     run(loop, body)
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_retry_gets_its_answer_when_the_client_left_before_reading_it(
-    loop: str, sent: bool
-) -> None:
-    """`sent`: it has arrived; or else the loop has not even seen the end of the connection."""
+def test_retry_gets_its_response_when_the_client_left_before_reading(loop: str, sent: bool) -> None:
+    """With `sent`, the response has arrived at the client, which did not read it.
+
+    Otherwise the gateway's loop has not even processed the closed connection when it sends.
+    """
 
     async def body(episode: Episode) -> None:
         first, other, again = [await episode.client() for _ in range(3)]
-        await episode.asked(first)
-        await episode.asked(other)
+        await episode.ask(first)
+        await episode.ask(other)
         if sent:
             await episode.answer()
             await first.arrived()
@@ -178,20 +184,20 @@ def test_retry_gets_its_answer_when_the_client_left_before_reading_it(
         assert await again.read() == "answer 0"
         await episode.answer()
         assert await other.read() == "answer 1"
-        assert episode.calls.left() == ()
+        assert episode.calls.abandoned() == ()
 
     run(loop, body)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_retry_gets_another_answer_when_the_first_client_has_its_own(
+def test_retry_gets_another_response_when_the_first_client_has_received_its_own(
     loop: str, leaves: bool
 ) -> None:
-    """The first try of the retry never reached the gateway, as on a machine without time."""
+    """The first attempt of the retried request never reached the gateway, as on a busy machine."""
 
     async def body(episode: Episode) -> None:
         first, again = await episode.client(), await episode.client()
-        await episode.asked(first)
+        await episode.ask(first)
         await episode.answer()
         assert await first.read() == "answer 0"
         if leaves:
@@ -199,22 +205,22 @@ def test_retry_gets_another_answer_when_the_first_client_has_its_own(
         again.ask(retry=1)
         await episode.answer()
         assert await again.read() == "answer 1"
-        assert episode.calls.left() == ()
+        assert episode.calls.abandoned() == ()
 
     run(loop, body)
 
 
-def test_retry_gets_the_streamed_answer_when_the_client_read_no_end_of_it(loop: str) -> None:
+def test_retry_gets_the_streamed_response_when_the_client_did_not_finish_reading(loop: str) -> None:
     async def body(episode: Episode) -> None:
         first, again = await episode.client(), await episode.client()
         first.ask(stream=True)
         await episode.answer()
         await first.arrived()
-        await until(lambda: episode.equal[0].kept)
-        assert episode.equal[0].given
+        await until(lambda: episode.equal[0].delivered)
+        assert episode.equal[0].received
         first.leave()
-        await until(lambda: not episode.equal[0].kept)
-        assert episode.calls.left() == (), "one event is enough to have it"
+        await until(lambda: not episode.equal[0].delivered)
+        assert episode.calls.abandoned() == (), "one event counts as having received the response"
         again.ask(retry=1)
         assert await again.read() == "answer 0"
 

@@ -1,4 +1,4 @@
-"""Tools as a policy reads them, and the calls that it writes."""
+"""Tools as they are described to a policy, and the calls that a policy writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tree(TypedDict):
 
 
 def tool_of(hint: Any) -> Callable[..., Any]:
-    """Make a tool of one argument that returns that argument."""
+    """Return a tool with one argument of type `hint`, which returns the argument."""
 
     def tool(value: Any) -> Any:
         """Return a value.
@@ -66,7 +66,7 @@ def tool_of(hint: Any) -> Callable[..., Any]:
 
 
 def result_of(hint: Any, given: Any) -> Any:
-    """Call a tool whose argument has this type; a message for the policy is returned as it is."""
+    """Call a tool whose argument has type `hint`; return its result or the error message."""
     call = bound({"tool": tool_of(hint)}, ToolCall("tool", {"value": given}))
     return call if isinstance(call, str) else call()
 
@@ -94,7 +94,7 @@ def result_of(hint: Any, given: Any) -> Any:
         (Any, {"a": [1.5, "1", True]}, {"a": [1.5, "1", True]}),
     ],
 )
-def test_tool_argument_becomes_its_type_when_nothing_is_lost(
+def test_tool_argument_is_converted_to_its_type_when_nothing_is_lost(
     hint: Any, given: Any, found: Any
 ) -> None:
     result = result_of(hint, given)
@@ -125,7 +125,7 @@ def test_tool_argument_becomes_its_type_when_nothing_is_lost(
         (Annotated[int, Field(ge=1)], 0),
     ],
 )
-def test_tool_call_is_answered_with_an_error_when_an_argument_has_another_type(
+def test_tool_call_returns_an_error_when_an_argument_has_another_type(
     hint: Any, given: Any
 ) -> None:
     result = result_of(hint, given)
@@ -142,7 +142,7 @@ def test_tool_argument_may_be_null_when_its_default_is_none() -> None:
 
 
 class Counted:
-    """A decorator whose object binds a method by its own `__get__`."""
+    """A decorator whose object binds a method with a `__get__` of its class."""
 
     def __init__(self, tool: Callable[..., Any]) -> None:
         self.tool = tool
@@ -238,16 +238,16 @@ class WithoutObject:
     [math.sqrt, list[int], int | None, NewType("ID", int), threading.Lock, WithoutObject(), Color],
     ids=["function of C", "alias", "union", "new type", "type of C", "object", "class"],
 )
-def test_value_of_a_class_is_no_tool_when_it_can_be_called(member: Any) -> None:
+def test_callable_class_attribute_is_not_a_tool_when_it_is_not_a_method(member: Any) -> None:
     assert list(tools_with(look=look, search=member)) == ["look"]
 
 
-def test_methods_of_a_built_in_base_are_no_tools() -> None:
+def test_methods_of_a_built_in_base_class_are_not_tools() -> None:
     tools = type("Tools", (dict,), {"look": look})()
     assert list(tools_of(tools, "Tools")) == ["look"]
 
 
-def test_property_is_neither_read_nor_offered_when_a_class_has_tools() -> None:
+def test_property_is_neither_read_nor_offered_as_a_tool() -> None:
     def unread(self: Any) -> None:
         raise RuntimeError("no game has started")
 
@@ -310,9 +310,9 @@ class Unreadable:
     [
         (yields, "it is a generator; return a list"),
         (yields_later, "it is a generator; return a list"),
-        (functools.cache(look_later), "can be awaited once only"),
-        (by_position, "cannot be given by name"),
-        (of_many, "cannot be given by name"),
+        (functools.cache(look_later), "can be awaited only once"),
+        (by_position, "cannot be passed by keyword"),
+        (of_many, "cannot be passed by keyword"),
         (of_no_type, "'word' has no type"),
         (of_unknown_type, "'missing' is not defined"),
         (of_a_class, "Unable to generate pydantic-core schema"),
@@ -349,7 +349,7 @@ def test_tool_argument_is_described_with_what_its_type_permits(hint: Any, schema
 
 
 def assert_contains(found: Any, expected: Any) -> None:
-    """Check that a schema has everything that is expected of it, at every level."""
+    """Check that `found` has everything that `expected` has, at every level."""
     if isinstance(expected, dict):
         for key, inner in expected.items():
             assert_contains(found[key], inner)
@@ -362,12 +362,12 @@ def assert_contains(found: Any, expected: Any) -> None:
 
 
 class Own:
-    """An object without a text of its own."""
+    """An object whose text is Python's default, with its address."""
 
 
 @pytest.mark.parametrize("returned", [(n for n in (1, 2)), iter([1]), Own(), {"a": [Own()]}, look])
 def test_tool_result_is_refused_when_its_text_is_an_address(returned: Any) -> None:
-    with pytest.raises(TypeError, match=r"the tool returned a .*, which is no text and no JSON"):
+    with pytest.raises(TypeError, match=r"the tool returned a .*, which is neither text nor JSON"):
         tool_message("tool", returned)
 
 

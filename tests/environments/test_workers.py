@@ -1,4 +1,4 @@
-"""What is asked of workers that die: again, and in the end with nothing else under way."""
+"""Calls of workers that die are repeated; the last attempt has the worker exclusively."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SECONDS = 60
 
 
 class Mortal:
-    """A worker that dies, with all that is under way, when a killer steps."""
+    """A worker that dies during every step of a `KILLERS` episode; its running calls fail."""
 
     def __init__(self) -> None:
-        self.held: set[str] = set()
+        self.open_keys: set[str] = set()
         self.dying = asyncio.Event()
         self.forgotten: list[str] = []
         self.waits = 0.01
@@ -35,11 +35,11 @@ class Mortal:
         call = recorded(what)
         method, key = call.method, call.arguments[0]
         number = int(key.split(".")[1])
-        if method == "step" and key not in self.held:
+        if method == "step" and key not in self.open_keys:
             raise EpisodeUnknown(key)
         if method == "step" and number in KILLERS:
             await asyncio.sleep(self.waits / 2)
-            self.held, self.dying = set(), asyncio.Event()
+            self.open_keys, self.dying = set(), asyncio.Event()
             life.set()
             raise RemoteObjectLost("it died")
         waiting = asyncio.create_task(life.wait())
@@ -48,9 +48,9 @@ class Mortal:
             raise RemoteObjectLost("it died")
         waiting.cancel()
         if method in ("begin", "restore"):
-            self.held.add(key)
+            self.open_keys.add(key)
         if method == "forget":
-            self.held.discard(key)
+            self.open_keys.discard(key)
             self.forgotten.append(key)
         return {"begin": OPENED, "step": StepResult({}, 1.0, ended="stop")}.get(method)
 
@@ -61,43 +61,45 @@ class MortalBackend:
         return self.worker
 
 
-async def played(held: EpisodeSessions, number: int) -> StepResult:
-    opened = await held.begin(number, {})
-    return await held.step(
+async def played(sessions: EpisodeSessions, number: int) -> StepResult:
+    opened = await sessions.begin(number, {})
+    return await sessions.step(
         number, {}, [Turn(0, None, 0, opened.messages)], [1], room=10, last=False
     )
 
 
-async def test_no_number_of_killers_costs_another_episode() -> None:
-    held = EpisodeSessions(EnvironmentWorkers(build_config({}), MortalBackend()))  # type: ignore[arg-type]
+async def test_other_episodes_succeed_when_many_episodes_kill_their_worker() -> None:
+    sessions = EpisodeSessions(EnvironmentWorkers(build_config({}), MortalBackend()))  # type: ignore[arg-type]
     found = await asyncio.gather(
-        *(played(held, number) for number in range(EPISODES)), return_exceptions=True
+        *(played(sessions, number) for number in range(EPISODES)), return_exceptions=True
     )
     for number, outcome in enumerate(found):
         if number in KILLERS:
             assert isinstance(outcome, EnvironmentFault)
-            assert "its worker died 3 times: it died" in str(outcome)
+            assert "the worker of this episode died 3 times: it died" in str(outcome)
         else:
             assert isinstance(outcome, StepResult), outcome
-    assert held.counts["workers_lost"] >= 3 * len(KILLERS)
+    assert sessions.counts["workers_lost"] >= 3 * len(KILLERS)
 
 
 @pytest.mark.parametrize("method", ["begin", "step"])
-async def test_what_is_canceled_is_forgotten_by_its_worker(method: str) -> None:
-    """Dropped and restarted trajectories cancel their calls; nothing may stay behind."""
+async def test_worker_forgets_an_episode_when_the_call_of_its_caller_is_canceled(
+    method: str,
+) -> None:
+    """Dropped and restarted trajectories cancel their calls; no episode may stay open."""
     backend = MortalBackend()
-    held = EpisodeSessions(EnvironmentWorkers(build_config({}), backend))  # type: ignore[arg-type]
-    opened = await held.begin(1, {}) if method == "step" else OPENED
+    sessions = EpisodeSessions(EnvironmentWorkers(build_config({}), backend))  # type: ignore[arg-type]
+    opened = await sessions.begin(1, {}) if method == "step" else OPENED
     backend.worker.waits = 3600
     turns = [Turn(0, None, 0, opened.messages)]
     asking = {
-        "begin": lambda: held.begin(1, {}),
-        "step": lambda: held.step(1, {}, turns, [1], room=1, last=False),
+        "begin": lambda: sessions.begin(1, {}),
+        "step": lambda: sessions.step(1, {}, turns, [1], room=1, last=False),
     }
     call = asyncio.create_task(asking[method]())
     await asyncio.sleep(0.01)
     call.cancel()
     backend.worker.waits = 0.001
-    await held.forget(1)
+    await sessions.forget(1)
     assert [key.split(".")[1] for key in backend.worker.forgotten] == ["1"]
-    assert not backend.worker.held
+    assert not backend.worker.open_keys

@@ -1,6 +1,6 @@
-"""An environment that does, in its second turn, what the row's `how` names.
+"""An environment that misbehaves in its second turn, in the manner that the row's `how` names.
 
-Without one it is named by the seed. `marker`: a folder that remembers what is done only once.
+Without `how`, the seed chooses it. The folder `marker` records misbehavior that happens only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKED_SECONDS = 3600
 
 
 class Text(str):
-    """A text whose class is known in the worker only."""
+    """A text whose class can be imported only in the worker."""
 
 
 class Villain:
@@ -60,7 +60,7 @@ class Villain:
         return self._well()
 
     def _first(self) -> bool:
-        """Return whether this is done for the first time."""
+        """Return whether the misbehavior happens for the first time, and record it."""
         try:
             (self._marker / self.how).touch(exist_ok=False)
         except FileExistsError:
@@ -78,14 +78,14 @@ class Villain:
             case "hang":
                 time.sleep(BLOCKED_SECONDS)
             case "greedy" if self._first():
-                re.match(r"(a+)+$", "a" * 64 + "b")  # which lets no other thread run
+                re.match(r"(a+)+$", "a" * 64 + "b")  # Keeps the GIL, so no other thread runs.
             case "raise":
                 raise ValueError("no such move")
             case "slow":
                 time.sleep(0.7)
             case "memory":
                 bytearray(1 << 40)
-            case "stdout" if self._first():  # later these numbers are another file's
+            case "stdout" if self._first():  # Only once: the descriptors are reused later.
                 sys.stdout.close()
                 sys.stderr.close()
                 os.close(1)

@@ -1,4 +1,4 @@
-"""What the contract suite places, and a caller in a process of its own."""
+"""The remote object of these tests and, as a program, a caller of it in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_async.process_backends.backend import ProcessBackend, RemoteObject
 
 
 class Subject:
-    """Does what a test asks of it."""
+    """A remote object whose methods misbehave as a test requests."""
 
     def __init__(self, refuses: str = "") -> None:
         if refuses:
@@ -24,7 +24,7 @@ class Subject:
         self._placed: list[RemoteObject] = []
 
     async def flood(self, megabytes: int) -> None:
-        """Print so much, and the last words to standard error."""
+        """Print `megabytes` MiB to standard output, then `last words` to standard error."""
         for _ in range(megabytes):
             print("x" * (1 << 20))
         os.write(2, b"last words")
@@ -61,7 +61,10 @@ class Subject:
         return subprocess.Popen(["sleep", "600"]).pid
 
     async def start_large(self) -> int:
-        """In a session of its own; the kernel takes a moment to free what it holds."""
+        """Start a process with 1 GiB of memory in a separate session, and return its ID.
+
+        The kernel takes a moment to free the memory when the process ends.
+        """
         code = "import time; held = b'x' * (1 << 30); print(flush=True); time.sleep(600)"
         command = [sys.executable, "-c", code]
         started = subprocess.Popen(
@@ -72,16 +75,15 @@ class Subject:
         return started.pid
 
     async def start_another(self, address: str, logs: Path) -> tuple[int, int]:
-        """Start a subject from here; its process and one that it has started."""
+        """Start another `Subject` from this process, with a child process; return both IDs."""
         backend: ProcessBackend = connect_backend(address, logs)
         self._placed.append(backend.start(Subject, name="another"))
         pid = await self._placed[-1].call(lambda one: one.pid(), limit=60)
         return pid, await self._placed[-1].call(lambda one: one.start_process(), limit=60)
 
 
-if (
-    __name__ == "__main__"
-):  # python -m tests.process_backends.subject ADDRESS NAME LIMIT SECONDS FILE
+# python -m tests.process_backends.subject ADDRESS NAME LIMIT SECONDS FILE
+if __name__ == "__main__":
     address, name, limit, seconds, file = sys.argv[1:]
     found = connect_backend(address, Path(file).parent).find(name, Subject)
     print("asking", flush=True)

@@ -1,4 +1,4 @@
-"""Child processes: what they import; ended with all that they started, also with their starter."""
+"""Child processes end with their descendants and their starter, and import no file of the user."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def wait_for(condition, seconds: float = 10.0) -> bool:  # type: ignore[no-untyp
     return False
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_stop_ends_grandchildren_too(tmp_path: Path) -> None:
+def test_child_end_kills_grandchildren(tmp_path: Path) -> None:
     child = ChildProcess([sys.executable, "-c", FAMILY], log=tmp_path / "log")
     assert wait_for(lambda: child.output().strip().isdigit())
     grandchild = int(child.output())
     child.end(5)
     assert child.poll() is not None
-    assert wait_for(lambda: gone(grandchild))
+    assert wait_for(lambda: has_ended(grandchild))
 
 
-def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_child_end_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     child = ChildProcess([sys.executable, "-c", IGNORES_SIGTERM], log=tmp_path / "log")
     assert wait_for(lambda: "ready" in child.output())
     child.end(0.3)
     assert child.poll() == -signal.SIGKILL
 
 
-def test_an_interrupt_while_a_child_ends_leaves_nothing_of_it(
+def test_child_is_killed_when_an_interrupt_comes_during_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, whose process goes on."""
+    """In a notebook, the process continues after an interrupt."""
     child = ChildProcess([sys.executable, "-c", IGNORES_SIGTERM], log=tmp_path / "log")
     assert wait_for(lambda: "ready" in child.output())
     whole, interrupts = child.ended_within, [KeyboardInterrupt()]
@@ -75,7 +75,7 @@ def test_an_interrupt_while_a_child_ends_leaves_nothing_of_it(
     assert child.poll() == -signal.SIGKILL
 
 
-def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
+def test_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "import signal; from megatron_async.process_backends.child_process import *\n"
@@ -89,10 +89,10 @@ def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
     [child] = psutil.Process(parent.pid).children()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
-    assert wait_for(lambda: gone(child.pid))
+    assert wait_for(lambda: has_ended(child.pid))
 
 
-def test_a_child_that_ended_badly_is_reported_with_its_code_and_its_last_lines(
+def test_child_failure_has_the_exit_code_and_the_last_lines_of_the_log(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such layer')"]
@@ -103,7 +103,7 @@ def test_a_child_that_ended_badly_is_reported_with_its_code_and_its_last_lines(
     assert sentence.endswith("no such layer")
 
 
-def test_the_cause_is_that_of_this_start_and_has_the_logs_path(tmp_path: Path) -> None:
+def test_child_failure_names_the_cause_of_this_start_and_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for word in ("before", "now"):
         child = ChildProcess([sys.executable, "-c", f"raise ValueError('{word}')"], log=log)
@@ -112,7 +112,7 @@ def test_the_cause_is_that_of_this_start_and_has_the_logs_path(tmp_path: Path) -
     assert str(child.failure("sft")) == f"sft ended with exit code 1: {why}"
 
 
-def test_a_child_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+def test_child_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('of the user')")
     (tmp_path / "own.py").write_text("")
     ran = ChildProcess(
@@ -123,7 +123,7 @@ def test_a_child_imports_nothing_from_the_working_directory(tmp_path: Path) -> N
     assert own.wait(30) == 1, "no module of the working directory can be run by its name"
 
 
-def test_a_child_of_a_child_imports_nothing_from_it_either(tmp_path: Path) -> None:
+def test_grandchild_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('of the user')")
     code = (
         "import multiprocessing\n"
@@ -138,7 +138,7 @@ def test_a_child_of_a_child_imports_nothing_from_it_either(tmp_path: Path) -> No
     assert done.returncode == 0
 
 
-def test_a_module_next_to_a_users_file_can_be_imported_but_replaces_none(tmp_path: Path) -> None:
+def test_user_file_can_import_its_neighbors_but_not_replace_other_modules(tmp_path: Path) -> None:
     (tmp_path / "my_neighbor_module.py").write_text("VALUE = 7")
     (tmp_path / "textwrap.py").write_text("raise RuntimeError('of the user')")
     file = tmp_path / "mine.py"
@@ -151,7 +151,7 @@ def test_a_module_next_to_a_users_file_can_be_imported_but_replaces_none(tmp_pat
         sys.modules.pop("my_neighbor_module", None)
 
 
-def test_a_module_of_the_working_directory_is_named_by_its_file(
+def test_load_error_names_the_file_when_a_module_is_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("score = len")

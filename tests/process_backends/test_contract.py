@@ -1,4 +1,4 @@
-"""What the product relies on, wherever its classes are placed: processes here, or Ray's actors."""
+"""The contract of process backends, tested for local processes and for Ray actors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LARGE_BYTES = 100 << 20
 
 @dataclass
 class Suite:
-    """A place, and names that no other test has used."""
+    """A process backend, and the remote objects of one test, whose names are unique."""
 
     backend: ProcessBackend
     logs: Path
@@ -61,7 +61,7 @@ def backend(
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-            patch.setenv(name, "")  # put back afterwards
+            patch.setenv(name, "")  # So that the patch restores the variable afterwards.
         with ray_backend(None, folder / "token", gpus="3,5") as opened:
             yield opened
 
@@ -81,7 +81,7 @@ def until(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
         time.sleep(0.05)
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -95,14 +95,14 @@ def visible(subject: Subject) -> Any:
 def calls(
     remote: RemoteObject[Subject], what: Callable[[Subject], Any], limit: float = LIMIT
 ) -> list[Callable[[], Any]]:
-    """The same call from code that blocks and from code that does not."""
+    """Return functions that make the same call, blocking and asynchronously."""
     return [
         lambda: remote.call_blocking(what, limit=limit),
         lambda: asyncio.run(remote.call(what, limit=limit)),
     ]
 
 
-def test_a_call_waits_for_the_process_which_is_another_one(suite: Suite) -> None:
+def test_call_waits_for_the_start_of_a_separate_process(suite: Suite) -> None:
     remote = suite.start()
     for call in calls(remote, lambda one: one.pid()):
         assert call() not in (os.getpid(), None)
@@ -110,7 +110,7 @@ def test_a_call_waits_for_the_process_which_is_another_one(suite: Suite) -> None
         assert call() == {"a": [1, None]}
 
 
-def test_errors_of_ours_arrive_as_they_are_and_others_as_a_sentence(suite: Suite) -> None:
+def test_call_raises_project_errors_unchanged_and_others_as_call_failed(suite: Suite) -> None:
     remote = suite.start()
     for call in calls(remote, lambda one: one.fail()):
         with pytest.raises(ComponentFailure, match=r"^the disk is gone$"):
@@ -122,14 +122,14 @@ def test_errors_of_ours_arrive_as_they_are_and_others_as_a_sentence(suite: Suite
             call()
 
 
-def test_what_cannot_be_made_raises_why_at_every_call(suite: Suite) -> None:
+def test_every_call_raises_the_error_when_the_object_cannot_be_built(suite: Suite) -> None:
     remote = suite.start("a setting is wrong")
     for call in calls(remote, lambda one: one.pid()):
         with pytest.raises(UserError, match=r"^a setting is wrong$"):
             call()
 
 
-def test_calls_run_at_once(suite: Suite, tmp_path: Path) -> None:
+def test_calls_of_one_object_run_concurrently(suite: Suite, tmp_path: Path) -> None:
     remote = suite.start()
 
     async def all_at_once() -> float:
@@ -147,7 +147,7 @@ def test_calls_run_at_once(suite: Suite, tmp_path: Path) -> None:
     assert asyncio.run(all_at_once()) < 4
 
 
-def test_a_death_is_known_at_the_call_under_way_and_at_every_later_one(suite: Suite) -> None:
+def test_running_and_later_calls_raise_when_the_process_dies(suite: Suite) -> None:
     remote = suite.start()
     pid = remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
 
@@ -168,7 +168,7 @@ def test_a_death_is_known_at_the_call_under_way_and_at_every_later_one(suite: Su
     assert time.monotonic() - began < 30
 
 
-def test_it_is_started_again_as_often_as_it_may_be(suite: Suite) -> None:
+def test_process_is_restarted_as_often_as_permitted(suite: Suite) -> None:
     remote = suite.start(restarts=2)
     seen = set()
     for _ in range(3):
@@ -183,8 +183,8 @@ def test_it_is_started_again_as_often_as_it_may_be(suite: Suite) -> None:
             return True
 
         until(answered)
-        os.kill(max(seen, key=lambda pid: (not gone(pid), pid)), signal.SIGKILL)
-        until(lambda: all(map(gone, seen)))
+        os.kill(max(seen, key=lambda pid: (not has_ended(pid), pid)), signal.SIGKILL)
+        until(lambda: all(map(has_ended, seen)))
     assert len(seen) == 3
 
     def dead() -> bool:
@@ -199,9 +199,7 @@ def test_it_is_started_again_as_often_as_it_may_be(suite: Suite) -> None:
     until(dead)
 
 
-def test_a_call_past_its_limit_is_given_up_and_its_method_goes_on(
-    suite: Suite, tmp_path: Path
-) -> None:
+def test_method_continues_when_its_call_times_out(suite: Suite, tmp_path: Path) -> None:
     remote = suite.start()
     remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
     for number in range(2):
@@ -211,11 +209,11 @@ def test_a_call_past_its_limit_is_given_up_and_its_method_goes_on(
             calls(remote, lambda one, file=file: one.write_after(2.0, file), 0.5)[number]()
         assert time.monotonic() - began < 1.9
         late = remote.call_blocking(lambda one: one.echo(7), limit=LIMIT)
-        assert late == 7, "a late reply is nobody else's"
+        assert late == 7, "a late reply does not go to another call"
         until(file.exists, 20)
 
 
-def test_a_method_goes_on_when_its_caller_is_cancelled(suite: Suite, tmp_path: Path) -> None:
+def test_method_continues_when_its_call_is_canceled(suite: Suite, tmp_path: Path) -> None:
     remote, file = suite.start(), tmp_path / "file"
 
     async def cancel() -> None:
@@ -231,7 +229,7 @@ def test_a_method_goes_on_when_its_caller_is_cancelled(suite: Suite, tmp_path: P
     until(file.exists, 20)
 
 
-def test_what_is_asked_while_waiting_ends_the_wait(suite: Suite, tmp_path: Path) -> None:
+def test_blocking_call_ends_when_while_waiting_raises(suite: Suite, tmp_path: Path) -> None:
     remote, file = suite.start(), tmp_path / "file"
     remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
 
@@ -248,7 +246,7 @@ def test_what_is_asked_while_waiting_ends_the_wait(suite: Suite, tmp_path: Path)
 
 
 def a_caller(suite: Suite, name: str, limit: float, seconds: float, file: Path) -> Any:
-    """A process that asks for that, and has connected."""
+    """Start a process that calls `write_after` of the object `name`, and wait until it has."""
     caller = subprocess.Popen(
         [
             *(sys.executable, "-m", "tests.process_backends.subject", suite.backend.address, name),
@@ -262,7 +260,7 @@ def a_caller(suite: Suite, name: str, limit: float, seconds: float, file: Path) 
     return caller
 
 
-def test_a_method_goes_on_when_the_process_of_its_caller_is_killed(
+def test_method_continues_when_the_process_of_its_caller_is_killed(
     suite: Suite, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
@@ -274,7 +272,7 @@ def test_a_method_goes_on_when_the_process_of_its_caller_is_killed(
     until(file.exists, 20)
 
 
-def test_a_limit_counts_only_time_in_which_the_caller_could_run(
+def test_call_limit_does_not_count_time_in_which_the_caller_is_stopped(
     suite: Suite, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
@@ -286,20 +284,20 @@ def test_a_limit_counts_only_time_in_which_the_caller_could_run(
     assert caller.communicate(timeout=20)[0] == "written\n"
 
 
-def test_nobody_of_a_name_is_lost(suite: Suite) -> None:
+def test_call_raises_lost_when_no_object_has_the_name(suite: Suite) -> None:
     for call in calls(suite.backend.find("nobody", Subject), lambda one: one.pid()):
         with pytest.raises(RemoteObjectLost):
             call()
 
 
-def test_arguments_and_results_of_100_megabytes(suite: Suite) -> None:
+def test_call_transfers_arguments_and_results_of_100_megabytes(suite: Suite) -> None:
     remote = suite.start()
     large = np.arange(LARGE_BYTES // 8)
     for call in calls(remote, lambda one: one.echo(large)):
         assert np.array_equal(call(), large)
 
 
-def test_the_end_takes_along_what_was_started(suite: Suite) -> None:
+def test_end_kills_child_processes_of_the_object(suite: Suite) -> None:
     remote = suite.start(restarts=3)
     pids = [
         remote.call_blocking(lambda one: one.pid(), limit=LIMIT),
@@ -307,30 +305,30 @@ def test_the_end_takes_along_what_was_started(suite: Suite) -> None:
     ]
     remote.end()
     remote.end()
-    until(lambda: all(map(gone, pids)), 10)
+    until(lambda: all(map(has_ended, pids)), 10)
 
 
-def test_a_death_takes_along_what_was_started(suite: Suite) -> None:
-    """Programs of a user's code know of no lifeline."""
+def test_child_processes_end_when_the_object_dies(suite: Suite) -> None:
+    """Programs that the user's code starts do not watch a lifeline."""
     remote = suite.start()
     pids = [
         remote.call_blocking(lambda one: one.pid(), limit=LIMIT),
         remote.call_blocking(lambda one: one.start_process(), limit=LIMIT),
     ]
     os.kill(pids[0], signal.SIGKILL)
-    until(lambda: all(map(gone, pids)), 20)
+    until(lambda: all(map(has_ended, pids)), 20)
 
 
-def test_what_an_object_has_placed_ends_when_it_is_killed(suite: Suite, tmp_path: Path) -> None:
+def test_remote_objects_of_an_object_end_when_it_is_killed(suite: Suite, tmp_path: Path) -> None:
     owner = suite.start()
     pids = owner.call_blocking(
         lambda one: one.start_another(suite.backend.address, tmp_path), limit=LIMIT
     )
     os.kill(owner.call_blocking(lambda one: one.pid(), limit=LIMIT), signal.SIGKILL)
-    until(lambda: all(map(gone, pids)), 20)
+    until(lambda: all(map(has_ended, pids)), 20)
 
 
-def test_each_has_gpus_of_its_own_which_are_free_again_after_it(suite: Suite) -> None:
+def test_gpus_are_exclusive_and_free_again_when_their_object_ends(suite: Suite) -> None:
     for _ in range(2):
         pair = [suite.start(gpus=1) for _ in range(2)]
         seen = [remote.call_blocking(visible, limit=LIMIT) for remote in pair]

@@ -1,4 +1,4 @@
-"""The local place alone: who may call, which files there are, and what is left."""
+"""The local process backend: access to its sockets, its files, restarts and cleanup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_async.process_backends.backend import (
 )
 from megatron_async.process_backends.local import LocalBackend, local_backend
 from tests.process_backends.subject import Subject
-from tests.process_backends.test_contract import LIMIT, gone, until, visible
+from tests.process_backends.test_contract import LIMIT, has_ended, until, visible
 
 OPENER = """
 import sys, time
@@ -43,7 +43,7 @@ with local_backend(Path(sys.argv[1])) as backend:
     print(backend.address, remote.call_blocking(lambda one: one.pid(), limit=60), flush=True)
     time.sleep(600)
 """
-STRANGER = """
+OTHER_USER = """
 import os, socket, sys
 os.setgid(65534), os.setuid(65534)
 opened = socket.socket(socket.AF_UNIX)
@@ -61,21 +61,21 @@ def directory_of(backend: LocalBackend) -> Path:
     return Path(backend.address.removeprefix("local:"))
 
 
-def test_only_this_user_reaches_the_sockets(tmp_path: Path) -> None:
+def test_socket_directories_are_accessible_only_to_this_user(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
         for directory in (directory_of(backend), directory_of(backend).parent):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_another_user_who_reaches_a_socket_gets_no_answer(tmp_path: Path) -> None:
+def test_socket_sends_no_reply_to_another_user(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
         backend.start(Subject, name="subject").call_blocking(lambda one: one.pid(), limit=LIMIT)
         directory = directory_of(backend)
         try:
             for opened in (directory.parent, directory, directory / "subject"):
                 opened.chmod(0o777)
-            command = [sys.executable, "-c", STRANGER, str(directory / "subject")]
+            command = [sys.executable, "-c", OTHER_USER, str(directory / "subject")]
             found = subprocess.run(command, capture_output=True, text=True, timeout=60)
             assert found.stdout == "b''\n", found.stderr
         finally:
@@ -87,11 +87,13 @@ def test_end_waits_for_descendants_when_they_are_in_another_process_group(tmp_pa
         pid = backend.start(Subject, name="subject").call_blocking(
             lambda one: one.start_large(), limit=LIMIT
         )
-    assert gone(pid)
+    assert has_ended(pid)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool) -> None:
+def test_no_process_or_directory_remains_when_the_opener_is_killed(
+    tmp_path: Path, stopped: bool
+) -> None:
     opener = subprocess.Popen(
         [sys.executable, "-c", OPENER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -104,7 +106,7 @@ def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool
         until(lambda: process.status() == psutil.STATUS_STOPPED)
     opener.kill()
     opener.communicate(timeout=20)
-    until(lambda: gone(int(pid)), 10)
+    until(lambda: has_ended(int(pid)), 10)
     with local_backend(tmp_path) as backend:
         assert not left.exists() and directory_of(backend).exists()
         with local_backend(tmp_path):
@@ -113,7 +115,7 @@ def test_nothing_is_left_when_the_opener_is_killed(tmp_path: Path, stopped: bool
 
 @pytest.mark.parametrize("what", ["socket", "directory"])
 def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) -> None:
-    """As by what cleans up /tmp; also for whoever has found the object by its name."""
+    """A cleaner of /tmp may remove it. Callers that found the object by name get an error too."""
     with local_backend(tmp_path) as backend:
         remote = backend.start(Subject, name="subject")
         remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
@@ -124,20 +126,20 @@ def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) ->
         else:
             shutil.rmtree(socket_file.parent)
         sentence = (
-            rf"subject cannot be called any more \(waiting for pid\): its socket {socket_file} was "
-            r"removed while it ran; exclude /tmp/megatron-async-\d+ from what cleans up"
+            rf"subject can no longer be called \(waiting for pid\): its socket {socket_file} was "
+            r"removed while it ran\. Exclude /tmp/megatron-async-\d+ from the program"
         )
         with pytest.raises(ComponentFailure, match=sentence):
             remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
         died = rf"subject has died \(waiting for pid\), or its socket {socket_file} was removed"
-        with pytest.raises(RemoteObjectDead, match=died):  # found by its name
+        with pytest.raises(RemoteObjectDead, match=died):
             found.call_blocking(lambda one: one.pid(), limit=LIMIT)
 
 
-def test_call_names_the_death_when_the_process_ends_while_the_failure_is_explained(
+def test_call_error_names_the_death_when_the_socket_is_removed_meanwhile(
     tmp_path: Path,
 ) -> None:
-    """The process's watcher removes the socket between two looks of the explanation."""
+    """The watcher removes the socket between the two checks of the error's explanation."""
     path = tmp_path / "subject"
 
     class Ending:
@@ -158,7 +160,7 @@ def test_call_names_the_death_when_the_process_ends_while_the_failure_is_explain
     assert isinstance(found, RemoteObjectDead) and "subject has died" in str(found)
 
 
-def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> None:
+def test_log_size_is_limited_when_a_process_prints_much(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
         remote = backend.start(Subject, name="subject")
         remote.call_blocking(lambda one: one.flood(9), limit=LIMIT)
@@ -167,7 +169,7 @@ def test_a_log_is_limited_when_a_process_prints_without_end(tmp_path: Path) -> N
     assert (tmp_path / "subject.log").read_text().endswith("last words")
 
 
-def test_each_death_is_explained_by_its_own_cause(tmp_path: Path) -> None:
+def test_call_error_names_the_cause_of_the_latest_death(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
         remote = backend.start(Subject, name="subject", restarts=1)
         for ending in (signal.SIGKILL, signal.SIGTERM):
@@ -180,7 +182,7 @@ def test_each_death_is_explained_by_its_own_cause(tmp_path: Path) -> None:
                 remote.call_blocking(lambda one: one.block(300), limit=LIMIT, while_waiting=kill)
 
 
-def test_what_dies_at_once_is_started_again_ever_more_slowly(tmp_path: Path) -> None:
+def test_restart_pauses_grow_when_a_process_dies_at_start(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
         file = tmp_path / "lives"
         backend.start(_DiesAtOnce, file, name="subject", restarts=UNLIMITED)
@@ -193,8 +195,9 @@ def test_what_dies_at_once_is_started_again_ever_more_slowly(tmp_path: Path) -> 
 
         until(come, LIMIT)
         began = time.monotonic()
-    assert time.monotonic() - began < 5, "the end waits for no pause"
-    gaps = [after[0] - before[1] for before, after in pairwise(lives)]  # by two clocks
+    assert time.monotonic() - began < 5, "the end does not wait for a pause"
+    # Start times and end times come from different clocks.
+    gaps = [after[0] - before[1] for before, after in pairwise(lives)]
     assert gaps[4] - gaps[0] > 1.2
 
 
@@ -205,7 +208,7 @@ class _DiesAtOnce:
         os._exit(3)
 
 
-def test_engines_that_start_at_once_get_different_gpus(
+def test_processes_started_concurrently_get_different_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def two() -> list[str]:
@@ -219,20 +222,22 @@ def test_engines_that_start_at_once_get_different_gpus(
     assert found == {"0", "1"}
 
 
-def test_more_gpus_than_there_are_is_a_sentence(tmp_path: Path) -> None:
+def test_start_is_refused_when_too_few_gpus_are_free(tmp_path: Path) -> None:
     with local_backend(tmp_path, gpus="3,5") as backend:
         backend.start(Subject, name="first", gpus=1)
-        with pytest.raises(ComponentFailure, match=r"^second needs 2 GPUs, and 1 are free$"):
+        with pytest.raises(ComponentFailure, match=r"^second needs 2 GPUs, but 1 are free$"):
             backend.start(Subject, name="second", gpus=2)
 
 
-def test_without_gpus_of_its_own_a_process_sees_those_of_the_place(tmp_path: Path) -> None:
+def test_process_without_own_gpus_sees_all_gpus_of_the_backend(tmp_path: Path) -> None:
     with local_backend(tmp_path, gpus="3,5") as backend:
         remote = backend.start(Subject, name="subject")
         assert remote.call_blocking(visible, limit=LIMIT) == "3,5"
 
 
-def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_directory_is_refused_when_another_user_owns_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     path = Path("/tmp/megatron-async-4711")
     try:
@@ -242,7 +247,7 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch
         path.rmdir()
 
 
-def test_a_socket_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None:
+def test_start_replaces_the_socket_file_of_an_earlier_process(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend, socket.socket(socket.AF_UNIX) as left:
         left.bind(str(directory_of(backend) / "subject"))
         assert (
@@ -253,8 +258,8 @@ def test_a_socket_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None
         )
 
 
-def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
-    """Somebody has removed it: what it would have explained is left out."""
+def test_process_is_restarted_when_its_log_was_removed(tmp_path: Path) -> None:
+    """Another program removed the log, so the error does not name a cause."""
     with local_backend(tmp_path) as backend:
         remote = backend.start(Subject, name="subject", restarts=1)
         for _ in range(2):
@@ -265,8 +270,8 @@ def test_a_death_without_a_log_is_a_death_all_the_same(tmp_path: Path) -> None:
             remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
 
 
-def test_a_child_that_somebody_else_waited_for_is_started_again(tmp_path: Path) -> None:
-    """Code of the user's beside a run may wait for any child; here the system does."""
+def test_process_is_restarted_when_other_code_reaped_it(tmp_path: Path) -> None:
+    """User code may wait for any child of the process; ignoring SIGCHLD has the same effect."""
     with local_backend(tmp_path) as backend:
         remote = backend.start(Subject, name="subject", restarts=1)
         process = psutil.Process(remote.call_blocking(lambda one: one.pid(), limit=LIMIT))
@@ -283,10 +288,10 @@ def _socket(backend: LocalBackend) -> Path:
     return directory_of(backend) / "subject"
 
 
-def test_a_process_that_the_system_refuses_is_no_matter_of_its_log(
+def test_start_error_leaves_no_open_files_when_the_system_refuses_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the limit on processes, or of memory."""
+    """The system refuses a process at its limit of processes or memory."""
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -302,10 +307,8 @@ def test_a_process_that_the_system_refuses_is_no_matter_of_its_log(
 
 
 @pytest.mark.parametrize("waits", ["blocking", "asynchronous"])
-def test_a_call_keeps_its_limit_when_the_socket_takes_no_more_calls(
-    waits: str, tmp_path: Path
-) -> None:
-    """Calls that were given up stay in the queue of a process that is stopped."""
+def test_call_times_out_when_the_socket_accepts_no_more_calls(waits: str, tmp_path: Path) -> None:
+    """Calls that have timed out stay in the queue of a stopped process."""
     with local_backend(tmp_path) as backend, ExitStack() as callers:
         remote = backend.start(Subject, name="subject")
         stopped = psutil.Process(remote.call_blocking(lambda one: one.pid(), limit=LIMIT))

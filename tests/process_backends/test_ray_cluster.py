@@ -1,4 +1,4 @@
-"""Ray that does not start, or cannot be joined, is one sentence; it prints none of its own."""
+"""Errors of Ray clusters that do not start or cannot be joined are one sentence, without output."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SLOW = "The current node timed out during startup. This could happen because ...
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of Ray's files."""
+    """Make a temporary folder Ray's directory, and return the folder."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_IGNORE_UNHANDLED_ERRORS"):
-        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.setenv(name, "")  # So that monkeypatch restores the variable afterwards.
     monkeypatch.setattr(ray_cluster, "ray_directory", lambda: tmp_path)
     return tmp_path
 
@@ -39,7 +39,7 @@ def of_session(files: Path, name: str, **logs: str) -> Path:
 
 
 def start(files: Path, monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[str, int]:
-    """Start a Ray that fails so often at first; its address, and how often that was tried."""
+    """Start a Ray that fails `failures` times; return its address or error, and the attempts."""
     tried = []
 
     def init(**arguments: object) -> Any:
@@ -55,14 +55,14 @@ def start(files: Path, monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[
         return str(error), len(tried)
 
 
-def test_a_start_that_fails_is_tried_once_more(
+def test_ray_start_is_retried_once_when_it_fails(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert start(files, monkeypatch, 0) == ("127.0.0.1:7", 1)
     assert start(files, monkeypatch, 1) == ("127.0.0.1:7", 2)
 
 
-def test_a_start_that_fails_twice_is_a_sentence_with_the_end_of_its_own_log(
+def test_ray_start_error_has_the_last_log_line_when_it_fails_twice(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_session(files, "session_2025_4711", raylet="of another process\n")
@@ -70,12 +70,12 @@ def test_a_start_that_fails_twice_is_a_sentence_with_the_end_of_its_own_log(
     sentence, tried = start(files, monkeypatch, 2)
     assert tried == 2
     assert sentence == (
-        "Ray did not start, twice (Exception: The current node timed out during startup. This "
-        f"could happen because ...): its last line is 'no more memory' ({own}/logs/gcs)"
+        "Ray did not start in 2 attempts (Exception: The current node timed out during startup. "
+        f"This could happen because ...): its last line is 'no more memory' ({own}/logs/gcs)"
     )
 
 
-def test_files_of_rays_that_have_ended_go_but_for_the_newest(
+def test_ray_start_removes_files_of_ended_sessions_except_the_newest(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sessions = [of_session(files, f"session_{number}") for number in range(3)]
@@ -85,7 +85,7 @@ def test_files_of_rays_that_have_ended_go_but_for_the_newest(
     assert [session.exists() for session in sessions] == [False, True, True]
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(
+def test_join_ray_error_is_one_sentence_when_the_cluster_is_missing(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**arguments: object) -> None:
@@ -97,7 +97,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(
         ray_cluster.join_ray("10.0.0.1:6379")
 
 
-def test_ray_prints_no_traceback_of_a_reply_that_nobody_awaits(
+def test_ray_prints_no_traceback_when_a_reply_is_not_awaited(
     files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from ray._private.worker import Worker

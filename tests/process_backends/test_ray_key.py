@@ -1,4 +1,4 @@
-"""Ray on one machine listens on every interface: only who holds the run's key can use it."""
+"""Only processes with the run's token can use its Ray, which listens on every interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from megatron_async.engines.nodes import node_address
 
 pytestmark = pytest.mark.slow
-STRANGER = """
+JOINER = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 print("nodes", len(ray.nodes()))
@@ -26,13 +26,13 @@ print("nodes", len(ray.nodes()))
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
-    """The address of a run's Ray, as others reach this machine, and the file of its key."""
+    """Start a run's Ray; return its address in the network, and the file of its token."""
     import ray
 
     from megatron_async.process_backends.ray_cluster import start_ray
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.setenv(name, "")  # So that monkeypatch restores the variable afterwards.
     key_file = tmp_path / "ray-token"
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(modes_until, started := threading.Event())
@@ -41,14 +41,14 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
         finally:
             started.set()
     try:
-        assert watching.result() == {0o700}, "others could reach the sockets for a while"
+        assert watching.result() == {0o700}, "other users could access the sockets for a while"
         yield f"{node_address()}:{address.rpartition(':')[2]}", key_file
     finally:
         ray.shutdown()
 
 
 def modes_until(started: threading.Event) -> set[int]:
-    """Modes that the directory around Ray's sockets has had meanwhile."""
+    """Return the modes of the directory around Ray's sockets until `started` is set."""
     found = set()
     while not started.wait(0.002):
         with suppress(FileNotFoundError):
@@ -57,11 +57,11 @@ def modes_until(started: threading.Event) -> set[int]:
 
 
 def joined(address: str, home: Path, environments: Sequence[dict[str, str]]) -> list[bool]:
-    """Whether a process with nothing but each of `environments` can use the cluster."""
+    """Return for each of `environments` whether a process with it can use the cluster."""
     own = {"PATH": os.environ["PATH"], "HOME": str(home)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", STRANGER, address],
+            [sys.executable, "-c", JOINER, address],
             env={**own, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -72,7 +72,9 @@ def joined(address: str, home: Path, environments: Sequence[dict[str, str]]) -> 
     return ["nodes 1" in process.communicate(timeout=180)[0] for process in running]
 
 
-def test_only_the_key_opens_a_run_on_one_machine(started: tuple[str, Path], tmp_path: Path) -> None:
+def test_only_the_token_gives_access_to_a_local_ray_cluster(
+    started: tuple[str, Path], tmp_path: Path
+) -> None:
     address, key_file = started
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     other = tmp_path / "other-token"
@@ -86,17 +88,17 @@ def test_only_the_key_opens_a_run_on_one_machine(started: tuple[str, Path], tmp_
     assert joined(address, tmp_path, [*strangers, owner]) == [False, False, False, True]
 
 
-def test_the_key_is_in_no_command_line_and_no_log(started: tuple[str, Path]) -> None:
+def test_ray_token_is_in_no_command_line_and_no_log(started: tuple[str, Path]) -> None:
     _, key_file = started
     key = key_file.read_text()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             assert key.encode() not in (process / "cmdline").read_bytes(), process
         except OSError:
-            continue  # it has ended
+            continue  # The process has ended.
     from megatron_async.process_backends.ray_cluster import ray_directory
 
-    # Of every session: the newest may be another run's.
+    # All sessions are searched, because the newest may be another run's.
     found = ray_directory().glob("session_[0-9]*/logs/**/*")
     texts = [path for path in found if path.is_file()]
     assert texts

@@ -1,4 +1,4 @@
-"""What Ray keeps of calls does not grow with their number."""
+"""The memory of Ray's server does not grow with the number of calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def call(remote: RemoteObject, times: int) -> None:
         await asyncio.gather(
             *(remote.call(lambda one: one.echo(1), limit=LIMIT) for _ in range(100))
         )
-    await asyncio.sleep(3)  # Ray's processes report once a second
+    await asyncio.sleep(3)  # Ray's processes send reports to the server once a second.
 
 
 def own_bytes(process: psutil.Process) -> int:
@@ -33,7 +33,7 @@ def own_bytes(process: psutil.Process) -> int:
 
 
 @pytest.mark.slow
-def test_gcs_server_keeps_nothing_of_calls(tmp_path: Path) -> None:
+def test_gcs_server_memory_does_not_grow_with_calls(tmp_path: Path) -> None:
     with ray_backend(None, tmp_path / "token") as backend:
         remote = backend.start(Subject, name="subject", here=True)
         asyncio.run(call(remote, 500))

@@ -1,4 +1,4 @@
-"""What is placed `here` stays on the node of whoever started it, also when Ray starts it again."""
+"""An object started with `here` stays on its starter's node, also when Ray restarts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODES, RESTARTS = 3, 3
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[tuple[Any, str]]:
-    """A Ray cluster of three nodes as a place; this process is on the first, whose id comes too."""
+    """Start a Ray cluster of three nodes; return its backend and the ID of this process's node."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -48,7 +48,7 @@ class Manager:
 
 
 @pytest.mark.slow
-def test_a_manager_that_dies_comes_back_on_the_node_of_its_store(nodes: tuple[Any, str]) -> None:
+def test_object_is_restarted_on_its_starters_node_when_it_dies(nodes: tuple[Any, str]) -> None:
     backend, node = nodes
     manager = backend.start(Manager, name="manager", restarts=RESTARTS, here=True)
     deadline = time.monotonic() + 120
@@ -59,5 +59,5 @@ def test_a_manager_that_dies_comes_back_on_the_node_of_its_store(nodes: tuple[An
             found.append(manager.call_blocking(lambda one: one.where(), limit=60))
             manager.call_blocking(lambda one: one.die(), limit=60)
         except RemoteObjectLost:
-            time.sleep(0.2)  # it is being started again
+            time.sleep(0.2)  # Ray is restarting the object.
     assert found == [node] * (RESTARTS + 1)

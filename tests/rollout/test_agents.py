@@ -115,7 +115,7 @@ async def test_other_sampling_is_one_warning(tmp_path: Path, tokenizer: Path) ->
     await one.begin(ResumePoint(0))
     await one.train(range(1))
     assert one.manager._driver.statistics.warnings["agent"] == (
-        "an agent asks for another temperature; the run's sampling.temperature 1 is used"
+        "an agent sets another temperature; the run's sampling.temperature 1 is used"
     )
     await one.manager.stop()
 

@@ -409,7 +409,7 @@ async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("game", "why"), [("TrulyRandom", "does otherwise"), ("RaisesInRestore", "gone")]
+    ("game", "why"), [("TrulyRandom", "sent other messages"), ("RaisesInRestore", "gone")]
 )
 async def test_an_environment_that_cannot_be_restored_begins_anew(
     tmp_path: Path, tokenizer: Path, game: str, why: str
