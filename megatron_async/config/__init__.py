@@ -1,19 +1,21 @@
-"""Typed settings of a run. Unknown keys are refused; every setting has a description.
+"""Defines the typed settings of a run. Unknown keys are refused, and every setting has a
+description.
 
-- run: `RunConfig`, all sections together, and checks across them; evaluation, checkpoints.
+- run: `RunConfig`, all sections together and checks across them; evaluation, checkpoints.
 - algorithm: advantages, correction, losses.
-- schedule: the policy space of the scheduler.
-- recipes: recipes of published methods, and the five schedules (presets). recipe < preset < YAML <
-  command line.
-- model: the model, its parallel layout, the optimizer (learning rate), the trainer.
+- schedule: the settings of the scheduler.
+- recipes: defaults of published methods (recipes) and of the five schedules (presets). Precedence:
+  recipe < preset < YAML < command line.
+- model: the model, its parallel layout, the optimizer with its learning rate, the trainer.
 - rollout: tasks, sampling, engines (GPUs, placement), weight exchange, the store.
-- data, evaluation, reward: prompts and their tokens; sets to evaluate on; what scores a response.
+- data: prompts and how they become tokens. evaluation: sets to evaluate on. reward: how a response
+  is scored.
 - environment: episodes of many turns, and the environment or agent that plays them.
-- simulate: simulations, the files of the simulator and the planner.
-- sampling_contract: when an engine's log-probs describe what it samples from.
-- thresholds: the threshold notations of the correction, parsed once.
-- reference: every setting as a list; "did you mean".
-- base, files, load: the settings' base; files read with refusals of one sentence; YAML and
+- simulate: the simulator and the planner.
+- sampling_contract: conditions under which an engine's log-probs describe what it samples.
+- thresholds: parses the threshold notations of the correction.
+- reference: all settings as a list, and suggestions for misspelt names.
+- base: the base class of settings. files: reads files and refuses invalid ones. load: YAML and
   overrides.
 """
 

@@ -1,10 +1,10 @@
-"""Settings of advantages, rollout correction and losses, and the correction presets.
+"""Settings of advantages, rollout correction and losses, and the presets of the correction.
 
 Invariants
-- `correction.preset` supplies defaults for the other correction settings; what is set beside it
-  wins. The arguments of the presets are those of verl 0.9.1.
-- A combination that has no meaning (k1 as a loss term, a correction preset for another loss) is
-  refused with a sentence; nothing is silently replaced.
+- `correction.preset` supplies defaults for the other correction settings; explicit settings win.
+  The presets have the arguments of verl 0.9.1.
+- A combination without meaning (k1 as a loss term, a correction preset for another loss) is refused
+  with a message. Nothing is replaced silently.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _SEQ_RS: Final = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
 _CLIP: Final = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _PG: Final = {"bypass_mode": True, "loss_type": "reinforce"}
 
-# What a preset sets; all other correction settings keep their defaults (nothing corrected).
+# Settings of each preset. All other correction settings keep their defaults (no correction).
 CORRECTION_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "decoupled_token_is": _TOKEN_IS,
     "decoupled_seq_is": _SEQ_IS,
@@ -60,32 +60,35 @@ CorrectionPreset = Literal[*CORRECTION_PRESETS]  # type: ignore[valid-type]
 
 
 class RolloutCorrectionConfig(Settings):
-    """Correction of the gap between the rollout policy and the trained one.
+    """Correction of the gap between the rollout policy and the trained policy.
 
-    Decoupled mode (`bypass_mode: false`): pi_old is recomputed at the start of the update, weights
-    and rejection come once per batch from pi_old / pi_rollout. Bypass mode: pi_old := pi_rollout,
-    both come from pi_theta / pi_rollout at each minibatch.
+    Decoupled mode (`bypass_mode: false`): pi_old is recomputed at the start of the update. Weights
+    and rejection are computed once per batch from pi_old / pi_rollout. Bypass mode: pi_old :=
+    pi_rollout, and both are computed from pi_theta / pi_rollout at each minibatch.
     """
 
     preset: CorrectionPreset | None = None
     """Named defaults of this section."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Level of the importance weights; none = no weights. In bypass mode it is the weight of loss
-    `reinforce` (in place of loss.weight) and only a metric of others."""
+    `reinforce` (instead of loss.weight), and only a metric with other losses."""
     rollout_is_threshold: float | str = 2.0
-    """A number truncates above; `lo_hi` sets weights outside to 0 (IcePop)."""
+    """Threshold of the importance weights: a number truncates larger weights; `lo_hi` sets weights
+    outside the interval to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
-    """Divide truncated weights by their global mean."""
+    """Whether truncated weights are divided by their global mean."""
     rollout_rs: str | None = None
-    """Rejection: comma-separated token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3, seq_max_k2/k3
-    (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1); all must pass."""
+    """Rejection rules, comma-separated: token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3,
+    seq_max_k2/k3 (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1). A token must pass all of
+    them; none = no rejection."""
     rollout_rs_threshold: float | str | None = None
-    """One threshold for all options or one each, comma-separated. k1: `lo_hi`, or a number u for
-    1/u_u, bounds of exp(k1) = pi_rollout / pi_train; k2, k3: an upper bound."""
+    """One threshold for all rejection rules, or one for each, comma-separated. For k1: `lo_hi`, or
+    a number u for 1/u_u, as bounds of exp(k1) = pi_rollout / pi_train. For k2 and k3: an upper
+    bound."""
     bypass_mode: bool = False
-    """pi_old := pi_rollout."""
+    """Whether pi_old is replaced by pi_rollout (bypass mode)."""
     loss_type: Literal["ppo_clip", "reinforce"] | None = None
-    """Bypass mode: the loss this correction is meant for; none = any."""
+    """In bypass mode, the loss that this correction is meant for; none = any loss."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,17 +102,17 @@ class RolloutCorrectionConfig(Settings):
         parse_weight_threshold(self.rollout_is_threshold, "rollout_is_threshold")
         if self.rollout_rs is not None:
             if self.rollout_rs_threshold is None:
-                raise ValueError(f"rollout_rs {self.rollout_rs!r} needs rollout_rs_threshold")
+                raise ValueError(f"rollout_rs is {self.rollout_rs!r}; set rollout_rs_threshold too")
             parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
 
 
 class AdvantageConfig(Settings):
-    """Settings of the step from rewards to advantages."""
+    """Computation of advantages from rewards."""
 
     estimator: EstimatorName = "grpo"
-    """grpo: (R - group mean) / group std; dr_grpo: without std; rloo: leave-one-out mean;
-    reinforce_pp: whitened over the batch; pg: R - batch mean; rapid: importance-weighted group
-    baseline under the current policy; none: 1 (SFT)."""
+    """Advantage estimator. grpo: (R - group mean) / group std; dr_grpo: the same without std; rloo:
+    leave-one-out mean; reinforce_pp: whitened over the batch; pg: R - batch mean; rapid:
+    importance-weighted group baseline under the current policy; none: 1 (SFT)."""
 
 
 class LossSettings(Settings):
@@ -117,38 +120,39 @@ class LossSettings(Settings):
 
     name: str = Field(
         "ppo_clip",
-        description=f"One of {', '.join(LOSSES)}, or a function of your own: package.module:name, "
-        "or file.py:name beside the YAML file (`loss: NAME` stands for `loss: {name: NAME}`).",
+        description=f"Loss: one of {', '.join(LOSSES)}, or your own function: package.module:name, "
+        "or file.py:name beside the YAML file (`loss: NAME` is short for `loss: {name: NAME}`).",
     )
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a function of your own."""
+    """Keyword arguments of your own loss function."""
     aggregation: AggregationName = "token_mean"
-    """How tokens are averaged."""
+    """Average of the loss over tokens and sequences."""
     fixed_normalizer: float = Field(1.0, gt=0)
-    """Divisor of seq_mean_token_sum_norm, e.g. the longest response."""
+    """Divisor of seq_mean_token_sum_norm, for example the longest response in tokens."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """Ratio clipped below 1 - clip_low."""
+    """Distance below 1 at which the ratio is clipped."""
     clip_high: float = Field(0.2, ge=0)
-    """Ratio clipped above 1 + clip_high."""
+    """Distance above 1 at which the ratio is clipped."""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo_clip: bound of the ratio for negative advantages; none = off."""
+    """Bound of ppo_clip's ratio for negative advantages; none = no bound."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """reinforce: level of the detached ratio pi_theta / pi_old."""
+    """Level of the detached ratio pi_theta / pi_old that weights `reinforce`."""
     weight_threshold: float | str | None = None
-    """reinforce: a number truncates above; `lo_hi` is IcePop; none = neither."""
+    """Threshold of the weights of `reinforce`: a number truncates larger weights; `lo_hi` is
+    IcePop; none = no threshold."""
     aipo_delta: float = Field(8.0, gt=0)
-    """aipo: upper bound of the ratio."""
+    """Upper bound of the ratio in `aipo`."""
     aipo_form: Literal["objective", "coefficient"] = "objective"
-    """`objective`: a clipped token has no gradient; `coefficient`: the clipped ratio is a detached
-    weight."""
+    """Form of `aipo`. `objective`: a clipped token has no gradient. `coefficient`: the clipped
+    ratio is a detached weight."""
 
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in LOSSES and not is_import_path(value):
             raise ValueError(
-                f"is {value!r}; it must be one of {', '.join(LOSSES)}, or the import path of a "
-                "function of your own (package.module:name or file.py:name)"
+                f"is {value!r}; it must be one of {', '.join(LOSSES)}, or the import path of "
+                "your own function (package.module:name or file.py:name)"
             )
         return value
 
@@ -157,8 +161,8 @@ class LossSettings(Settings):
             parse_weight_threshold(self.weight_threshold, "weight_threshold")
         if self.arguments and not is_import_path(self.name):
             raise ValueError(
-                "loss.arguments are those of a function of your own, but loss.name is "
-                f"{self.name!r}"
+                f"loss.arguments is set and loss.name is {self.name!r}; only your own loss "
+                "function has arguments"
             )
 
 
@@ -168,28 +172,29 @@ class RapidConfig(Settings):
     eta: float = Field(2.0, gt=0)
     """Upper bound of a generation's weight."""
     clip_policy_weight: bool = True
-    """Bound the weight in the gradient too, not only in the baseline."""
+    """Whether the weight is bounded in the gradient too, and not only in the baseline."""
     leave_one_out: bool = False
-    """Baseline over the other generations, divided by N - 1."""
+    """Whether the baseline uses only the other generations, and is divided by N - 1."""
 
 
 class KLConfig(Settings):
-    """Distance to a frozen reference policy."""
+    """KL divergence to a frozen reference policy."""
 
     reward_coef: float = Field(0.0, ge=0)
-    """Reward minus this times sum_t (log pi_old - log pi_ref) (k1)."""
+    """Factor of sum_t (log pi_old - log pi_ref) (k1), which is subtracted from the reward; 0 = no
+    penalty."""
     loss_coef: float = Field(0.0, ge=0)
-    """Weight of the KL term in the loss; 0 = none."""
+    """Weight of the KL term in the loss; 0 = no term."""
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k2 or k3, both importance-weighted; k1 is refused."""
+    """Estimator of the KL term in the loss: k2 or k3, both importance-weighted. k1 is refused."""
 
     @field_validator("loss_estimator")
     @classmethod
     def _no_k1(cls, value: str) -> str:
         if value == "k1":
             raise ValueError(
-                "is 'k1', whose gradient is zero in expectation; use k2 or k3, or put k1 into the "
-                "reward with kl.reward_coef"
+                "is 'k1'; its gradient is zero in expectation. Use k2 or k3, or subtract k1 from "
+                "the reward with kl.reward_coef."
             )
         return value
 
@@ -198,18 +203,19 @@ class OverlongConfig(Settings):
     """DAPO's soft punishment of responses near the length limit."""
 
     buffer_share: float = Field(0.0, ge=0, le=1)
-    """Share of the limit over which it grows (DAPO 0.2); 0 = off."""
+    """Share of the length limit over which the punishment grows (0.2 in DAPO); 0 = no
+    punishment."""
     penalty: float = Field(1.0, ge=0)
-    """Reward taken away at the limit."""
+    """Reward subtracted at the length limit."""
 
 
 class AlgorithmConfig(Settings):
-    """Definition of the gradient: a recipe's defaults, each of which may be set by hand."""
+    """Definition of the gradient: the defaults of a recipe, each of which may be set."""
 
     recipe: RecipeName = "copris"
     """Named set of defaults."""
     epochs: int = Field(1, ge=1)
-    """Passes over a batch, each of schedule.updates_per_batch updates."""
+    """Number of passes over a batch, each with schedule.updates_per_batch updates."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantages."""
     loss: LossSettings = LossSettings()
@@ -219,7 +225,7 @@ class AlgorithmConfig(Settings):
     rapid: RapidConfig = RapidConfig()
     """RAPID."""
     kl: KLConfig = KLConfig()
-    """KL to the reference policy."""
+    """KL divergence to the reference policy."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     overlong: OverlongConfig = OverlongConfig()
@@ -235,7 +241,7 @@ class AlgorithmConfig(Settings):
         if (name == "sft") != (self.advantage.estimator == "none"):
             raise ValueError(
                 f"algorithm.loss.name {name!r} and algorithm.advantage.estimator "
-                f"{self.advantage.estimator!r} do not fit: 'sft' and 'none' go together"
+                f"{self.advantage.estimator!r} do not fit together; 'sft' requires 'none'"
             )
         if name == "sft" and correction.rollout_rs is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The base of every settings model: unknown keys are refused, values are checked, frozen."""
+"""Provides the base class of all settings: frozen, checked, without unknown keys."""
 
 from typing import Any, Self, get_args
 
@@ -9,8 +9,9 @@ from pydantic_core import PydanticCustomError
 class Settings(BaseModel):
     """A frozen group of settings; a misspelt key is an error, not a silent default.
 
-    The docstring below a setting is its description. No number is infinite or NaN: comparisons
-    with it would hold, or fail, without a word. YAML's yes, no, on and off are no numbers.
+    The docstring below a setting is its description. Numbers must be finite, because comparisons
+    with infinity or NaN would always hold or always fail. YAML's yes, no, on and off are not
+    accepted as numbers.
     """
 
     model_config = ConfigDict(
@@ -38,7 +39,11 @@ class Settings(BaseModel):
         return self
 
     def check(self) -> None:
-        """Refuse settings that do not fit each other. Raises ValueError."""
+        """Check settings that depend on each other.
+
+        Raises:
+            ValueError: If they do not fit together.
+        """
 
 
 def _takes_booleans(annotation: Any) -> bool:

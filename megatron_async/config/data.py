@@ -1,4 +1,4 @@
-"""Settings of data: where prompts come from and how they become tokens."""
+"""Settings of data: where prompts come from, and how they become tokens."""
 
 from typing import Any, Literal, TypeVar
 
@@ -12,116 +12,121 @@ LAYOUTS = Literal[
 
 
 class ColumnsConfig(Settings):
-    """Columns of a file by their names; a dot leads into a mapping (`reward_model.ground_truth`).
+    """Names of the columns of a file; a dot leads into a mapping (`reward_model.ground_truth`).
 
-    What is not set here is the layout's.
+    Columns that are not set here are those of the layout.
     """
 
     prompt: str | None = None
-    """A text, or a list of chat messages."""
+    """Column of the prompt: a text, or a list of chat messages."""
     answer: str | None = None
-    """The reference answer; "": rows have none, and the reward needs none."""
+    """Column of the reference answer; "" = rows have none, and the reward needs none."""
     response: str | None = None
-    """sft: the text to learn."""
+    """For `sft`, column of the text to learn."""
     priority: str | None = None
-    """Whole numbers, higher first (docs/schedules.md); 0 where it is missing."""
+    """Column of the priority, an integer; higher ones run first (docs/schedules.md). A missing
+    value is 0."""
 
 
 class FileConfig(Settings):
-    """Rows on disk and what their columns are."""
+    """A data file: its path, its rows and its columns."""
 
     path: str = ""
-    """A JSONL or Parquet file, a directory of them, or a directory that Hugging Face `datasets`
-    saved."""
+    """A JSONL or Parquet file, a directory of such files, or a directory that Hugging Face
+    `datasets` saved."""
     split: str = ""
-    """Of a directory: the split to read; needed where it has several."""
+    """Split to read from a directory; required if it has several."""
     layout: LAYOUTS = "rows"
-    """Columns of a published data set; `rows`: `prompt`, `answer`, `response` and `priority`
+    """Columns of a published data set. `rows`: `prompt`, `answer`, `response` and `priority`
     (docs/data.md)."""
     columns: ColumnsConfig = ColumnsConfig()
-    """Columns that are called otherwise."""
+    """Columns that have other names than in the layout."""
     filter: dict[str, str | int | bool] = Field(default_factory=dict)
-    """Only rows whose columns have these values."""
+    """Values that columns must have; other rows are not used."""
 
 
 File = TypeVar("File", bound=FileConfig)
 
 
 class SourceConfig(FileConfig):
-    """A training file among several."""
+    """One of several training files."""
 
     weight: float = Field(1.0, gt=0)
-    """Its share of the prompts is weight / their sum."""
+    """Weight of the file; its share of the prompts is this weight divided by the sum of all
+    weights."""
 
 
 class PoolConfig(Settings):
-    """Prompts that are answered right about as often."""
+    """Prompts with a similar pass rate (share of right responses)."""
 
     up_to: float = Field(..., ge=0, le=1)
-    """Highest pass rate; the next pool is above."""
+    """Highest pass rate of the pool; the next pool begins above it."""
     share: float = Field(..., ge=0, le=1)
-    """Share of their turns in which these prompts are asked."""
+    """Probability with which a prompt of the pool is used when its turn comes."""
 
 
 class DifficultyConfig(Settings):
-    """Prompts asked less often, or no more, by how often they were answered right."""
+    """Sampling of prompts by their pass rate: prompts of some pools are used less often or not at
+    all."""
 
     pools: list[PoolConfig] = Field(default_factory=list)
-    """By ascending pass rate; empty: every prompt in each of its turns. `share: 0` up to 0 drops
-    what was never solved, at 1 what always is."""
+    """Pools by ascending pass rate; empty = every prompt is used each time. A pool up to 0 with
+    share 0 drops prompts that were never solved; a last pool with share 0 drops those that always
+    are."""
     min_attempts: int = Field(16, ge=1)
-    """Scored responses before a prompt belongs to a pool."""
+    """Number of scored responses before a prompt belongs to a pool."""
 
     def check(self) -> None:
         ends = [pool.up_to for pool in self.pools]
         if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
             raise ValueError(f"task.difficulty.pools must ascend and end up_to 1, got {ends}")
         if ends and not any(pool.share for pool in self.pools):
-            raise ValueError("task.difficulty.pools drop every prompt: give one a share above 0")
+            raise ValueError("task.difficulty.pools drop every prompt; give a pool a share above 0")
 
 
 class DataConfig(FileConfig):
-    """Sources of prompts: the part of `task` that ends where a response begins."""
+    """Sources of prompts: the part of `task` that does not concern responses."""
 
     kind: Literal["chain_sum", "reasoning_gym", "files", "seeds"] = "chain_sum"
-    """Source of problems: `chain_sum`: sums of integers. `reasoning_gym`: the task `name` of that
-    optional package. `files`: rows of files (the default where `path` or `sources` is set).
-    `seeds`: rows {seed} for an environment."""
+    """Source of problems. `chain_sum`: sums of integers. `reasoning_gym`: the task `name` of that
+    optional package. `files`: rows of files (the default if `path` or `sources` is set). `seeds`:
+    rows {seed} for an environment."""
     name: str = ""
-    """Name of the task of reasoning-gym; for files without `reward`, the checker: exact or math."""
+    """Name of the reasoning-gym task; for files without `reward`, the checker: exact or math."""
     sources: list[SourceConfig] = Field(default_factory=list)
-    """Several files with weights, in place of `path`."""
+    """Several files with weights, instead of `path`."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the task; `mixture`: a list of such arguments, each with a `weight`, from which
-    every problem draws one."""
+    """Arguments of the task. `mixture` is a list of such arguments, each with a `weight`; every
+    problem draws one of them."""
     prompt_template: str = ""
-    """Prompt; it may name `question` and every column or metadata that is a text or a number; of
-    chain_sum also `compact`, the expression without blanks. Empty: the layout's, else
-    {question}."""
+    """Template of the prompt. It may contain {question} and every column or metadata that is a text
+    or a number; with chain_sum also {compact}, the expression without spaces. Empty = the layout's
+    template, otherwise {question}."""
     system_prompt: str = ""
-    """System message of a chat prompt that brings none of its own."""
+    """System message of chat prompts that have none."""
     long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
-    """Treatment of prompts in files that are too long for the engines. `refuse`: the run does
-    not start. `filter`: training prompts are removed before the run starts, and their number is
-    shown. `drop`: the prompt is dropped as `refused` when its turn comes. In an evaluation, `drop`
-    counts it as wrong, with a warning; the other values refuse the start."""
+    """Treatment of prompts in files that are too long for the engines. `refuse`: the run does not
+    start. `filter`: training prompts are removed before the run starts, and their number is shown.
+    `drop`: the prompt is dropped as `refused` when its turn comes. In an evaluation, `drop` counts
+    it as wrong, with a warning; the other values refuse the start."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
-    start and list the first ten, or leave them out and show their number."""
+    """Treatment of invalid rows in files for training, evaluation and `sft.data`. `refuse`: the run
+    does not start, and the first ten are listed. `skip`: they are not used, and their number is
+    shown."""
     changed_data: Literal["refuse", "accept"] = "refuse"
-    """Whether to accept or refuse a resume when a data file has changed since the run's start;
-    `data.json` of the run directory holds the size and a hash of each."""
+    """Treatment of a resume after a data file has changed since the run's start. `data.json` in the
+    run directory contains the size and a hash of each file."""
     chat_template: Literal["auto", "never"] = "auto"
-    """`auto`: the tokenizer's chat template, when it has one."""
+    """Use of the tokenizer's chat template. `auto`: if it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, as `enable_thinking`."""
+    """Arguments of the chat template, for example `enable_thinking`."""
     skip_special_tokens: bool = False
     """Whether rewards and evaluation samples get responses without any special token. Otherwise
-    only end and padding tokens at the end of a response are left out, and marks such as `<think>`
+    only end and padding tokens at the end of a response are removed, and marks such as `<think>`
     stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
-    """Share of problems (by hash of their text) kept for eval; 0 where eval.sets brings files for
-    it. Problems of those files are never trained on."""
+    """Share of the problems that is held out for evaluation, chosen by a hash of their text; 0 if
+    eval.sets has files instead. Problems of those files are never trained on."""
     difficulty: DifficultyConfig = DifficultyConfig()
     """Sampling by pass rate."""
     train_seed: int = 1
@@ -137,26 +142,33 @@ class DataConfig(FileConfig):
 
     def check(self) -> None:
         if self.path and self.sources:
-            raise ValueError("task.path and task.sources are both set: put the path among them")
+            raise ValueError(
+                "task.path and task.sources are both set; put the path into task.sources"
+            )
         if self.kind != "files" and (self.path or self.sources):
-            raise ValueError(f"task.kind {self.kind} reads no files: leave task.path/sources out")
+            raise ValueError(
+                f"task.kind is {self.kind}, which reads no files; remove task.path and sources"
+            )
         if self.kind == "chain_sum" and self.name:
             raise ValueError(
-                f"task.name is {self.name!r}; task.kind chain_sum takes no name. Leave task.name "
-                "out, or set task.kind to reasoning_gym."
+                f"task.name is {self.name!r}; task.kind chain_sum takes no name. Remove task.name, "
+                "or set task.kind to reasoning_gym."
             )
         if self.kind != "files" and self.heldout_share == 0:
-            raise ValueError("task.heldout_share 0 needs task.kind files")
+            raise ValueError(
+                f"task.heldout_share is 0, which requires task.kind files, got {self.kind}"
+            )
 
     def files(self) -> list[SourceConfig]:
-        """The files to train on; a source without columns of its own has the task's."""
+        """Return the files to train on; a source that sets no columns gets the task's layout and
+        columns."""
         if not self.sources:
             own = {name: getattr(self, name) for name in FileConfig.model_fields}
             return [SourceConfig.model_validate(own)]
         return [self.completed(source) for source in self.sources]
 
     def completed(self, file: File) -> File:
-        """`file` with the task's layout and columns, unless it sets one of them itself."""
+        """Return `file` with the task's layout and columns, unless it sets one of them itself."""
         if file.layout != "rows" or file.columns != ColumnsConfig():
             return file
         return file.model_copy(update={"layout": self.layout, "columns": self.columns})

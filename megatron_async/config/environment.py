@@ -12,50 +12,53 @@ class EpisodeConfig(Settings):
     """Episodes of many turns, which an environment or an agent plays."""
 
     tool_parser: str = ""
-    """SGLang's name of the form in which the model writes calls of tools, as qwen25 or llama3. It
-    is needed where there are tools, and a class with `step` then gets the calls in `Answer`."""
+    """SGLang's name of the format in which the model writes tool calls, for example qwen25 or
+    llama3. It is required if there are tools. A class with `step` then gets the calls in `Answer`.
+    """
     max_turns: int = Field(32, ge=1)
-    """Largest number of the policy's answers in one episode."""
+    """Largest number of policy responses in one episode."""
     step_seconds: float = Field(60.0, gt=0)
-    """Limit of one call of the environment, or of all calls of tools in an answer; of an agent,
-    from an answer to its next call."""
+    """Time limit of one call of the environment, or of all tool calls in a response, in seconds;
+    for an agent, from a response to its next call."""
     seconds: float = Field(3600.0, gt=0)
-    """Limit of one episode, by the clock; it then ends as `length`, with its rewards so far. After
-    a kill it continues from the last reply of the environment or agent."""
+    """Time limit of one episode, in seconds of wall time. The episode then ends as `length`, with
+    its rewards so far. After a kill the limit counts on from the last reply of the environment or
+    agent."""
     workers: int = Field(1, ge=1)
-    """Number of processes, each of which runs many episodes."""
+    """Number of worker processes, each of which runs many episodes."""
     threads: int = Field(32, ge=1)
-    """Threads of each worker, for functions that are not `async def`. An agent keeps one thread
-    for its whole episode."""
+    """Number of threads of each worker, for functions that are not `async def`. An agent uses one
+    thread for its whole episode."""
     memory_mib: int = Field(4096, ge=64)
-    """How far the memory of one worker may grow after its start; what asks for more raises
-    MemoryError."""
+    """Memory by which one worker may grow after its start, in MiB; more raises MemoryError."""
     on_failure: Literal["regenerate", "zero", "drop"] = "regenerate"
-    """An episode whose environment or agent fails is played again alone (at most
-    schedule.max_regenerations times, then its group is dropped), kept with the rewards so far, or
-    its group is dropped at once."""
+    """Treatment of an episode whose environment or agent fails. `regenerate`: only this episode is
+    played again, at most schedule.max_regenerations times, then its group is dropped. `zero`: it is
+    kept with the rewards so far. `drop`: its group is dropped at once."""
     resume: Literal["auto", "restart"] = "auto"
-    """Whether open episodes continue after a kill or start from scratch. An environment continues
-    by `state` and `restore` where the class has them; otherwise its stored answers are played again
-    and compared. An agent runs again, and its equal calls get the stored answers."""
+    """Treatment of open episodes after a kill: `auto` continues them, `restart` starts them from
+    scratch. An environment continues through `state` and `restore` if its class has them; otherwise
+    its stored responses are played again and compared. An agent runs again, and its equal calls get
+    the stored responses."""
 
 
 class EnvironmentConfig(Settings):
     """An environment; without a name, every response is one turn."""
 
     name: str = ""
-    """A class of yours (package.module:Class or file.py:Class); `environment: file.py:Class` is
-    short for it. Empty: none."""
+    """Your class (package.module:Class or file.py:Class); `environment: file.py:Class` is a short
+    form. Empty = no environment."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keywords for it."""
+    """Keyword arguments of the class."""
     credit: Literal["episode", "turn"] = "episode"
-    """Advantage of a token: the whole episode's, or that of the rewards from its turn on."""
+    """Rewards that a token's advantage is computed from: those of the whole `episode`, or those
+    from its `turn` on."""
     discount: float = Field(1.0, ge=0, le=1)
-    """`credit: turn`: factor of a reward for each turn that it comes later."""
+    """With `credit: turn`, factor of a reward for each turn that it comes later."""
 
     @property
     def used(self) -> bool:
-        """Return whether there is an environment."""
+        """Whether there is an environment."""
         return bool(self.name)
 
     @property
@@ -65,7 +68,7 @@ class EnvironmentConfig(Settings):
 
     @property
     def turn_discount(self) -> float | None:
-        """The discount of turns' rewards; None where credit is the episode's."""
+        """Discount of rewards per turn; None if the credit is the episode's."""
         return self.discount if self.name and self.credit == "turn" else None
 
     def check(self) -> None:
@@ -78,26 +81,26 @@ class EnvironmentConfig(Settings):
             refuse_changed(self, "environment", "environment.name")
         if self.discount != 1 and self.credit != "turn":
             raise ValueError(
-                f"environment.discount is {self.discount:g} and environment.credit "
-                f"{self.credit!r}: it needs `credit: turn`"
+                f"environment.discount is {self.discount:g}; a discount requires "
+                f"environment.credit 'turn', got {self.credit!r}"
             )
 
 
 class AgentConfig(Settings):
-    """A program of yours that calls the policy by the OpenAI chat API."""
+    """Your own program that calls the policy by the OpenAI chat API."""
 
     name: str = ""
-    """A function (package.module:function or file.py:function); `agent: file.py:function` is
-    short for it. Empty: none."""
+    """A function (package.module:function or file.py:function); `agent: file.py:function` is a
+    short form. Empty = no function."""
     command: list[str] = Field(default_factory=list)
-    """In place of a function: a program and its arguments. It gets OPENAI_BASE_URL, OPENAI_API_KEY
-    and, on standard input, the row as JSON; the last line that it prints is the reward."""
+    """Instead of a function, a program and its arguments. It gets OPENAI_BASE_URL, OPENAI_API_KEY
+    and, on standard input, the row as JSON. The last line that it prints is the reward."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keywords for the function."""
+    """Keyword arguments of the function."""
 
     @property
     def used(self) -> bool:
-        """Return whether there is an agent."""
+        """Whether there is an agent."""
         return bool(self.name or self.command)
 
     @property
@@ -108,7 +111,8 @@ class AgentConfig(Settings):
     def check(self) -> None:
         if self.name and self.command:
             raise ValueError(
-                f"agent.name is {self.name!r} and agent.command {self.command}: set one of them"
+                f"agent.name is {self.name!r} and agent.command is {self.command}; set only one of "
+                "them"
             )
         if self.name and not is_import_path(self.name):
             raise ValueError(
@@ -117,15 +121,20 @@ class AgentConfig(Settings):
             )
         if self.command and self.arguments:
             raise ValueError(
-                "agent.arguments are for a function; put what a program needs into agent.command"
+                "agent.arguments are for a function; put the arguments of a program into "
+                "agent.command"
             )
         if not self.used:
             refuse_changed(self, "agent", "agent.name or agent.command")
 
 
 def refuse_changed(settings: Settings, section: str, needed: str) -> None:
-    """Refuse settings that are not their defaults, since `needed` is not set. Raises ValueError."""
+    """Check that no setting differs from its default, because `needed` is not set.
+
+    Raises:
+        ValueError: If one differs.
+    """
     for name in sorted(settings.model_fields_set):
         default = type(settings).model_fields[name].get_default(call_default_factory=True)
         if getattr(settings, name) != default:
-            raise ValueError(f"{section}.{name} is set and {needed} is not")
+            raise ValueError(f"{section}.{name} is set, but {needed} is not")

@@ -1,4 +1,4 @@
-"""Settings of evaluation: sets of prompts by name, each with sampling of its own."""
+"""Settings of evaluation: named sets of prompts, each with its own sampling."""
 
 import re
 from dataclasses import dataclass
@@ -15,16 +15,18 @@ from megatron_async.config.sampling_contract import (
 )
 
 HELDOUT = "heldout"
-"""The set of the training problems that are kept for evaluation."""
+"""Name of the set of held-out problems of the task."""
 HELDOUT_SEED = 1_000_003
-"""Seed of the held-out problems. It never changes, so that runs are evaluated on the same ones."""
+"""Seed of the held-out problems. It never changes, so that all runs are evaluated on the same
+problems."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set with everything settled. `prompts` 0: all that its file holds."""
+    """An evaluation set with all its settings resolved; `prompts` is 0 for all problems of its
+    file."""
 
     name: str
     prompts: int
@@ -38,57 +40,59 @@ class EvalSet:
 
 
 class EvalSetConfig(FileConfig):
-    """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
+    """An evaluation set: a file, and the settings that differ from those of `eval`."""
 
     prompts: int = Field(0, ge=0)
-    """Number of problems, drawn in an order that never changes; 0 = all."""
+    """Number of problems, drawn in a fixed order; 0 = all."""
     samples: int | None = Field(None, ge=1)
-    """Answers per problem."""
+    """Number of responses per problem."""
     temperature: float | None = None
-    """0 = greedy; else 0.01 to 100."""
+    """Sampling temperature: 0 (greedy), or 0.01 to 100."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: smallest total probability of the tokens to sample from."""
     top_k: int | None = None
-    """Top-k; -1 = off."""
+    """Number of most probable tokens to sample from; -1 = all."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest response."""
+    """Longest response, in tokens."""
 
     def check(self) -> None:
         if not self.path:
-            raise ValueError("an evaluation set needs a path")
+            raise ValueError("an evaluation set has no path; set one")
 
 
 class EvalConfig(Settings):
-    """Evaluation on problems that training never sees."""
+    """Evaluation on problems that are never trained on."""
 
     prompts: int = Field(256, ge=0)
-    """Number of held-out problems; 0 = all that the files of the task hold."""
+    """Number of held-out problems; 0 = all that the files of the task have."""
     temperature: float = 0.0
-    """0 = greedy; else 0.01 to 100."""
+    """Sampling temperature: 0 (greedy), or 0.01 to 100."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: smallest total probability of the tokens to sample from."""
     top_k: int = -1
-    """Top-k; -1 = off."""
+    """Number of most probable tokens to sample from; -1 = all."""
     max_new_tokens: int = Field(0, ge=0)
-    """Longest response; 0 = sampling.max_new_tokens."""
+    """Longest response, in tokens; 0 = sampling.max_new_tokens."""
     samples: int = Field(1, ge=1)
-    """Answers per problem: accuracy is their mean; pass@k and maj@k."""
+    """Number of responses per problem. Accuracy is the mean over all of them; with several there
+    are also pass@k and maj@k."""
     solved_at: float = 1.0
-    """Reward from which on a response counts as right; accuracy is the share of such responses.
-    Lower it for a shaped reward, which may never reach 1, or compare mean rewards."""
+    """Smallest reward with which a response counts as right; accuracy is the share of such
+    responses. Lower it for a shaped reward that may never reach 1, or compare mean rewards."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """Sets with files of their own, by the names that their metrics get."""
+    """Sets with their own files, by the names that their metrics get."""
     every_steps: int = Field(0, ge=0)
-    """Also during training; 0 = only at its ends."""
+    """Number of steps between evaluations during training; 0 = only at the start and the end."""
     blocking: bool | None = None
-    """Whether training waits for evaluations on the way, so that each measures one version; false:
-    they run beside it, and responses under way go on with newer weights. none = true where the
-    schedule drains its requests or engines are colocated. At both ends of a run training waits."""
+    """Whether training waits for evaluations during training, so that each measures one version.
+    With false they run concurrently with training, and running responses continue with newer
+    weights. none = true if the schedule drains its requests or engines are colocated. At the start
+    and the end training always waits."""
     save_samples: int = Field(32, ge=0)
-    """Problems of each set whose responses are kept in `evaluations/`."""
+    """Number of problems of each set whose responses are saved in `evaluations/`."""
     timeout_seconds: float = Field(3600.0, gt=0)
-    """Limit of one evaluation: past it, one beside training is given up with a warning, one that
-    training waits for ends the run."""
+    """Time limit of one evaluation, in seconds. An evaluation that exceeds it is abandoned with a
+    warning if it runs concurrently with training, and ends the run if training waits for it."""
 
     def check(self) -> None:
         named: dict[str, EvalConfig | EvalSetConfig] = {"eval": self}
@@ -101,22 +105,23 @@ class EvalConfig(Settings):
                 )
             if one.top_k is not None and one.top_k != -1 and one.top_k < 2:
                 raise ValueError(
-                    f"{where}.top_k must be -1 (off) or at least 2 (greedy: temperature 0), "
+                    f"{where}.top_k must be -1 (all tokens) or at least 2 (greedy: temperature 0), "
                     f"got {one.top_k}"
                 )
         for name in self.sets:
             if name in (HELDOUT, "held-out") or not _NAME.fullmatch(name):
                 raise ValueError(
-                    f"eval.sets has the name {name!r}; a name is of letters, digits, '_', '-' and "
-                    f"'.', 100 at most, and not {HELDOUT!r}"
+                    f"eval.sets has the name {name!r}; a name consists of at most 100 letters, "
+                    f"digits, '_', '-' and '.', and is not {HELDOUT!r}"
                 )
 
     def files(self) -> dict[str, tuple[str, FileConfig]]:
-        """(setting, file) of each set that has a file of its own."""
+        """Return, for each set with its own file, the name of the setting and the file."""
         return {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
 
     def resolved_sets(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
-        """All sets; `heldout`: training keeps problems for evaluation."""
+        """Return all evaluation sets with their settings; `heldout` is whether the task holds out
+        problems."""
         found = []
         if heldout:
             sampled = self._sampled(None, sampling)

@@ -1,9 +1,9 @@
-"""Text, JSON and YAML that a person hands over, read so that every refusal is one sentence.
+"""Reads text, JSON and YAML files of users, so that every invalid file causes one clear message.
 
 Invariants
 - Files are UTF-8, with or without a byte order mark.
-- What is returned is whole and of plain types; every failure of a reader is a UserError that
-  begins with `what`, the name of the thing that was read.
+- Returned values are complete and of plain types. Every failure is a UserError whose message begins
+  with `what`, the name of the thing that was read.
 """
 
 import hashlib
@@ -22,25 +22,33 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """Of a model's directory; the first that is there is used."""
 _MOST_LEVELS = 32
 _MOST_VALUES = 1_000_000
-# What PyYAML raises at a value that does not fit its tag, as in `!!int ""`.
+# Errors that PyYAML raises for a value that does not fit its tag, as in `!!int ""`.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError)
 _MISFIT = "a value does not fit its tag"
 
 
 def read_text(path: Path, what: str) -> str:
-    """The file's text."""
+    """Return the text of a file.
+
+    Raises:
+        UserError: If it cannot be read or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{what} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 text (byte {error.start})") from error
-    except ValueError as error:  # a path with a null byte
+    except ValueError as error:  # The path has a null byte.
         raise UserError(f"{what} cannot be read: {error}") from error
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value that `text` holds."""
+    """Return the JSON value of `text`.
+
+    Raises:
+        UserError: If it is not valid JSON.
+    """
     try:
         return json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -51,15 +59,23 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The object that the file holds."""
+    """Return the JSON object of a file.
+
+    Raises:
+        UserError: If the file does not contain a JSON object.
+    """
     content = parse_json(read_text(path, what), what)
     if not isinstance(content, dict):
-        raise UserError(f"{what} must hold a JSON object, got {type(content).__name__}")
+        raise UserError(f"{what} must contain a JSON object, got {type(content).__name__}")
     return content
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """The value that `text` holds; no mapping has a key twice."""
+    """Return the YAML value of `text`. No mapping may have a key twice.
+
+    Raises:
+        UserError: If it is not valid YAML, or has values that JSON cannot express.
+    """
     try:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -73,17 +89,22 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def _check_plain(value: object, what: str, where: str, seen: Iterator[int], depth: int = 0) -> None:
-    """Refuse what YAML can express and JSON cannot. Raises UserError.
+    """Check that a YAML value could also be written as JSON.
 
-    `seen` counts values and `depth` levels, because YAML's aliases make cycles and towers.
+    `seen` counts values and `depth` counts levels, because YAML's aliases can create cycles and
+    very many values.
+
+    Raises:
+        UserError: If it could not.
     """
     if depth > _MOST_LEVELS or next(seen) > _MOST_VALUES:
-        raise UserError(f"{what} holds more than {_MOST_LEVELS} levels or {_MOST_VALUES:,} values")
+        raise UserError(f"{what} has more than {_MOST_LEVELS} levels or {_MOST_VALUES:,} values")
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str) or not _is_plain(key):
                 raise UserError(
-                    f"{what}: {where or 'it'} has the key {short_repr(key)}; keys are texts"
+                    f"{what}: {where or 'the mapping'} has the key {short_repr(key)}; keys must be "
+                    "texts"
                 )
             _check_plain(inner, what, f"{where}.{key}" if where else key, seen, depth + 1)
     elif isinstance(value, list):
@@ -91,8 +112,8 @@ def _check_plain(value: object, what: str, where: str, seen: Iterator[int], dept
             _check_plain(inner, what, f"{where}.{number}", seen, depth + 1)
     elif not _is_plain(value):
         raise UserError(
-            f"{what}: {where or 'the value'} is {short_repr(value)}; a value is a text, a finite "
-            "number of at most 64 bits, true, false, null, a list or a mapping"
+            f"{what}: {where or 'the value'} is {short_repr(value)}; a value must be a text, a "
+            "finite number of at most 64 bits, true, false, null, a list or a mapping"
         )
 
 
@@ -107,7 +128,8 @@ def _is_plain(value: object) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain types only, and no key twice: PyYAML would keep the last one without a word."""
+    """YAML loader for plain types that refuses duplicate keys; PyYAML would silently keep the last
+    one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -133,12 +155,14 @@ def _reason(error: Exception) -> str:
 
 
 def named_templates(folder: Path) -> list[Path]:
-    """Return the files in which transformers keeps a tokenizer's named templates, sorted."""
+    """Return the files with a tokenizer's named chat templates, as transformers saves them,
+    sorted."""
     return sorted((folder / "additional_chat_templates").glob("*.jinja"))
 
 
 def tokenizer_digest(model_path: str) -> str:
-    """SHA-256 of a model's tokenizer and chat templates; empty where there is no tokenizer."""
+    """Return the SHA-256 of a model's tokenizer and chat templates; empty if there is no
+    tokenizer."""
     folder = Path(model_path)
     files = [file for name in TOKENIZER_FILES if (file := folder / name).is_file()]
     if not files:
@@ -146,7 +170,7 @@ def tokenizer_digest(model_path: str) -> str:
     template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     named = {file.stem: read_text(file, f"{file}") for file in named_templates(folder)}
     text: object = None
-    # transformers ignores tokenizer_config.json's templates where there are files of templates.
+    # transformers ignores the templates in tokenizer_config.json if there are template files.
     if template.is_file():
         text = read_text(template, f"{template}")
     elif settings.is_file() and not named:
@@ -160,7 +184,7 @@ def tokenizer_digest(model_path: str) -> str:
 
 
 def vocabulary_of(model_path: str) -> int | None:
-    """Return the number of tokens that a model's config.json names; None where it names none."""
+    """Return the vocabulary size that a model's config.json states; None if it states none."""
     file = Path(model_path) / "config.json"
     size = read_json_object(file, f"{file}").get("vocab_size") if file.is_file() else None
     return size if type(size) is int else None

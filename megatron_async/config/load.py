@@ -1,8 +1,8 @@
-"""From a YAML file and dotted overrides to a checked `RunConfig`.
+"""Loads a checked `RunConfig` from a YAML file and dotted overrides.
 
 Invariants
 - Precedence: recipe < schedule preset < YAML (a file over its `base:`) < command line.
-- Every refusal is one sentence that names the setting and the value (`UserError`).
+- Every refusal is one message that names the setting and the value (`UserError`).
 - `dump` and `load_config` are inverse: a run directory's config.yaml gives the same run.
 - A run's config.yaml has every resolved value and, under the key `explicit`, the settings that a
   file or the command line had set. A recipe or preset that is chosen at a resume therefore replaces
@@ -34,13 +34,16 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 _MAX_BASE_DEPTH = 8
 _EXPLICIT = "explicit"
-_NAMED = ("agent", "environment", "loss", "reward")  # a text is short for a mapping with this name
+# Settings for which a text is short for a mapping with this `name`.
+_NAMED = ("agent", "environment", "loss", "reward")
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """`high` over `low`; nested mappings are merged, everything else is replaced.
+    """Merge two mappings of settings: values of `high` replace those of `low`, and mappings are
+    merged.
 
-    `agent: NAME` below settings of `agent` stays its name.
+    If `low` has a name such as `agent: NAME` and `high` a mapping for it, NAME becomes the `name`
+    in the merged mapping.
     """
     result = copy.deepcopy(dict(low))
     for key, value in high.items():
@@ -54,7 +57,11 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
-    """A YAML mapping with `base:` files (relative to it) merged below it."""
+    """Read a YAML mapping, merged over the mapping of its `base:` file, which is relative to it.
+
+    Raises:
+        UserError: If a file cannot be read or is invalid.
+    """
     if depth > _MAX_BASE_DEPTH:
         raise UserError(f"config file {path}: `base:` is nested deeper than {_MAX_BASE_DEPTH}")
     what = f"config file {path}"
@@ -62,10 +69,10 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise UserError(f"{what} must hold a mapping, got {type(content).__name__}")
+        raise UserError(f"{what} must contain a mapping, got {type(content).__name__}")
     if not isinstance(content.get(_EXPLICIT, {}), dict):
         raise UserError(
-            f"{what}: {_EXPLICIT} is {short_repr(content[_EXPLICIT])}; a run keeps a mapping there"
+            f"{what}: {_EXPLICIT} is {short_repr(content[_EXPLICIT])}; it must be a mapping"
         )
     content = anchored(content, path.parent)
     base = content.pop("base", None)
@@ -74,22 +81,29 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{what}: `base` is {short_repr(base)}; it must name a file")
     below = read_yaml(path.parent / base, depth + 1)
-    return merge(below.get(_EXPLICIT, below), content)  # of a run: what was set
+    return merge(
+        below.get(_EXPLICIT, below), content
+    )  # If it is a run's file, only its explicit settings.
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=value` to a nested mapping; the value is read as YAML."""
+    """Convert `a.b=value` to a nested mapping; the value is read as YAML.
+
+    Raises:
+        UserError: If the text has another form.
+    """
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {short_repr(text)} is not of the form section.setting=value")
     if dotted.split(".")[0] == _EXPLICIT:
         raise UserError(
-            f"unknown setting {dotted} (value {short_repr(value)}); set the setting itself"
+            f"unknown setting {dotted} (value {short_repr(value)}); name the setting that you want "
+            "to set"
         )
     try:
         parsed = parse_yaml(value, f"override {short_repr(text)}")
     except UserError as error:
-        raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
+        raise UserError(f"{error}. If it is a text, quote it: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
     return _nested(dotted, anchored(parsed, Path.cwd()))
@@ -102,7 +116,8 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _number(text: str) -> str | float:
-    """YAML 1.1 reads `1e-6` as a string; people mean a number. `0.5_2` is a pair of bounds."""
+    """Convert a text such as `1e-6`, which YAML 1.1 reads as a string, to a number; `0.5_2` stays a
+    text."""
     if "_" in text:
         return text
     try:
@@ -113,17 +128,25 @@ def _number(text: str) -> str | float:
 
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Recipe and preset defaults below `settings`, checked. Raises UserError."""
+    """Return the checked configuration of `settings`, over the defaults of their recipe and preset.
+
+    Raises:
+        UserError: If a setting is unknown or invalid.
+    """
     if "simulate" in settings:
         raise UserError(
-            "simulate is set; a run has no such section. Put it into a file of its own with "
+            "simulate is set; a run has no such section. Put it into a separate file with "
             "`base: RUN.yaml`, for `megatron-async simulate` and `plan`"
         )
     return _built(settings, RunConfig)
 
 
 def build_simulation(settings: Mapping[str, Any]) -> SimulationConfig:
-    """Like `build_config`, with the section `simulate`. Raises UserError."""
+    """Return the checked simulation of `settings`, which may have the section `simulate`.
+
+    Raises:
+        UserError: If a setting is unknown or invalid.
+    """
     return _built(settings, SimulationConfig)
 
 
@@ -138,7 +161,11 @@ def _built(settings: Mapping[str, Any], kind: type[_Config]) -> _Config:
 
 
 def _defaults_below(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that the recipe and the preset of `settings` bring. Raises UserError."""
+    """Return the defaults of the recipe and the preset of `settings`.
+
+    Raises:
+        UserError: If the recipe or the preset is unknown.
+    """
     recipe = _named(settings, "algorithm", "recipe", "copris", RECIPES)
     below = recipe_defaults(recipe)
     preset = _named(merge(below, settings), "schedule", "preset", "copris", SCHEDULE_PRESETS)
@@ -146,7 +173,8 @@ def _defaults_below(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`algorithm.loss: NAME` as `algorithm.loss.name: NAME`, so that defaults merge below it."""
+    """Convert `algorithm.loss: NAME` to `algorithm.loss.name: NAME`, so that defaults can be
+    merged."""
     algorithm = settings.get("algorithm")
     if isinstance(algorithm, Mapping) and isinstance(algorithm.get("loss"), str):
         return merge(settings, {"algorithm": {"loss": {"name": algorithm["loss"]}}})
@@ -171,10 +199,11 @@ _TYPE_NAME: Final = re.compile(r"literal\[.*\]|constrained-\w+|int|float|str|boo
 
 
 def describe(error: ValidationError) -> str:
-    """The first problem as one sentence that names the setting and its value."""
+    """Return a message about the first problem, which names the setting and its value."""
     errors = error.errors()
     first = errors[0]
-    # Of a setting with several types, pydantic reports one error for each and names the type last.
+    # For a setting with several types, pydantic reports one error per type, with the type as last
+    # part.
     parts = [str(part) for part in first["loc"]]
     fields = parts[:-1] if parts and _TYPE_NAME.fullmatch(parts[-1]) else parts
     where = ".".join(fields) or "config"
@@ -195,9 +224,13 @@ def describe(error: ValidationError) -> str:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, apply `section.setting=value` overrides, check. Raises UserError.
+    """Read the configuration file `path`, apply `section.setting=value` overrides, and check the
+    result.
 
-    `configs/NAME.yaml` is found from any directory, unless there is a file of that name.
+    `configs/NAME.yaml` is found from any directory, unless a file with this path exists.
+
+    Raises:
+        UserError: If the file or a setting is invalid.
     """
     settings = read_yaml(existing(Path(path)))
     if _EXPLICIT in settings:
@@ -206,12 +239,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_simulation(path: Path | str, overrides: Sequence[str] = ()) -> SimulationConfig:
-    """Like `load_config`, of a simulation or of a run, whose assumptions are then the defaults."""
+    """Load a simulation file, or a run's file with the default assumptions; see `load_config`."""
     return build_simulation(read_settings(path, overrides))
 
 
 def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings of a file and `overrides`, not yet checked."""
+    """Return the settings of a file with `overrides`, without checking them."""
     return merge(read_yaml(existing(Path(path))), _changes(overrides))
 
 
@@ -223,21 +256,28 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's config.yaml, apply `overrides` as to the file that it began with.
+    """Read a run's config.yaml, and apply `overrides` as to the file that the run was started with.
 
-    Raises UserError.
+    Raises:
+        UserError: If the file is not a run's, or a setting is invalid.
     """
     body = dict(_expanded(read_yaml(Path(path))))
     explicit = body.pop(_EXPLICIT, None)
     if not isinstance(explicit, Mapping):
-        raise UserError(f"config file {path} is not of a run: it lacks `{_EXPLICIT}`, what was set")
+        raise UserError(
+            f"config file {path} is not the config.yaml of a run; it lacks `{_EXPLICIT}`"
+        )
     return _with_changes(body, explicit, _changes(overrides))
 
 
 def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Change settings as the file that `config` is of with `changes` in it would. UserError.
+    """Apply `changes` to `config` as if its file contained them; return the checked result.
 
-    Of Python values: paths are text, relative import paths begin in the current directory.
+    Values are Python objects: paths may be `Path` objects, and relative import paths are relative
+    to the current directory.
+
+    Raises:
+        UserError: If a setting is invalid.
     """
     try:
         plain = anchored(json.loads(json.dumps(changes, default=os.fspath)), Path.cwd())
@@ -246,25 +286,26 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     nested: dict[str, Any] = {}
     for name, value in plain.items():
         nested = merge(nested, _nested(name, value))
-    body = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
+    body = config.model_dump(mode="json", exclude_unset=True)  # Unset values may be derived.
     return _with_changes(body, config.explicit, nested)
 
 
 def _with_changes(
     body: Mapping[str, Any], explicit: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> RunConfig:
-    """Change a run's settings, of which `explicit` were set."""
+    """Apply `changes` to a run's settings, of which `explicit` were set explicitly."""
     changes = _expanded(changes)
     wanted = merge(_expanded(explicit), changes)
     old, new = (build_config(settings).model_dump(mode="json") for settings in (explicit, wanted))
-    # Of the rest the run keeps its own: what was derived from the machine at its start. A default
-    # that is set now differs from that, and not from the old default.
+    # Other settings keep the run's values, which may have been derived from the machine at its
+    # start. So a setting that is now set to its default counts as a change if the run had derived
+    # another value.
     resolved = merge(merge(body, _changed(old, new)), changes)
     return build_config({**resolved, _EXPLICIT: wanted})
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `new` that are not those of `old`."""
+    """Return the settings of `new` that differ from those of `old`."""
     return {
         key: _changed(old[key], value)
         if isinstance(value, Mapping) and isinstance(old.get(key), Mapping)
@@ -275,7 +316,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """`section.setting OLD → NEW` of every setting that is not the same; a key is not shown."""
+    """Return `section.setting OLD → NEW` for every setting that differs, without the values of a
+    key."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return [
         name if name == "engines.api_key" else f"{name} {old.get(name)} → {new.get(name)}"
@@ -295,6 +337,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML, every default written out, and what was set."""
+    """Return the whole configuration as YAML, with every default and the explicit settings."""
     content = {**config.model_dump(mode="json"), _EXPLICIT: config.explicit}
     return yaml.safe_dump(content, sort_keys=False)

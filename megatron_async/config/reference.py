@@ -1,7 +1,7 @@
-"""Every setting as the typed models describe it: name, type, default, range, description.
+"""Lists every setting of the typed models: name, type, default, range, description.
 
-`megatron-async settings`, the documentation's page and the "did you mean" of a misspelt setting all
-read this list, so that none of them can be out of date.
+`megatron-async settings`, the reference page of the documentation and the suggestions for misspelt
+settings all use this list, so that none of them can be out of date.
 """
 
 import difflib
@@ -22,7 +22,7 @@ _SUGGESTIONS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting; `name` is dotted, `section` the part before its last dot."""
+    """One setting; `name` is its dotted name."""
 
     name: str
     type: str
@@ -30,14 +30,14 @@ class Setting:
     range: str
     description: str
     source: str = ""
-    """What the default is from, where not from the model."""
+    """Where the default comes from (recipe or preset); empty if it comes from the model."""
 
     @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
     def value_in(self, settings: dict[str, Any]) -> Any:
-        """Look it up in a dumped configuration."""
+        """Return the value of the setting in a dumped configuration."""
         value: Any = settings
         for part in self.name.split("."):
             value = value[part]
@@ -46,7 +46,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """Settings side by side. `of_items`: those of each element of a list or mapping, `name[]`."""
+    """The settings of one section. `of_items` is true for settings of list or mapping elements
+    (`name[]`)."""
 
     name: str
     description: str
@@ -56,7 +57,8 @@ class Section:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """All settings in the order of the models, without those of elements."""
+    """Return all settings in the order of the models, without those of list and mapping
+    elements."""
     return tuple(
         setting for part in all_sections() if not part.of_items for setting in part.settings
     )
@@ -64,20 +66,22 @@ def all_settings() -> tuple[Setting, ...]:
 
 @cache
 def simulation_sections() -> tuple[Section, ...]:
-    """The sections that a simulation has in addition to those of a run."""
+    """Return the sections that a simulation has in addition to those of a run."""
     return tuple(sections_of(SimulateConfig, "simulate"))
 
 
 @cache
 def all_sections() -> tuple[Section, ...]:
-    """All sections in the order of the models; those of elements behind the one with the list."""
+    """Return all sections in the order of the models; sections of elements follow the section of
+    their list."""
     return tuple(sections_of(RunConfig))
 
 
 def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
-    """All sections, also of a simulation, with the defaults of a run that sets nothing.
+    """Return all sections, also those of a simulation, with the defaults in the dumped
+    configuration `defaults`.
 
-    Those of its recipe come first.
+    Defaults that differ from the model's name their source, the recipe or preset.
     """
 
     def given(setting: Setting) -> Setting:
@@ -95,7 +99,7 @@ def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
 def sections_of(
     model: type[BaseModel], name: str = "", of_items: bool = False
 ) -> Iterator[Section]:
-    """The section of a model and all below it."""
+    """Return the section of a settings model and all sections below it."""
     prefix = f"{name}." if name else ""
     settings: list[Setting] = []
     below: list[Section] = []
@@ -119,7 +123,7 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def type_text(annotation: Any) -> str:
-    """A type as a person writes it: `int or auto`, `sync | rapid | ...`."""
+    """Return a readable name of a type, for example `int or auto`, `sync | rapid | ...`."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         limits = (_limit(limit) for field in arguments[1:] for limit in field.metadata)
@@ -152,14 +156,15 @@ def _default(field: Any) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """A value as YAML's readers write it."""
+    """Return a value as it is written in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     return '""' if value == "" else str(value)
 
 
 def did_you_mean(unknown: str) -> str:
-    """`; did you mean a.b or c.b?` for a name that is like others, else the empty string."""
+    """Return `; did you mean a.b or c.b?` for a name that is similar to others, otherwise an empty
+    string."""
     settings = list(all_settings())
     if unknown.startswith("simulate"):
         settings += [setting for part in simulation_sections() for setting in part.settings]

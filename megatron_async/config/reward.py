@@ -1,4 +1,4 @@
-"""Settings of rewards: what scores a response, and the limits under which it is scored."""
+"""Settings of rewards: how a response is scored, and the limits of scoring."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -11,42 +11,43 @@ from megatron_async.runtime.import_path import is_import_path
 
 BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", "judge")
 ASYNCHRONOUS: Final = ("http", "judge")
-"""Those of them that wait for a network, hundreds at once in one process."""
+"""Built-in rewards that wait for a network, hundreds at once in one process."""
 
 BATCH_METRICS: Final = frozenset(
     {"mean", "std", "standard_error", "min", "max", "uninformative_groups"}
 )
-"""Names under `reward/` that are those of the sum; no part of a reward may have one."""
+"""Names of metrics under `reward/` that describe the total reward; no component of a reward may use
+one."""
 
 
 class RewardConfig(Settings):
-    """A reward. `reward:` takes one (its name alone is enough) or a list of them."""
+    """One reward. `reward:` takes one (its name is sufficient) or a list of them."""
 
     name: str = Field(
-        description="A function or class of yours (package.module:name or file.py:name), or one "
+        description="Your own function or class (package.module:name or file.py:name), or one "
         f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer."
     )
     label: str = ""
-    """Its name in metrics; empty: the last part of `name`."""
+    """Name of the reward in metrics; empty = the last part of `name`."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
-    """Factor of its score in the sum of all rewards."""
+    """Factor of the score in the sum of all rewards."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keywords for it (docs/rewards.md)."""
+    """Keyword arguments of the reward (docs/rewards.md)."""
     group: bool = False
-    """It takes all responses to a prompt at once, as a list."""
+    """Whether the reward gets all responses to a prompt at once, as a list."""
     timeout_seconds: float | None = Field(None, gt=0)
-    """Limit of one score; none = task.scorer_timeout_seconds."""
+    """Time limit of one score, in seconds; none = task.scorer_timeout_seconds."""
     concurrency: int = Field(512, ge=1)
-    """An asynchronous one: most scores that wait for it at once."""
+    """Largest number of scores of an asynchronous reward that run at once."""
 
     @property
     def own(self) -> bool:
-        """True for the user's code."""
+        """Whether the reward is the user's own code."""
         return is_import_path(self.name)
 
     @property
     def display_name(self) -> str:
-        """Name in metrics and in the store."""
+        """Name of the reward in metrics and in the store."""
         return self.label or self.name.rpartition(":")[2]
 
     def check(self) -> None:
@@ -58,63 +59,65 @@ class RewardConfig(Settings):
 
 
 class SandboxConfig(Settings):
-    """Limits of a program that a response brings along (rewards `code` and `command`)."""
+    """Limits of a program that is part of a response (rewards `code` and `command`)."""
 
     required: bool = False
-    """Refuse to start where namespaces are not to be had (no network, own file system, own
-    processes); false: go on with the remaining limits and log which are missing."""
+    """Whether the run refuses to start if namespaces are not available (no network, own file
+    system, own processes). With false it continues with the remaining limits and logs which are
+    missing."""
     memory_mib: int = Field(1024, ge=16)
-    """Memory of one process and of all together."""
+    """Memory of one process, and of all processes together, in MiB."""
     disk_mib: int = Field(64, ge=1)
-    """Its directory and /tmp, in memory."""
+    """Size of the program's directory and /tmp, in MiB; they are in memory."""
     processes: int = Field(32, ge=2)
-    """Processes and threads at once."""
+    """Largest number of processes and threads at once."""
     readable: list[str] = Field(default_factory=list)
-    """Directories it may read besides the system's and Python's: a toolchain."""
+    """Directories that the program may read in addition to the system's and Python's, for example a
+    toolchain."""
 
 
 class ScoringConfig(Settings):
-    """Limits of scorer processes and of what they run."""
+    """Limits of scorer processes and of the programs that they run."""
 
     memory_mib: int = Field(4096, ge=64)
-    """Address space of one scorer process."""
+    """Address space of one scorer process, in MiB."""
     sandbox: SandboxConfig = SandboxConfig()
-    """For programs in responses."""
+    """Sandbox for programs in responses."""
 
 
 class ScorerSettings(Settings):
-    """All that a scorer process needs to know."""
+    """All settings that a scorer process needs."""
 
     task: TaskConfig = TaskConfig()
-    """Prompts."""
+    """Prompts and their scoring."""
     rewards: list[RewardConfig] = Field(default_factory=list)
-    """Empty: the task's own."""
+    """Rewards; empty = the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits."""
     logs: str = ""
-    """Directory of their logs; empty: standard error."""
+    """Directory of the scorers' logs; empty = standard error."""
 
     @property
     def parts(self) -> list[RewardConfig]:
-        """The rewards to add up, at least one."""
+        """The rewards whose weighted scores are added up, at least one."""
         return self.rewards or [RewardConfig.model_validate({"name": "task"})]
 
     def logging_to(self, directory: Path) -> "ScorerSettings":
-        """Return the same, with logs in `directory`, which exists."""
+        """Return the same settings with logs in the existing directory `directory`."""
         return self.model_copy(update={"logs": str(directory)})
 
     @property
     def of_groups(self) -> bool:
-        """True when a reward takes all responses to a prompt at once."""
+        """Whether a reward gets all responses to a prompt at once."""
         return any(part.group for part in self.parts)
 
     def limit_seconds(self, part: RewardConfig) -> float:
-        """Limit of one score of `part`."""
+        """Return the time limit of one score of the reward `part`, in seconds."""
         return part.timeout_seconds or self.task.scorer_timeout_seconds
 
 
 def listed(value: Any) -> Any:
-    """List the mappings that a single one, a name or a list of either stands for."""
+    """Convert a name, a mapping, or a list of either to a list of mappings."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):
@@ -123,18 +126,24 @@ def listed(value: Any) -> Any:
 
 
 def named(value: Any) -> Any:
-    """The mapping that a name alone stands for."""
+    """Convert a name to a mapping with this name; return anything else unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
 def check_labels(rewards: list[RewardConfig]) -> None:
-    """Refuse two rewards whose parts would have the same names. Raises ValueError."""
+    """Check that the metrics of several rewards have different names.
+
+    Raises:
+        ValueError: If two rewards have the same name, or one has the name of a metric.
+    """
     labels = [reward.display_name for reward in rewards]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"reward has {label!r} twice; give each a `label` of its own")
+            raise ValueError(
+                f"reward has the name {label!r} twice; give each reward its own `label`"
+            )
         if len(labels) > 1 and label in BATCH_METRICS:
             raise ValueError(
-                f"reward has the name {label!r}, and reward/{label} is a metric of the sum of all "
-                "rewards; give it another `label`"
+                f"reward has the name {label!r}; reward/{label} is a metric of the sum of all "
+                "rewards. Give it another `label`."
             )

@@ -20,43 +20,50 @@ class TaskConfig(DataConfig):
     """Source of prompts, and scoring of responses."""
 
     answer_marker: str = ""
-    """The answer is what follows its last occurrence; empty: the last `<answer>...</answer>`, else
-    the last \\boxed{...}, else the text after `</think>`."""
+    """Mark before the answer; the answer is the text after its last occurrence. Empty = the last
+    `<answer>...</answer>`, otherwise the last \\boxed{...}, otherwise the text after `</think>`."""
     full_score_only: bool = True
-    """Reward 1 for the scorer's full score, else 0; false: its own score."""
+    """Whether the reward is 1 for the scorer's full score and 0 otherwise; false = the scorer's own
+    score."""
     scorer_timeout_seconds: float = Field(10.0, gt=0)
-    """Limit of one score."""
+    """Time limit of one score, in seconds."""
     on_scorer_timeout: Literal["zero", "regenerate", "drop"] = "zero"
-    """A score past its limit, or whose process died twice: reward 0; or the response is generated
-    again and its group waits (schedule.max_regenerations); or its group is dropped."""
+    """Treatment of a response whose score exceeds its limit, or whose scorer process died twice.
+    `zero`: reward 0. `regenerate`: the response is generated again while its group waits
+    (schedule.max_regenerations). `drop`: its group is dropped."""
     scorer_workers: int = Field(8, ge=1)
-    """Most scorer processes; as many run as their queue needs."""
+    """Largest number of scorer processes; as many run as their queue needs."""
 
 
 class SamplingConfig(Settings):
     """Sampling of training rollouts."""
 
     temperature: float = 1.0
-    """Sampling temperature, 0.01 to 100: log-probs are at this temperature."""
+    """Sampling temperature, 0.01 to 100. Log-probs are at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; < 1 biases the behavior policy."""
+    """Nucleus sampling: smallest total probability of the tokens to sample from; below 1 it biases
+    the behavior policy."""
     top_k: int = -1
-    """Top-k; -1 = off; else biases the behavior policy."""
+    """Number of most probable tokens to sample from; -1 = all. Other values bias the behavior
+    policy."""
     max_new_tokens: int = Field(1024, ge=1)
-    """Longest response."""
+    """Longest response, in tokens."""
     allow_biased_behavior: bool = False
-    """Accept top_p < 1 or top_k: reported log-probs are those before the cut."""
+    """Whether top_p < 1 and top_k are accepted, although log-probs do not include their
+    truncation."""
 
     def check(self) -> None:
-        """Refuse settings under which log-probs do not describe what engines sample from."""
+        """Check that log-probs describe what engines sample."""
         if not temperature_fits(self.temperature):
             raise ValueError(
                 f"sampling.temperature must lie between {LEAST_TEMPERATURE:g} and "
-                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}: beyond, log-probs are not "
-                "those that tokens are drawn with"
+                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}; outside, log-probs do not "
+                "describe how tokens are drawn"
             )
         if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"sampling.top_k must be -1 (off) or at least 1, got {self.top_k}")
+            raise ValueError(
+                f"sampling.top_k must be -1 (all tokens) or at least 1, got {self.top_k}"
+            )
         if (self.top_p < 1 or self.top_k != -1) and not self.allow_biased_behavior:
             raise ValueError(
                 f"sampling.top_p {self.top_p} / top_k {self.top_k} make the behavior policy "
@@ -65,8 +72,9 @@ class SamplingConfig(Settings):
             )
         if self.top_k == 1 and self.temperature != 1:
             raise ValueError(
-                "sampling.top_k 1 decodes greedily, with log-probs of temperature 1: set "
-                f"sampling.temperature 1, got {self.temperature:g}, or a larger top_k"
+                f"sampling.top_k is 1 and sampling.temperature is {self.temperature:g}; greedy "
+                "decoding has log-probs of temperature 1. Set sampling.temperature 1, or a larger "
+                "top_k."
             )
 
 
@@ -74,87 +82,95 @@ class SimulatedEngineConfig(Settings):
     """Behavior of `engines.kind: simulated`, which runs no model."""
 
     mean_length: int = Field(64, ge=1)
-    """A response ends at each token with 1 / this."""
+    """Mean length of a response, in tokens: it ends at each token with probability 1 / this."""
     step_seconds: float = Field(0.005, ge=0)
-    """Duration of a decode step."""
+    """Duration of a decode step, in seconds."""
     seconds_per_request: float = Field(0.0, ge=0)
-    """... and as much more for each running request."""
+    """Additional duration of a decode step for each running request, in seconds."""
 
 
 class EngineConfig(Settings):
-    """Inference engines: how many, how they are started, and when one counts as dead."""
+    """Inference engines: their number, how they are started, and when one counts as dead."""
 
     kind: Literal["sglang", "simulated"] = "sglang"
-    """`simulated`: made-up tokens behind the same endpoints, for crash tests of the processes
-    around it; needs `weights.transport` tensor or disk, and `weights.verify: never`."""
+    """Kind of engine. `simulated`: artificial tokens behind the same endpoints, for crash tests of
+    the other processes; it requires `weights.transport` tensor or disk, and `weights.verify:
+    never`."""
     simulated: SimulatedEngineConfig = SimulatedEngineConfig()
     """Tokens and speed of `kind: simulated`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Devices of their own, or those of the trainer: then generation and training alternate, and
-    each gives the memory to the other."""
+    """Devices of the engines: their own (`disaggregated`), or those of the trainer (`colocated`).
+    Colocated, generation and training alternate, and each releases its memory for the other."""
     quantization: Literal["none", "fp8"] = "none"
-    """`fp8`: weights go to the engines in blocks of 128 x 128 with a scale."""
+    """Precision of the engines' linear layers. `fp8`: weights are sent in blocks of 128 x 128 with
+    a scale."""
     count: int = Field(1, ge=1)
-    """Engines."""
+    """Number of inference engines."""
     tensor: int = Field(1, ge=1)
-    """TP size of one engine."""
+    """Number of GPUs of one engine (tensor parallel size)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda if present."""
+    """Kind of device. `auto`: cuda if a GPU is present."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """float32 on CPU, bfloat16 on GPU."""
+    """Type of the weights. `auto`: float32 on CPU, bfloat16 on GPU."""
     max_total_tokens: int | None = 65536
-    """KV capacity in tokens; none = SGLang decides from memory."""
+    """Capacity of the KV cache of one engine, in tokens; none = SGLang derives it from the free
+    memory."""
     max_running_requests: int | None = None
-    """Requests in one decode batch."""
+    """Largest number of requests in one decode batch; none = no limit."""
     cuda_graph_batch: int | None = Field(None, ge=1)
-    """Largest decode batch that runs from a CUDA graph; none = SGLang decides from memory, and
-    larger batches run without. Unset on GPUs: schedule.concurrency / engines."""
+    """Largest decode batch that runs from a CUDA graph, in requests; larger batches run without a
+    graph. none = SGLang derives it from the memory. If it is not set, it is schedule.concurrency /
+    engines on GPUs."""
     context_length: int | None = None
-    """Longest prompt + response."""
+    """Longest prompt and response together, in tokens; none = the model's context."""
     stream_interval: int = Field(64, ge=1)
-    """Tokens of a response that an engine reports at once; a chunk."""
+    """Number of tokens of a response that an engine reports at once (a chunk)."""
     nvls: bool | None = None
-    """NVLink SHARP of NCCL in trainer ranks and engines alike, where the GPUs have it: faster sums
-    inside a node, more memory for each communicator. Unset: on, but for colocated engines."""
+    """Whether NCCL uses NVLink SHARP, in trainer ranks and engines alike, if the GPUs have it:
+    faster sums inside a node, more memory for each communicator. If it is not set, it is on unless
+    engines are colocated."""
     extra_args: list[str] = Field(default_factory=list)
-    """More SGLang arguments; those that have a setting here, or that would make log-probs differ
-    from what is sampled, are refused."""
+    """Further SGLang arguments. Arguments that have a setting here, or with which log-probs would
+    differ from what is sampled, are refused."""
     host: str = "127.0.0.1"
-    """Address that servers bind to; `node`: that of the node each of them is on."""
+    """Address that servers bind to; `node` = the address of each server's own node."""
     api_key: str = ""
-    """Key that servers ask for; needed where hosts differ."""
+    """Key that clients of the servers must send; required if servers can be reached from other
+    hosts."""
     start_timeout_seconds: float = Field(240.0, gt=0)
-    """Longest time until a started engine answers; unless set, 1,200 where engines use GPUs."""
+    """Longest time from the start of an engine to its first reply, in seconds. If it is not set, it
+    is 1,200 for engines on GPUs."""
     hang_timeout_seconds: float = Field(120.0, gt=0)
-    """No token, or no answer, for this long: the engine is hung. Time in which it has no requests,
-    is paused or receives weights does not count."""
+    """Time without a token or a reply after which an engine counts as hung, in seconds. Time in
+    which it has no requests, is paused or receives weights does not count."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts of one engine, and of the rollout manager, before the run stops."""
+    """Number of restarts of one engine, and of the rollout manager, before the run stops."""
 
     @property
     def health_interval_seconds(self) -> float:
-        """Seconds between two health checks; a hang is only found at one of them."""
+        """Seconds between two health checks. A hung engine is only detected by a check."""
         return min(5.0, self.hang_timeout_seconds / 24)
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of one response while its engine works and has no queue.
+        """Longest silence of one response while its engine works and has no queue, in seconds.
 
-        It is well above `hang_timeout_seconds`, since a hung engine would otherwise look like many
-        lost responses. A response that is silent for longer is cut off there and resumed.
+        It is well above `hang_timeout_seconds`, because otherwise a hung engine would look like
+        many lost responses. A response that is silent for longer is aborted and resumed.
         """
         return 5 * self.hang_timeout_seconds
 
     @property
     def uses_nvls(self) -> bool:
-        """Return whether NCCL may use NVLS."""
+        """Whether NCCL may use NVLink SHARP."""
         return self.placement == "disaggregated" if self.nvls is None else self.nvls
 
     def max_sequence_tokens(self, model_context: int | None) -> int | None:
-        """Tokens of prompt and response that an engine takes, None when that is not known.
+        """Return the largest number of tokens of prompt and response that an engine accepts; None
+        if unknown.
 
-        SGLang keeps one token of its context or cache free, and five more of every input, which a
-        resumed response is part of.
+        SGLang reserves one token of its context or cache, and five more of every input. A resumed
+        response is part of the input.
         """
         limits = (self.context_length or model_context, self.max_total_tokens)
         known = [limit for limit in limits if limit is not None]
@@ -168,29 +184,31 @@ class WeightsConfig(Settings):
     """Transport of policy weights to the engines, and its verification."""
 
     transport: Literal["distributed", "tensor", "disk", "delta"] = "distributed"
-    """Collective broadcast, same-host tensors, files, or differences."""
+    """Transport of weights: collective broadcast (`distributed`), tensors on the same host, files
+    on a shared `disk`, or differences between versions (`delta`)."""
     directory: str = ""
-    """Where `disk` and `delta` publish; the engines' hosts must see it under the same name. Empty:
-    `weights` in the run directory."""
+    """Directory in which `disk` and `delta` publish; the engines' hosts must have it under the same
+    path. Empty = `weights` in the run directory."""
     bucket_mib: int = Field(512, ge=1)
-    """Size of one bucket, MiB."""
+    """Size of one bucket of weights, in MiB."""
     verify: Literal["every", "first", "never"] = "every"
-    """Updates after which checksums, and ratios of tokens that each engine samples, are
-    compared."""
+    """Updates after which engines are verified: checksums, and ratios of tokens that each engine
+    samples."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest mean |engine - trainer| log-prob of them. Unset: 1e-4 where all compute in float32;
-    else learned in the first updates (docs/weights.md)."""
+    """Largest mean |engine - trainer| log-prob of sampled tokens. If it is not set, it is 1e-4 if
+    all compute in float32, and otherwise learned in the first updates (docs/weights.md)."""
     timeout_seconds: float = Field(600.0, gt=0)
-    """Limit of one whole update."""
+    """Time limit of one whole update, in seconds."""
 
 
 class StoreConfig(Settings):
     """The durable trajectory store."""
 
     directory: str = Field("", pattern="^(/.*)?$")
-    """Where its database lies on the rollout manager's node, an absolute path; empty: in the run
-    directory where that is on a local disk, else below TMPDIR."""
+    """Directory of the database on the rollout manager's node, an absolute path. Empty = the run
+    directory if that is on a local disk, otherwise below TMPDIR."""
     compact_after_checkpoints: int = Field(4, ge=1)
-    """Consumed trajectories are exported and removed after this many."""
+    """Number of checkpoints after which consumed trajectories are exported and removed from the
+    database."""
     export: Literal["none", "jsonl"] = "jsonl"
-    """Form of exported trajectories."""
+    """Format of exported trajectories; none = they are removed without export."""

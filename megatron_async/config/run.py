@@ -1,4 +1,4 @@
-"""`RunConfig`: everything one run is, and the sub-commands' own settings."""
+"""Provides `RunConfig`, all settings of a run, and settings of sub-commands."""
 
 import math
 from collections.abc import Mapping
@@ -36,78 +36,79 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import short_repr
 
 _SFT_STEPS: Final = 200
-_LONGEST_NAME: Final = 200  # of 255 bytes, so that a suffix fits
+_LONGEST_NAME: Final = 200  # A file name may have 255 bytes; the rest is for suffixes.
 
 
 class CheckpointConfig(Settings):
-    """Schedule of checkpoints, and how many are kept."""
+    """Times of checkpoints, and how many are kept."""
 
     every_steps: int = Field(10, ge=1)
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints."""
     keep: int = Field(2, ge=1)
-    """Finalized checkpoints that stay on disk."""
+    """Number of finalized checkpoints that stay on disk."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Whether checkpoints are written while training continues."""
     timeout_seconds: float = Field(1800.0, gt=0)
-    """Limit of writing one checkpoint."""
+    """Time limit of writing one checkpoint, in seconds."""
     write_gb_per_s: float = Field(5.0, gt=0)
-    """Rate at which the file system takes and gives the data of all nodes together, 1e9 bytes/s
-    (assumed); the time that a stop needs before Slurm's limit follows from it."""
+    """Rate at which the file system reads and writes the data of all nodes together, in 1e9 bytes/s
+    (assumed). The time that a stop needs before Slurm's limit is derived from it."""
     export_hf: bool = True
-    """Export a Hugging Face checkpoint at the end."""
+    """Whether a Hugging Face checkpoint is exported at the end."""
 
 
 class TeacherConfig(Settings):
     """Sampling of worked answers from a teacher (`sft --from-teacher`)."""
 
     samples: int = Field(5, ge=1)
-    """Answers per prompt."""
+    """Number of responses per prompt."""
     temperature: float = Field(0.7, gt=0)
     """Sampling temperature."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: smallest total probability of the tokens to sample from."""
     prompts: int = Field(0, ge=0)
-    """Training prompts to ask; 0 = all of the files."""
+    """Number of training prompts; 0 = all prompts of the files."""
     min_reward: float = 1.0
-    """Answers with this reward or more are kept."""
+    """Smallest reward of responses that are kept."""
     epochs: int = Field(3, ge=1)
-    """Times that each kept answer is learned."""
+    """Number of times that each kept response is trained on."""
     model: str = ""
-    """Name of the model at an address."""
+    """Name of the model, if the teacher is a service at an address."""
     api_key_env: str = ""
-    """Environment variable with a key for the address."""
+    """Environment variable that contains the key for the address."""
 
 
 class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
     steps: int | None = Field(None, ge=1)
-    """Number of batches, with one optimizer step each. Unset: derived from `epochs`, else 200."""
+    """Number of batches, with one optimizer step each. If it is not set, it is derived from
+    `epochs`, otherwise 200."""
     epochs: int = Field(0, ge=0)
-    """Number of times that each example is trained on; 0 = as often as `steps` allow."""
+    """Number of times that each example is trained on; 0 = as often as `steps` require."""
     batch_sequences: int = Field(64, ge=1)
-    """Examples per step."""
+    """Number of examples per step."""
     examples: int = Field(20000, ge=1)
-    """Different worked answers."""
+    """Number of different worked answers."""
     data: str = ""
-    """File or directory with `prompt` and `response`, or chat `messages` of which the assistant's
-    are learned; empty = the task's own."""
+    """File or directory with `prompt` and `response`, or with chat `messages` of which the
+    assistant's are learned; empty = the task's own worked answers."""
     split: str = ""
-    """Of a directory: the split to read."""
+    """Split to read from a directory."""
     layout: LAYOUTS = "rows"
     """Columns of a published data set (docs/data.md)."""
     columns: ColumnsConfig = ColumnsConfig()
-    """Columns that are called otherwise."""
+    """Columns that have other names than in the layout."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Its own Adam."""
+    """Optimizer of fine-tuning."""
     teacher: TeacherConfig = TeacherConfig()
-    """`--from-teacher` only."""
+    """Settings of `--from-teacher`."""
 
     def check(self) -> None:
         if self.steps is not None and self.epochs:
             raise ValueError(
-                f"sft.steps is {self.steps} and sft.epochs is {self.epochs}: each follows from the "
-                "other, so leave one of them out"
+                f"sft.steps is {self.steps} and sft.epochs is {self.epochs}; each follows from the "
+                "other. Remove one of them."
             )
 
     @property
@@ -118,7 +119,7 @@ class SFTConfig(Settings):
         return self.steps or _SFT_STEPS
 
     def file(self) -> FileConfig | None:
-        """The file of `data`; None: the task's own answers."""
+        """Return the file of `data`; None if the task's own worked answers are used."""
         if not self.data:
             return None
         return FileConfig(
@@ -127,96 +128,98 @@ class SFTConfig(Settings):
 
 
 class TrackerConfig(Settings):
-    """A place that the run reports to."""
+    """A tracker, to which the run reports its metrics."""
 
     name: str
-    """tensorboard, wandb, mlflow, or a Tracker of yours (package.module:Class or file.py:Class)."""
+    """tensorboard, wandb, mlflow, or your own Tracker (package.module:Class or file.py:Class)."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keywords for it (docs/data.md#trackers)."""
+    """Keyword arguments of the tracker (docs/data.md#trackers)."""
 
 
 class TelemetryConfig(Settings):
-    """Records of a run, written while it goes on."""
+    """Records of a run that are written while it runs."""
 
     trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(
         default_factory=lambda: [TrackerConfig(name="tensorboard")]
     )
-    """Trackers of the run; the name of one is enough for it. [] = none."""
+    """Trackers of the run, each as its name or as a mapping; [] = none."""
     record_events: bool = True
-    """Record scheduler events for `replay`."""
+    """Whether events of the scheduler are recorded for `replay`."""
     progress: Literal["auto", "live", "lines", "off"] = "auto"
-    """Terminal view."""
+    """Display of progress on the terminal."""
 
 
 class ExperimentConfig(Settings):
-    """Settings of measurements, to make two runs comparable (docs/semantics.md section 6)."""
+    """Settings of measurements that make two runs comparable (docs/semantics.md section 6)."""
 
     forced_lengths: list[int] = Field(default_factory=list)
-    """Response length of trajectory i is entry i modulo their number; empty = off."""
+    """Forced response lengths in tokens; trajectory i gets entry i modulo their number. Empty = not
+    forced."""
 
 
 class RunConfig(Settings):
     """A run: `megatron-async train --config FILE`."""
 
     name: str = Field("run", min_length=1, max_length=_LONGEST_NAME)
-    """Directory name under `root`: 200 bytes, printable, without `/`."""
+    """Name of the run directory under `root`: at most 200 bytes, printable, without `/`."""
     root: str = "runs"
-    """Where run directories are made."""
+    """Directory in which run directories are created."""
     seed: int = Field(1, ge=0)
     """Seed of initialization, prompts and shuffling."""
     steps: int = Field(100, ge=1)
-    """Rollout batches to train on."""
+    """Number of rollout batches to train on."""
     cluster: Literal["auto", "local", "ray"] = "auto"
-    """What engines, scorers and the rollout manager run in: processes of this machine (`local`), or
-    a Ray cluster. `auto`: local on one machine, but where RAY_ADDRESS names a cluster."""
+    """Where engines, scorers and the rollout manager run: as processes of this machine (`local`),
+    or in a Ray cluster. `auto`: local on one machine, unless RAY_ADDRESS names a cluster."""
     model: ModelConfig = ModelConfig()
     """Model."""
     parallel: ParallelConfig = ParallelConfig()
-    """Layout."""
+    """Parallel layout."""
     trainer: TrainerConfig = TrainerConfig()
     """Trainer."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer."""
     task: TaskConfig = TaskConfig()
-    """Prompts and rewards."""
+    """Prompts and their scoring."""
     reward: Annotated[list[RewardConfig], BeforeValidator(listed)] = Field(default_factory=list)
-    """What scores a response; empty: the task's own scorer."""
+    """Rewards that score a response; empty = the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
     environment: Annotated[EnvironmentConfig, BeforeValidator(named)] = EnvironmentConfig()
-    """What a policy plays against over many turns."""
+    """Environment that the policy interacts with over many turns."""
     agent: Annotated[AgentConfig, BeforeValidator(named)] = AgentConfig()
-    """A program that calls the policy by the OpenAI chat API, over many turns."""
+    """Program that calls the policy by the OpenAI chat API over many turns."""
     episode: EpisodeConfig = EpisodeConfig()
-    """Episodes that the environment or the agent plays."""
+    """Episodes of the environment or the agent."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Scheduler."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Loss."""
+    """Advantages, correction and loss."""
     engines: EngineConfig = EngineConfig()
-    """Inference."""
+    """Inference engines."""
     weights: WeightsConfig = WeightsConfig()
     """Weight exchange."""
     store: StoreConfig = StoreConfig()
     """Trajectory store."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints."""
     sft: SFTConfig = SFTConfig()
     """`megatron-async sft`."""
     eval: EvalConfig = EvalConfig()
     """`megatron-async eval`."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """Logging."""
+    """Metrics and logs."""
     experiment: ExperimentConfig = ExperimentConfig()
-    """For measurements only."""
+    """Settings of measurements."""
 
     _explicit: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
     def explicit(self) -> Mapping[str, Any]:
-        """Settings of file, command line or Python, which no other recipe or preset replaces."""
+        """Settings that a file, the command line or Python has set; recipes and presets do not
+        replace them."""
         return (
             self.model_dump(mode="json", exclude_unset=True)
             if self._explicit is None
@@ -224,43 +227,44 @@ class RunConfig(Settings):
         )
 
     def with_explicit(self, explicit: Mapping[str, Any]) -> Self:
-        """The same settings; `explicit` are those that were set."""
+        """Return the same settings, of which `explicit` count as set explicitly."""
         config = self.model_copy()
         config._explicit = dict(explicit)
         return config
 
     def with_section(self, section: str, **settings: Any) -> Self:
-        """The same but for these settings of a section, which are not checked again."""
+        """Return the settings with changed values in one section; the changes are not checked."""
         changed = getattr(self, section).model_copy(update=settings)
         return self.model_copy(update={section: changed})
 
     @property
     def has_episodes(self) -> bool:
-        """Return whether trajectories are episodes, of an environment or an agent."""
+        """Whether trajectories are episodes of an environment or an agent."""
         return self.player.used
 
     @property
     def opens_episodes(self) -> bool:
-        """Return whether `schedule.open_episodes` has a meaning."""
+        """Whether `schedule.open_episodes` applies."""
         return self.has_episodes
 
     @property
     def player(self) -> EnvironmentConfig | AgentConfig:
-        """The environment or agent that plays episodes; unused where there are none."""
+        """Settings of the environment or agent that plays episodes; not `used` if there are
+        none."""
         return self.agent if self.agent.used else self.environment
 
     @property
     def scores(self) -> bool:
-        """Return whether scorers give rewards; an environment or agent alone has its own."""
+        """Whether scorers give rewards; without `reward`, an environment or agent gives its own."""
         return bool(self.reward) or not self.has_episodes
 
     @property
     def scorers(self) -> ScorerSettings:
-        """Return the settings of scorer processes."""
+        """Settings of the scorer processes."""
         return ScorerSettings(task=self.task, rewards=self.reward, scoring=self.scoring)
 
     def eval_sets(self) -> list[EvalSet]:
-        """The evaluation sets, each with its settings."""
+        """Return the evaluation sets with their settings."""
         return self.eval.resolved_sets(self.sampling, heldout=self.task.heldout_share > 0)
 
     @property
@@ -270,14 +274,14 @@ class RunConfig(Settings):
 
     @property
     def evaluates_blocking(self) -> bool:
-        """Return whether training waits for evaluations on the way (`eval.blocking`)."""
+        """Whether training waits for evaluations during training (`eval.blocking`)."""
         if self.eval.blocking is not None:
             return self.eval.blocking
         return self.schedule.boundary == "drain" or self.engines.placement == "colocated"
 
     @property
     def resolved_schedule(self) -> ScheduleConfig:
-        """The schedule with what follows from other sections."""
+        """The schedule, with the values that follow from other sections."""
         schedule, found = self.schedule, {}
         if schedule.expected_tokens is None:
             found["expected_tokens"] = max(1, self.sampling.max_new_tokens // 2)
@@ -291,20 +295,20 @@ class RunConfig(Settings):
             raise ValueError(
                 f"name is {short_repr(self.name)}; it must be the name of one directory, printable "
                 f"and of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set "
-                "root to have it elsewhere"
+                "root to create it elsewhere"
             )
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} does not fit into "
-                f"engines.max_total_tokens {limit}: lower the first or raise the second"
+                f"engines.max_total_tokens {limit}. Lower the first or raise the second."
             )
         self._check_simulated_engines()
         self._check_colocated()
         self._check_episodes()
         if self.task.kind == "seeds" and not self.has_episodes:
             raise ValueError(
-                "task.kind seeds has no prompts of its own: set environment.name or agent"
+                "task.kind is seeds, which has no prompts; set environment.name or agent"
             )
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
@@ -315,13 +319,13 @@ class RunConfig(Settings):
 
     def _check_episodes(self) -> None:
         if self.schedule.open_episodes is not None and not self.opens_episodes:
-            raise ValueError("schedule.open_episodes needs environment.name or agent, got none")
+            raise ValueError("schedule.open_episodes is set; it requires environment.name or agent")
         if not self.has_episodes:
             refuse_changed(self.episode, "episode", "environment.name, agent.name or agent.command")
         if self.agent.used and self.environment.used:
             raise ValueError(
-                f"{self.agent.display_name} and {self.environment.display_name} are both set: an "
-                "episode is played by one of them"
+                f"{self.agent.display_name} and {self.environment.display_name} are both set; "
+                "set only one of them"
             )
         rapid = (self.algorithm.loss.name, self.algorithm.advantage.estimator)
         if self.agent.used and "rapid" in rapid:
@@ -333,9 +337,8 @@ class RunConfig(Settings):
         share = self.algorithm.overlong.buffer_share
         if self.has_episodes and share > 0:
             raise ValueError(
-                "algorithm.overlong shapes the length of one response, and with "
-                f"{self.player.display_name} there are many: set algorithm.overlong.buffer_share "
-                f"0, got {share:g}"
+                f"algorithm.overlong.buffer_share is {share:g}; it shapes the length of a single "
+                f"response, but {self.player.display_name} has many. Set it to 0."
             )
 
     def _check_colocated(self) -> None:
@@ -351,8 +354,8 @@ class RunConfig(Settings):
         for name, (value, wanted) in needed.items():
             if value != wanted:
                 raise ValueError(
-                    f"engines.placement colocated (generation and training take turns on the same "
-                    f"devices of one node) needs {name} {wanted}, got {value}"
+                    f"engines.placement is colocated (generation and training alternate on the "
+                    f"same devices of one node), which needs {name} {wanted}, got {value}"
                 )
         used = self.engines.count * self.engines.tensor
         if used > self.parallel.ranks:
@@ -367,11 +370,11 @@ class RunConfig(Settings):
             return
         if self.weights.transport not in ("tensor", "disk"):
             raise ValueError(
-                "engines.kind simulated takes weights.transport tensor or disk, got "
+                "engines.kind is simulated, which needs weights.transport tensor or disk, got "
                 f"{self.weights.transport}"
             )
         if self.weights.verify != "never":
             raise ValueError(
-                "engines.kind simulated runs no model that the probe could be compared with: set "
-                f"weights.verify: never, got {self.weights.verify}"
+                f"engines.kind is simulated and weights.verify is {self.weights.verify}; simulated "
+                "engines run no model that could be verified. Set weights.verify: never."
             )

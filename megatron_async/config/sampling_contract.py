@@ -1,21 +1,22 @@
-"""Conditions under which an engine's log-probs describe the distribution that it samples from.
+"""Defines when an engine's log-probs describe the distribution that the engine samples from.
 
-A loss trusts that a token was drawn with the log-prob that came with it, at `sampling.temperature`.
-SGLang has settings, arguments and environment variables that break this without an error (read in
-SGLang 0.5.23, whose source tests/config/test_sampling_contract.py compares with these lists).
+A loss assumes that each token was drawn with the log-prob that the engine reports for it, at
+`sampling.temperature`. SGLang has settings, arguments and environment variables that break this
+assumption without an error. They were found in the source of SGLang 0.5.23, which
+tests/config/test_sampling_contract.py compares with these lists.
 
 Invariants
-- A setting or argument that breaks it is refused when the configuration is loaded.
-- Variables that break it are not handed to a server. What is in neither list is found by the check
-  of every engine after an update (docs/weights.md).
+- A setting or argument that breaks the assumption is refused when the configuration is loaded.
+- Environment variables that break it are not passed to a server. A cause that is in neither list is
+  detected when every engine is verified after an update (docs/weights.md).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
-# SGLang decodes greedily below 1e-6, with log-probs of temperature 1. Well above that a ratio is
-# still meaningless: rounding errors of the logits are divided by the temperature. With float32
-# engines the largest error of a log-prob is 4e-5 at 0.01.
+# Below 1e-6 SGLang decodes greedily, with log-probs of temperature 1. At somewhat higher
+# temperatures a ratio is still meaningless, because the temperature divides rounding errors of the
+# logits. With float32 engines the largest error of a log-prob is 4e-5 at temperature 0.01.
 LEAST_TEMPERATURE = 0.01
 LARGEST_TEMPERATURE = 100.0
 
@@ -24,7 +25,7 @@ _OTHER_DRAW = "tokens are then drawn from another distribution than their log-pr
 _OTHER_NCCL = "its NCCL would hand buffers over otherwise than the trainer's"
 _ONE_SERVER = "an engine is one server of engines.tensor ranks; for more set engines.count"
 _OLD_PREFIXES = "it keeps prompt prefixes that other weights have computed"
-# Argument -> why it is refused, or which setting it has.
+# For each refused argument, the reason or the setting to use instead.
 _REFUSED = {
     "--preferred-sampling-params": "engines then do not sample by the settings of `sampling`",
     "--enable-watermark": _OTHER_DRAW,
@@ -67,7 +68,7 @@ _REFUSED = {
     "--context-length": "set engines.context_length",
     "--quantization": "set engines.quantization",
 }
-# SGLang takes SGL_X for SGLANG_X.
+# SGLang also accepts SGL_X for SGLANG_X.
 _BREAKING_VARIABLES = re.compile(
     r"SGL(?:ANG)?_(RETURN_ORIGINAL_LOGPROB|SANITIZE_NAN_LOGITS|(.*_)?SIMULATE_.*|TEST_.*"
     r"|KV_CANARY_PERTURB_.*|DEBUG_HISPARSE_SKIP_IO|SKIP_SOFTMAX_.*|NGRAM_FORCE_GREEDY_VERIFY"
@@ -76,14 +77,16 @@ _BREAKING_VARIABLES = re.compile(
 
 
 def temperature_fits(temperature: float) -> bool:
-    """Return whether log-probs at this temperature are those that tokens are drawn with."""
+    """Return whether log-probs at this temperature describe how tokens are drawn."""
     return LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE
 
 
 def check_extra_args(arguments: Sequence[str]) -> None:
-    """Check SGLang arguments: one that breaks the contract or has its own setting is a ValueError.
+    """Check SGLang arguments. SGLang accepts the beginning of an argument's name, which is checked
+    too.
 
-    SGLang takes a beginning of an argument for all of it, so those are refused too.
+    Raises:
+        ValueError: If an argument breaks the assumption, or has its own setting.
     """
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -95,7 +98,8 @@ def check_extra_args(arguments: Sequence[str]) -> None:
 
 
 def without_breaking_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server, less what changes its tokens or their log-probs."""
+    """Return the environment without variables that change the tokens of a server or their
+    log-probs."""
     return {
         name: value
         for name, value in environment.items()

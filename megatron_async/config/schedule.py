@@ -1,7 +1,7 @@
-"""The one policy space of the scheduler: every published schedule is a named point in it.
+"""Settings of the scheduler; every published schedule is a named combination of them.
 
-`preset` only supplies defaults (see `recipes.py`); any combination of the fields is legal unless
-`ScheduleConfig` refuses it with a sentence.
+`preset` only supplies defaults (see `recipes.py`). Any combination is legal unless `ScheduleConfig`
+refuses it with a message.
 """
 
 from typing import Literal
@@ -17,60 +17,64 @@ class ScheduleConfig(Settings):
     """Settings of the scheduler: starts of requests, step boundaries, weight updates."""
 
     preset: PresetName = "copris"
-    """Named point whose defaults are used."""
+    """Name of the schedule whose defaults are used."""
     groups_per_batch: int = Field(16, ge=1)
-    """B: complete groups that make a batch."""
+    """Number of complete groups that make a batch (B)."""
     group_size: int = Field(8, ge=1)
-    """N: trajectories for each prompt."""
+    """Number of trajectories for each prompt (N)."""
     concurrency: int | Literal["auto"] = 64
-    """N': requests in flight over all engines, or `auto` (closed loop)."""
+    """Largest number of requests in flight on all engines (N'), or `auto` (closed loop)."""
     expected_tokens: int | None = Field(None, ge=1)
-    """Tokens of a request in flight, prompt included, that `concurrency: auto` expects at its
-    start; none = half of sampling.max_new_tokens."""
+    """Number of tokens of a running request, prompt included, that `concurrency: auto` assumes at
+    its start; none = half of sampling.max_new_tokens."""
     open_episodes: int | Literal["auto"] | None = None
-    """With `environment`: episodes that have begun and not ended at most, and at least a group's;
-    auto (and none) = 2 N'. One that waits for its environment takes no slot."""
+    """With `environment` or `agent`, largest number of episodes that were started and have not
+    ended, at least one group's; auto and none = 2 N'. An episode that waits for its environment
+    uses no request."""
     refill: Literal["continuous", "batch"] = "continuous"
-    """`continuous`: a replacement at every completion; `batch`: only what the current batch
-    needs."""
+    """Replacement of completed trajectories. `continuous`: a new one at every completion. `batch`:
+    only as many as the current batch needs."""
     boundary: Literal["drain", "abort", "continue"] = "abort"
-    """When a batch is complete: `drain` waits for all running requests, `abort` ends them early and
-    keeps what they wrote, `continue` lets them run."""
+    """Action when a batch is complete. `drain` waits for all running requests, `abort` ends them
+    early and keeps their tokens, `continue` lets them run."""
     weight_update: Literal["boundary", "in_flight"] = "boundary"
-    """`boundary`: weights change while no request runs; `in_flight`: engines are paused for the
-    transfer and running requests go on with the new weights."""
+    """Time of a weight update. `boundary`: weights change while no request runs. `in_flight`:
+    engines are paused for the transfer, and running requests continue with the new weights."""
     kv: Literal["keep", "recompute"] = "recompute"
-    """KV cache of running requests at an in-flight update."""
+    """KV cache of running requests at an in-flight update: kept, or recomputed with the new
+    weights."""
     updates_per_batch: int = Field(1, ge=1, le=64)
-    """H or G: optimizer steps on minibatches of one batch."""
+    """Number of optimizer steps on minibatches of one batch (H or G)."""
     max_async_level: int | None = Field(None, ge=0)
-    """k: rollouts of step n come from version max(0, n - k) or newer; none = free."""
+    """Staleness bound (k): rollouts of step n come from version max(0, n - k) or newer; none = no
+    bound."""
     on_stale: Literal["wait", "drop", "restart", "mask"] = "drop"
-    """What happens to a trajectory that would pass the lag bound. `wait` holds the update for it;
-    `mask` trains only its tokens within the bound."""
+    """Treatment of trajectories that would exceed the staleness bound. `wait` delays the batch
+    until they complete, `drop` drops them, `restart` starts them again, `mask` trains only their
+    tokens within the bound."""
     buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = "oldest_first"
     """Order in which buffered partial trajectories are resumed."""
     max_waiting_batches: int = Field(2, ge=1)
-    """Batches' worth of finished groups that may wait for their scores, for a batch or for the
-    trainer; no new group starts while there are as many."""
+    """Number of batches' worth of finished groups that may wait for their scores, for a batch or
+    for the trainer. No new group starts while there are as many."""
     overflow: Literal["block", "drop_oldest"] = "block"
-    """Action when finished groups fill `max_waiting_batches`, also after a stall: `block` trains
-    all of them, oldest first, before new groups start; `drop_oldest` drops the oldest complete
-    groups beyond the limit, so that training data stay fresh."""
+    """Treatment of complete groups when finished groups fill `max_waiting_batches`. `block`: all of
+    them are trained, oldest first, before new groups start. `drop_oldest`: the oldest complete
+    groups beyond the limit are dropped, so that training data stay fresh."""
     max_regenerations: int = Field(2, ge=0)
-    """How often a member whose scorer failed is generated again (task.on_scorer_timeout:
-    regenerate) before its group is dropped."""
+    """Number of times that a trajectory is generated again after a failure of its scorer
+    (task.on_scorer_timeout: regenerate) or environment, before its group is dropped."""
     oversample: float = Field(1.0, ge=1.0, le=8.0)
-    """Groups started per batch, as a multiple of B."""
+    """Number of groups that are started for a batch, as a multiple of B."""
     dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal do not count and are dropped. An episode's is that
-    of all its turns, also under `credit: turn`."""
+    """Whether groups whose rewards are all equal are dropped and replaced (DAPO). The reward of an
+    episode is that of all its turns, also with `credit: turn`."""
     overlap: bool = False
-    """Whether generation goes on while the trainer works on a batch."""
+    """Whether generation continues while the trainer works on a batch."""
 
     @property
     def in_place(self) -> bool:
-        """Return whether weights change under running requests that keep their KV cache."""
+        """Whether weights change under running requests that keep their KV cache."""
         return self.weight_update == "in_flight" and self.kv == "keep"
 
     def check(self) -> None:
@@ -80,15 +84,16 @@ class ScheduleConfig(Settings):
             raise ValueError(f"open_episodes must be at least 1, got {self.open_episodes}")
         if self.updates_per_batch > self.groups_per_batch:
             raise ValueError(
-                f"updates_per_batch {self.updates_per_batch} needs at least as many groups, "
-                f"groups_per_batch is {self.groups_per_batch}"
+                f"updates_per_batch is {self.updates_per_batch} and groups_per_batch is "
+                f"{self.groups_per_batch}; each minibatch needs at least one group"
             )
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
-                "dynamic_sampling needs groups of at least 2 (one reward has no variance), "
-                f"group_size is {self.group_size}"
+                f"dynamic_sampling is true and group_size is {self.group_size}; it needs groups of "
+                "at least 2, since one reward has no variance"
             )
         if self.boundary == "continue" and self.weight_update == "boundary" and self.overlap:
             raise ValueError(
-                "boundary: continue with overlap: true needs weight_update: in_flight, got boundary"
+                "boundary: continue with overlap: true requires weight_update: in_flight, got "
+                "boundary"
             )

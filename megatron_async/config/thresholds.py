@@ -1,7 +1,7 @@
-"""Threshold notations of the rollout correction, read once and checked.
+"""Parses the threshold notations of the rollout correction.
 
-`2.0` is an upper bound, `"0.5_2.0"` a lower and an upper one. In YAML write both with a decimal
-point or in quotes: YAML reads a bare 0.5_2 as the number 0.52.
+`2.0` is an upper bound, `"0.5_2.0"` a lower and an upper bound. In YAML write both numbers with a
+decimal point, or quote the value: YAML reads a bare 0.5_2 as the number 0.52.
 """
 
 import math
@@ -19,7 +19,7 @@ REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric
 
 @dataclass(frozen=True)
 class ParsedRejection:
-    """A rejection option; bounds are in the space of the statistic (logarithms for k1)."""
+    """A rejection rule; its bounds apply to the statistic, which is a logarithm for k1."""
 
     option: str
     level: str
@@ -29,7 +29,13 @@ class ParsedRejection:
 
 
 def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
-    """(lower or None, upper) of importance weights. Raises ValueError naming the setting."""
+    """Parse a threshold of importance weights; return the lower bound, if any, and the upper bound.
+
+    `name` is the setting that an error names.
+
+    Raises:
+        ValueError: If the threshold is invalid.
+    """
     low_text, separator, high_text = str(spec).strip().partition("_")
     if not separator:
         low_text, high_text = "", low_text
@@ -44,10 +50,14 @@ def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, 
 
 
 def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedRejection, ...]:
-    """Comma-separated options and thresholds (one for all, or one each). Raises ValueError.
+    """Parse comma-separated rejection rules and their thresholds (one for all rules, or one for
+    each).
 
-    Duplicate options count once, before thresholds are matched to them. One number u for a k1
-    option means 1/u_u.
+    Duplicate rules count once, before thresholds are assigned to them. One number u for a k1 rule
+    means 1/u_u.
+
+    Raises:
+        ValueError: If a rule or a threshold is invalid.
     """
     given = [part.strip() for part in options.split(",") if part.strip()]
     names = list(dict.fromkeys(REJECTION_ALIASES.get(name, name) for name in given))
@@ -60,7 +70,7 @@ def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedReject
     specs = [part.strip() for part in str(thresholds).split(",") if part.strip()]
     if len(specs) not in (1, len(names)):
         raise ValueError(
-            f"rollout_rs_threshold {thresholds!r} must hold one threshold, or one for each of the "
+            f"rollout_rs_threshold {thresholds!r} must have one threshold, or one for each of the "
             f"{len(names)} options of rollout_rs"
         )
     if len(specs) == 1:

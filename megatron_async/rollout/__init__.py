@@ -1,22 +1,28 @@
-"""Runs the scheduler against engines, scorers, prompts and the store.
+"""Provides the rollout side of a run: it drives the scheduler, engines, scorers, prompts and the
+store.
 
-- driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
-- generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
-- episodes: calls of environments, and what follows from their replies; also of an evaluation.
-- responses: a response: what is wanted of it, one request toward it, and requests to its end.
-- admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
-- prompts: training prompts in order, some passed over by their pass rate.
-- scoring: from a finished response to its reward in the store.
-- fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
-- engine_health: what counts against an engine, a request or a prompt; no I/O.
-- monitor: asks engines for their load, and after a failure whether they live.
-- tracked_engine: an engine as the driver sees it: suspended or not, and which versions' tokens
-  are accepted.
-- background: the driver's tasks, and the first failure, which ends the run.
-- weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
-- shared_devices: turns on devices that engines share with the trainer.
-- manager: the whole side behind a handful of calls. manager_host: its process.
-- messages: what a trainer and the manager send each other.
+- driver: asyncio driver. Every event reaches the scheduler through it, one event at a time.
+- generation: running requests. It resumes partial trajectories and keeps one writer per trajectory.
+- episodes: calls to environments and handling of their replies, for training and for evaluations.
+- responses: specification of a response, one generation request, and the loop that sends requests
+  until a response is complete.
+- admission: turns prompts into groups, and drops and counts prompts that no engine can process.
+- prompt_lengths: limit on the tokens of a prompt and its response.
+- prompts: training prompts in order; skips some of them by their pass rate.
+- scoring: scores finished responses and stores their rewards.
+- fleet: starts engines, detects dead engines, restarts them, and ends the run if none is left.
+- engine_health: rules for whether a failure counts against an engine, a request or a prompt. No
+  I/O.
+- monitor: polls engines for their load, and after a failure checks whether the engine still
+  replies.
+- tracked_engine: the driver's state of one engine: whether its liveness checks are suspended, and
+  for which policy versions its tokens are accepted.
+- background: the driver's background tasks, and the first failure, which ends the run.
+- weight_checks, probe: verification of engines after a weight update, by the rules of
+  `weight_sync.verify`.
+- shared_devices: alternating use of devices that engines share with the trainer.
+- manager: the calls that a trainer makes to the rollout side. manager_host: the manager's process.
+- messages: values that a trainer and the manager exchange.
 - evaluate: accuracy on held-out problems, and when it is measured.
-- statistics: counts of the rollout side, and the metrics of each batch.
+- statistics: counters of the rollout side, and the metrics of each batch.
 """

@@ -1,11 +1,14 @@
-"""Prompts become groups; what no engine can take is dropped at the door, and counted.
+"""Turns prompts into groups of trajectories, and drops and counts the prompts that no engine can
+process.
+
+A group is the set of trajectories that are sampled from one prompt.
 
 Invariants
-- A prompt that is too long for the engines is a group in the store, dropped as `refused`: the
-  number of groups is how far the task has been read.
-- When the settings are at fault and not the prompts (`engine_health.py`), the run ends with a
-  sentence about that. So it does when dynamic sampling drops group after group and keeps none: no
-  batch would ever come.
+- A prompt that is too long for the engines still becomes a group in the store, and that group is
+  dropped as `refused`. The number of groups therefore says how far the task has been read.
+- If refusals show that the settings are at fault and not the prompts (`engine_health.py`), the run
+  ends with an error that says so. The run also ends if dynamic sampling drops group after group and
+  keeps none, because no batch would ever be complete.
 """
 
 import asyncio
@@ -30,51 +33,58 @@ from megatron_async.trajectory.types import (
     TrajectoryState,
 )
 
-# Batches' worth of responses that dynamic sampling drops in a row, with no group kept, after which
-# the run stops. A policy that solves or fails every prompt gets no better by waiting longer.
+# Number of batches' worth of responses after which the run stops if dynamic sampling drops them
+# in a row and keeps no group. Waiting would not help a policy that solves or fails every prompt.
 MAX_FILTERED_ROUNDS: Final = 20
 
 
 class FilterStreak:
-    """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
+    """Counter of the responses that dynamic sampling has dropped since it last kept a group.
 
-    A round is as many responses as a batch has.
+    While dynamic sampling keeps no group, the run waits for a batch that never comes. A round is as
+    many dropped responses as a batch has trajectories.
     """
 
     def __init__(self, batch_trajectories: int) -> None:
         self._batch = batch_trajectories
         self._members = 0
-        self._kept = 0
+        self._complete_groups = 0
 
     @property
-    def too_many_refusals(self) -> bool:
-        """Return whether `MAX_FILTERED_ROUNDS` rounds are dropped in a row."""
+    def too_many_rounds(self) -> bool:
+        """Whether dynamic sampling has dropped `MAX_FILTERED_ROUNDS` batches' worth of responses or
+        more without keeping a group."""
         return self._members >= MAX_FILTERED_ROUNDS * self._batch
 
     def emitted(self) -> None:
-        """A batch has taken what was kept."""
-        self._members = self._kept = 0
+        """Reset the counts after a batch was emitted, because the batch used the groups that were
+        kept."""
+        self._members = self._complete_groups = 0
 
     def dropped(self, complete_groups: int) -> bool:
-        """Count a response of a group without variance; return whether a whole round is full.
+        """Count a response that dynamic sampling dropped; return True exactly when the count
+        reaches one batch's worth.
 
-        When the number of complete groups has grown, a group was kept.
+        Args:
+            complete_groups: Number of complete groups that wait for a batch. If the number has
+                grown since the last call, a group was kept, and counting starts again.
         """
-        if complete_groups > self._kept:
+        if complete_groups > self._complete_groups:
             self._members = 0
-        self._kept = complete_groups
+        self._complete_groups = complete_groups
         self._members += 1
         return self._members == self._batch
 
     def message(self) -> str:
-        """The warning as a sentence."""
+        """Return the warning that dynamic sampling has dropped all recent responses, with possible
+        remedies."""
         rounds = self._members / self._batch
         return (
             f"schedule.dynamic_sampling dropped the last {self._members} responses "
-            f"({rounds:.0f} batches' worth) and kept none: the rewards within every group are "
-            f"equal; check the scorer (`megatron-async trajectories RUN_DIR --show ID` prints a "
-            "response with its reward), choose problems that are solved sometimes, start "
-            "from a fine-tuned model, or set schedule.dynamic_sampling false"
+            f"({rounds:.0f} batches' worth) and kept none, because the rewards within every group "
+            f"are equal. Check the scorer (`megatron-async trajectories RUN_DIR --show ID` prints "
+            "a response with its reward), choose problems that are solved sometimes, start "
+            "from a fine-tuned model, or set schedule.dynamic_sampling to false."
         )
 
 
@@ -82,7 +92,8 @@ _OPEN = (TrajectoryState.PARTIAL, TrajectoryState.WAITING)
 
 
 class Admission:
-    """The way of prompts into a run."""
+    """Adds the prompts of a task to the store as groups, and hands stored groups to the scheduler
+    at a resume."""
 
     def __init__(
         self,
@@ -93,10 +104,16 @@ class Admission:
         fail: Callable[[ComponentFailure], None],
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary`: tokens of the model; None: not known."""
+        """Create the admission of one driver, which adds the prompts from `prompts` to `store` as
+        groups.
+
+        Args:
+            fail: Function that ends the run with an error.
+            vocabulary: Number of tokens in the model's vocabulary; None if it is unknown.
+        """
         self._vocabulary = vocabulary
         self._has_episodes = config.has_episodes
-        self._begins_anew = config.episode.resume == "restart"
+        self._restarts_episodes = config.episode.resume == "restart"
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -104,60 +121,75 @@ class Admission:
         self._statistics = statistics
         self._fail = fail
         self.failures = PromptFailures()
-        self._hopeless = False
+        self._ending = False
         batch = config.schedule.groups_per_batch * self._group_size
         self._filtered = FilterStreak(batch)
 
     def filtered(self, complete_groups: int) -> None:
-        """Count a response of a group without reward variance; others wait for a batch."""
+        """Count a response that dynamic sampling dropped; warn or end the run if too many were
+        dropped in a row.
+
+        Args:
+            complete_groups: Number of complete groups that wait for a batch.
+        """
         if self._filtered.dropped(complete_groups):
             self._statistics.warned("all_filtered", self._filtered.message())
-        if self._filtered.too_many_refusals:
+        if self._filtered.too_many_rounds:
             self._fail(ComponentFailure(self._filtered.message()))
 
     def batch_emitted(self) -> None:
-        """Groups were kept."""
+        """Reset the count of responses that dynamic sampling has dropped in a row, because a batch
+        was emitted."""
         self._filtered.emitted()
 
     def recovered(self, end_if_complete: Callable[[int], bool]) -> tuple[ev.RecoveredGroup, ...]:
-        """Return what the scheduler must know of the groups that the store still holds.
+        """Return the store's unconsumed groups in the form that the scheduler needs to resume them.
 
-        One that no trainer can take is dropped before; `end_if_complete` finishes a trajectory
-        whose end was not noted.
+        Trajectories that cannot be trained are dropped first. With `episode.resume: restart`, open
+        episodes are reset to their prompt.
+
+        Args:
+            end_if_complete: Function that finishes a partial trajectory if its stored response is
+                complete, and returns whether it was.
         """
 
-        def mended(t: Trajectory) -> bool:
+        def updated(t: Trajectory) -> bool:
             if self._drop_untrainable(t):
                 return True
-            if self._begins_anew and t.turns and t.state in _OPEN:
+            if self._restarts_episodes and t.turns and t.state in _OPEN:
                 self._store.restart(t.trajectory_id)
                 return True
             return t.state is TrajectoryState.PARTIAL and end_if_complete(t.trajectory_id)
 
         groups = []
         for found in self._store.unconsumed_groups():
-            changed = [mended(t) for t in found.trajectories]
+            changed = [updated(t) for t in found.trajectories]
             group = self._store.load_group(found.group_id) if any(changed) else found
             groups.append(_recovered(group, self._store.lag_number))
         return tuple(groups)
 
     def event_of(self, groups: tuple[ev.RecoveredGroup, ...]) -> ev.Event:
-        """The event with which the scheduler takes up recovered groups."""
+        """Return the event that hands recovered groups to the scheduler.
+
+        For a task with episodes, the event also has the context length of each open episode.
+        """
         if not self._has_episodes:
             return ev.Recovered(groups)
-        found = []  # (trajectory, tokens of its newest turn after the prompt) of open episodes
+        # (trajectory id, tokens after the prompt on the branch of its newest turn) of open episodes
+        found = []
         for known in (known for group in groups for known in group.trajectories):
             trajectory = self._store.load_trajectory(known.trajectory_id)
             if trajectory.turns and trajectory.state in _OPEN:
                 prompt, answer = trajectory.input_parts()
-                held = sum(map(len, (*prompt[1:], *answer)))
-                found.append((known.trajectory_id, held))
+                length = sum(map(len, (*prompt[1:], *answer)))
+                found.append((known.trajectory_id, length))
         return ev.RecoveredEpisodes(groups, tuple(found))
 
     def _drop_untrainable(self, trajectory: Trajectory) -> bool:
-        """Drop a stored trajectory that no trainer can take; True where it was one.
+        """Drop a stored trajectory if its token ids or log-probs are invalid; return whether it was
+        dropped.
 
-        An earlier version stored it, or a file is damaged.
+        Such a trajectory was stored by an earlier version of this program, or a file is damaged.
         """
         if trajectory.state is TrajectoryState.DROPPED:
             return False
@@ -171,19 +203,25 @@ class Admission:
                 self._statistics.dropped(DropReason.NONFINITE)
                 self._statistics.warned(
                     "untrainable",
-                    f"trajectory {trajectory.trajectory_id} is dropped, which the store holds and "
-                    f"nothing can train: {found} (from {source})",
+                    f"dropped trajectory {trajectory.trajectory_id}, which is stored but cannot be "
+                    f"trained: {found} (from {source})",
                 )
                 return True
         return False
 
     async def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
-        """The next groups, `count` or fewer; none when the source is exhausted.
+        """Add the next prompts of the task to the store as groups; return at most `count` groups
+        that fit the engines.
 
-        `longest`: tokens of prompt and response together that any engine takes.
+        Groups whose prompt is too long are dropped. The result is empty if the task has no more
+        prompts, or if the run is ending because too many prompts were refused.
+
+        Args:
+            longest: Maximum number of tokens of prompt and response together that an engine
+                accepts; None if there is no known limit.
         """
         specs: list[ev.GroupSpec] = []
-        while not specs and not self._hopeless:
+        while not specs and not self._ending:
             prompts = self._prompts.take(count)
             if not prompts:
                 break
@@ -195,7 +233,8 @@ class Admission:
                     continue
                 self.failures.too_long = 0
                 specs.append(_spec(group))
-            await asyncio.sleep(0)  # thousands may be too long, and the loop has other work too
+            # Thousands of prompts may be too long, and the event loop has other work too.
+            await asyncio.sleep(0)
         return tuple(specs)
 
     def _drop(self, group: Group, longest: int) -> None:
@@ -205,15 +244,19 @@ class Admission:
         self.failures.too_long += 1
         in_row = self.failures.too_long
         why = (
-            f"with sampling.max_new_tokens {self._max_new_tokens} it is longer than the "
-            f"{longest} tokens that an engine takes (engines.context_length, "
+            f"with sampling.max_new_tokens {self._max_new_tokens} it exceeds the "
+            f"{longest} tokens that an engine accepts (engines.context_length, "
             "engines.max_total_tokens)"
         )
-        last = too_many_refusals(in_row, self._prompts.in_epoch)
+        last = too_many_refusals(in_row, self._prompts.epoch_size)
         self._report(group.trajectories[0], why, in_row, last=last)
 
     def refused(self, trajectory_id: int, group_id: int, why: str) -> None:
-        """A request of this group will never be accepted."""
+        """Record that engines refuse every request for this group's prompt; warn, and end the run
+        if too many are refused.
+
+        A second refusal of the same group is ignored until an engine accepts a request again.
+        """
         in_row = self.failures.refused(group_id)
         if in_row is not None:
             self._report(
@@ -224,16 +267,21 @@ class Admission:
             )
 
     def _report(self, trajectory: Trajectory, why: str, in_row: int, *, last: bool) -> None:
-        """A prompt was refused, `in_row` with those before; with the `last` the run ends."""
+        """Warn that a prompt was refused, and end the run if this refusal is one too many.
+
+        Args:
+            in_row: Number of prompts refused in a row, including this one.
+            last: Whether to end the run.
+        """
         prompt = trajectory.prompt
         self._statistics.warned(
             "prompt_refused",
-            f"group {trajectory.group_id} of {prompt.task} is dropped, a prompt of "
+            f"dropped group {trajectory.group_id} of {prompt.task}, whose prompt has "
             f"{len(prompt.token_ids)} tokens (megatron-async trajectories RUN --show "
             f"{trajectory.trajectory_id}): {why}",
         )
         if last:
-            self._hopeless = True
+            self._ending = True
             message = f"{in_row} prompts in a row were refused and none was accepted; the last: "
             self._fail(ComponentFailure(message + why))
 
@@ -250,7 +298,8 @@ def _recovered(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.R
         numbers = [lag_number(segment.version) for segment in own]
         state = trajectory.state
         if state is TrajectoryState.WAITING and trajectory.turns[-1].end is None:
-            state = TrajectoryState.PARTIAL  # its next turn can be submitted
+            # The input of its newest turn is stored, so the turn's response can be generated.
+            state = TrajectoryState.PARTIAL
         return ev.RecoveredTrajectory(
             trajectory.trajectory_id,
             state,

@@ -1,8 +1,9 @@
-"""Work beside the event loop's main course: tasks, and the first failure that ends a run.
+"""Provides the driver's background tasks and keeps the first failure, which ends the run.
 
 Invariants
-- A defect in a task ends the run; it never vanishes.
-- The first failure that cannot be mended is kept in `failure`, and every waiter gets it.
+- An exception in a background task ends the run; it is never lost.
+- The first failure that cannot be recovered from is kept in `failure`, and every caller that waits
+  gets it.
 """
 
 import asyncio
@@ -17,10 +18,19 @@ _logger = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """The tasks of one driver."""
+    """The background asyncio tasks of one driver, and the first failure of the run.
+
+    Attributes:
+        failure: First failure reported; None so far.
+        failed: Event that is set once `failure` is set.
+    """
 
     def __init__(self, describe: Callable[[], str]) -> None:
-        """`describe` returns what is going on, for error messages."""
+        """Create an empty set of tasks.
+
+        Args:
+            describe: Function that returns the driver's current state as text, for error messages.
+        """
         self._describe = describe
         self.failure: ComponentFailure | None = None
         self.failed = asyncio.Event()
@@ -28,7 +38,10 @@ class BackgroundTasks:
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Have `work` done beside; `cancel` ends it, and a defect in it ends the run."""
+        """Start `work` as a background task of the event loop and return the task.
+
+        `cancel` cancels the task. An exception in it ends the run.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -36,17 +49,18 @@ class BackgroundTasks:
         return task
 
     def fail(self, failure: ComponentFailure) -> None:
-        """Keep the first failure; release every waiter."""
+        """Record `failure` if it is the first failure of the run, and wake every caller of
+        `wait_for` with it."""
         if self.failure is None:
             self.failure = failure
             self.failed.set()
 
     def close(self) -> None:
-        """No run is left to end: failures are logged from now on."""
+        """Only log exceptions of background tasks from now on, because the driver is closing."""
         self._closed = True
 
     async def cancel(self) -> None:
-        """Returns when every task has ended."""
+        """Cancel every background task and wait until all of them have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -58,9 +72,16 @@ class BackgroundTasks:
         what: str,
         other: Coroutine[Any, Any, Any] | None = None,
     ) -> Any:
-        """Result of `wanted`, or None when `other` came first.
+        """Wait for the coroutine `wanted` and return its result, or None if the coroutine `other`
+        ends first.
 
-        Raises ComponentFailure: the kept one, or when nothing came within `timeout` seconds.
+        Args:
+            timeout: Longest wait in seconds.
+            what: What is waited for, for the error message.
+            other: Coroutine that ends the wait early; None if there is none.
+
+        Raises:
+            ComponentFailure: The run has failed, or neither coroutine ended in time.
         """
         first = asyncio.ensure_future(wanted)
         waiters = {first, asyncio.ensure_future(self.failed.wait())}
@@ -76,13 +97,15 @@ class BackgroundTasks:
         if self.failure is not None:
             raise self.failure
         if not done:
-            raise ComponentFailure(f"waited {timeout:.0f} s for {what}; {self._describe()}")
+            raise ComponentFailure(
+                f"timed out after {timeout:.0f} s waiting for {what}; {self._describe()}"
+            )
         return None
 
     def _report_crash(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and self._closed:
-            _logger.error("the rollout driver failed while it closed", exc_info=error)
+            _logger.error("the rollout driver failed while closing", exc_info=error)
         elif isinstance(error, ComponentFailure):
             self.fail(error)
         elif error is not None:

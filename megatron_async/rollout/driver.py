@@ -1,14 +1,17 @@
-"""The asyncio driver: runs the sans-IO scheduler against engines, scorers, prompts and the store.
+"""Provides the asyncio driver, which runs the scheduler against engines, scorers, prompts and the
+store.
 
 Invariants
-- Every event reaches the scheduler through `_feed`, one at a time, on the event loop; its actions
-  are carried out in order. Nothing else changes the scheduler. Requests that end early in one turn
-  of the loop are one event, which nothing but tokens of others overtakes.
-- Pausing, allowing an update and resuming are carried out one after the other, never at once.
-- A stale engine (new, restarted, or one that missed an update) serves nothing: it is `EngineUp`
-  only when it holds the current version.
-- Calls go down, from here to `generation`, `admission` and `monitor`; what comes back are events
-  and engines that are given up.
+- Every event reaches the scheduler through `_feed`, one event at a time, on the event loop, and the
+  driver carries out the resulting actions in order. Nothing else changes the scheduler. Requests
+  that end early in one iteration of the event loop become one event, and only `TokensArrived` and
+  `LeftQueue` events of other requests may overtake it.
+- Pausing engines, allowing an update and resuming engines are carried out one after the other,
+  never concurrently.
+- A stale engine (a new or restarted engine, or one that missed an update) serves no requests. The
+  scheduler gets its `EngineUp` only when it has loaded the current version.
+- The driver calls `generation`, `admission` and `monitor`. They report back only by events and by
+  the engines that they take out of service.
 """
 
 import asyncio
@@ -39,11 +42,19 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.types import DropReason, PolicyVersion
 
-_GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other work too
+# Groups fetched at once. A run needs hundreds at its start, and the event loop has other work too.
+_GROUPS_AT_A_TIME = 16
 
 
 class RolloutDriver:
-    """The rollout side of a run: owns scheduler, store and engine clients."""
+    """Driver of one training session's rollouts; owns the scheduler, the store and the state of
+    each engine.
+
+    Attributes:
+        background: Background tasks of the driver and its first failure.
+        lost_engines: Queue of (engine id, reason) of engines that were taken out of service.
+        statistics: Counters and warnings of the rollout side.
+    """
 
     def __init__(
         self,
@@ -59,10 +70,14 @@ class RolloutDriver:
         recorder: Recorder | None = None,
         environments: EnvironmentWorkers | None = None,
     ) -> None:
-        """`prompts` and `scorers` belong to the task, `stop_token_ids` end a response.
+        """Create a driver that has not started yet; `start` starts its work.
 
-        `vocabulary`: tokens of the model; None: not known. `environments`: where trajectories are
-        episodes.
+        Args:
+            version: Policy version with which the session starts.
+            stop_token_ids: Tokens that end a response.
+            vocabulary: Number of tokens in the model's vocabulary; None if it is unknown.
+            recorder: Recorder of the scheduler's events; None to record none.
+            environments: Workers that run the environments; None if trajectories are not episodes.
         """
         self._config = config
         self._scheduler = scheduler
@@ -75,12 +90,13 @@ class RolloutDriver:
         self._aborted: list[tuple[int]] = []
         self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
         self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
-        self._allowed: dict[int, asyncio.Event] = {}
+        self._update_allowed: dict[int, asyncio.Event] = {}
         self._stale = asyncio.Event()
         self._closed = False
-        self._quiet = False
+        self._quiesced = False
         self.background = BackgroundTasks(self.describe)
-        self._longest = 0  # tokens of prompt and response; 0: not known
+        # Maximum number of tokens of prompt and response that an engine accepts; 0 if unknown.
+        self._longest = 0
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.statistics = statistics_of(config.schedule, version.number, store.batch_sizes())
         self._admission = Admission(
@@ -105,10 +121,11 @@ class RolloutDriver:
         to_scheduler = (self.background, self._feed, self._longest_tokens)
         self._episodes = Episodes(config, store, environments, self.statistics, *to_scheduler)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and close
 
     def start(self) -> None:
-        """Begin work: recovered groups first, then new prompts as the scheduler asks for them."""
+        """Start the driver's background tasks, and hand the store's unconsumed groups to the
+        scheduler."""
         for work in (self._control_loop(), self._clock.run(), self._watch_engines()):
             self.background.spawn(work)
         recovered = self._admission.recovered(self._generation.end_if_complete)
@@ -117,13 +134,17 @@ class RolloutDriver:
             self._feed(self._admission.event_of(recovered))
 
     async def close(self, *, leave: bool = False) -> None:
-        """Abort what runs, keep its tokens, flush and close the store. Engines go on.
+        """Cancel all requests and background tasks of this driver, then flush and close the store.
 
-        `leave`: see `TrajectoryStore.close`.
+        Engine processes keep running. Tokens that have arrived are kept.
+
+        Args:
+            leave: Whether the run may continue on another node; see `TrajectoryStore.close`.
         """
         self._closed = True
         self.background.close()
-        self._quiet = True  # first: what still ends meanwhile must start nothing
+        # Set before requests are canceled, so that their ends cannot start new work.
+        self._quiesced = True
         self._monitor.close()
         try:
             await self._generation.close()
@@ -134,38 +155,44 @@ class RolloutDriver:
     # ------------------------------------------------------------ engines
 
     def add_engine(self, client: EngineClient) -> None:
-        """An engine is there; it is stale until weights are published to it."""
+        """Register an engine as stale: it serves no requests until it has loaded the current
+        version."""
         self._tracked_engines[client.engine_id] = TrackedEngine(client, self._clock)
         self._stale.set()
 
     def engine_failed(self, engine_id: str, why: str) -> None:
-        """Take an engine out of service and inform the fleet; a second report is ignored.
+        """Take an engine out of service and report it in `lost_engines`; ignore an engine that is
+        not registered.
 
-        Its trajectories go on elsewhere from their last stored token.
+        The engine's trajectories are resumed on other engines from their last stored token.
         """
-        if self._forget(engine_id, "engine_failed", why) is not None:
+        if self._detach(engine_id, "engine_failed", why) is not None:
             self.lost_engines.put_nowait((engine_id, why))
 
     async def suspect(self, engine: EngineClient, why: str) -> None:
-        """Take an engine on which something has failed out of service if it does not answer."""
+        """Check whether an engine on which something failed still replies, and take it out of
+        service if not."""
         tracked = self._tracked_engines.get(engine.engine_id)
         if tracked is not None:
             await self._monitor.suspect(tracked, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
-        """Let an engine that holds other weights serve nothing until it was sent them again.
+        """Mark an engine that has loaded wrong weights as stale: it serves no requests until it
+        gets the weights again.
 
-        Its trajectories go on elsewhere from their last stored token.
+        The engine's trajectories are resumed on other engines from their last stored token.
         """
-        if (tracked := self._forget(engine_id, "engine_stale", why)) is not None:
+        if (tracked := self._detach(engine_id, "engine_stale", why)) is not None:
             self.add_engine(tracked.client)
 
-    def _forget(self, engine_id: str, warning: str, why: str) -> TrackedEngine | None:
+    def _detach(self, engine_id: str, warning: str, why: str) -> TrackedEngine | None:
         if (tracked := self._tracked_engines.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
-        self._step_aborted()  # what it submits to this engine is forgotten with all that runs there
+        # The scheduler may submit further requests to this engine here. `detach_engine` then
+        # removes these requests together with the running ones.
+        self._step_aborted()
         self._generation.detach_engine(tracked, failed=warning == "engine_failed")
         del self._tracked_engines[engine_id]
         if tracked.up:
@@ -173,27 +200,30 @@ class RolloutDriver:
         return tracked
 
     def stale_engines(self) -> list[EngineClient]:
-        """Engines that do not hold the current version."""
+        """Return the clients of all registered engines that have not loaded the current version."""
         return [tracked.client for tracked in self._tracked_engines.values() if not tracked.up]
 
     def engines(self) -> list[EngineClient]:
-        """All engines that are there."""
+        """Return the clients of all registered engines."""
         return [tracked.client for tracked in self._tracked_engines.values()]
 
     def serving(self) -> list[EngineClient]:
-        """Engines that generate with a verified version now."""
+        """Return the clients of engines that have loaded the current version and are not paused,
+        updated or verified now."""
         return [s.client for s in self._tracked_engines.values() if s.up and not s.health.suspended]
 
     async def ask(
         self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Ask engines, all at once; one that fails is taken out of service at once."""
+        """Call `what` on all `engines` concurrently; take each engine whose call fails out of
+        service."""
 
         async def one(engine: EngineClient) -> None:
             try:
                 await what(engine)
             except EngineError as error:
-                if not self._closed:  # else it belongs to a successor, or to nobody
+                # After `close` the engine may belong to the next driver.
+                if not self._closed:
                     self.engine_failed(engine.engine_id, str(error))
 
         await asyncio.gather(*map(one, engines))
@@ -202,15 +232,20 @@ class RolloutDriver:
         settings = self._config.engines
         while True:
             await asyncio.sleep(settings.health_interval_seconds)
-            for tracked in await self._monitor.look():
+            for tracked in await self._monitor.poll():
                 self._generation.end_silent(tracked, settings.silence_seconds)
 
-    # ------------------------------------------------------------ the trainer's side
+    # ------------------------------------------------------------ calls of the trainer
 
     async def next_batch(self, timeout: float) -> TokenBatch | None:
-        """The next batch, or None when stale engines want weights first.
+        """Wait for the next batch and return it, or return None if stale engines need weights
+        first.
 
-        Raises ComponentFailure when the rollout side has failed or nothing came in time.
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            ComponentFailure: The rollout side has failed, or no batch came in time.
         """
         batch = await self.background.wait_for(
             self._batches.get(), timeout, "a batch", other=self._stale.wait()
@@ -221,54 +256,67 @@ class RolloutDriver:
         return batch
 
     async def begin_update(self, version: PolicyVersion) -> list[EngineClient]:
-        """Wait until the engines are ready for `version`; returns those that must receive it.
+        """Wait until the engines are ready for weights of `version`; return the clients of engines
+        that must receive them.
 
-        They are ready when no request runs, or when they are paused (`scheduler/update_gate.py`).
-        That may take as long as a batch may: `drain` waits for the longest response.
+        Engines are ready when no request runs or when they are paused, which depends on the
+        settings (`scheduler/update_gate.py`). The wait may take as long as that for a batch,
+        because `drain` waits for the longest response. For a version that is already current, only
+        stale engines are returned.
+
+        Raises:
+            ComponentFailure: The rollout side has failed, or the engines are not ready in time.
         """
         timeout = self._config.trainer.wait_for_batch_seconds
         if version != self._version and any(
             tracked.up for tracked in self._tracked_engines.values()
         ):
-            allowed = self._allowed.setdefault(version.number, asyncio.Event())
+            allowed = self._update_allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
             await self.background.wait_for(allowed.wait(), timeout, f"engines to take {version}")
         if version != self._version:
-            self.statistics.update_began()
+            self.statistics.update_started()
         receivers = [
             s for s in self._tracked_engines.values() if version != self._version or not s.up
         ]
         for tracked in receivers:
-            tracked.suspend()  # they may answer nothing until they have the weights
+            # Engines may not reply until they have received the weights.
+            tracked.suspend()
         return [tracked.client for tracked in receivers]
 
     def sent(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
-        """Note that engines were sent `version`: tokens made with it wait for `verified`."""
+        """Record that `version` was sent to engines, and hold back tokens made with it until
+        `verified` is called."""
         for engine_id in engine_ids:
             if (tracked := self._tracked_engines.get(engine_id)) is not None:
                 tracked.await_verification(version)
 
     def verified(self, engine_ids: Sequence[str]) -> None:
-        """Take the tokens of engines: what they were sent last is right."""
+        """Accept tokens from these engines, because the version that was last sent to them is
+        verified."""
         for engine_id in engine_ids:
             if (tracked := self._tracked_engines.get(engine_id)) is not None:
                 tracked.accept()
 
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
-        """Let engines generate with `version` from now on; it is `verified` before or after."""
+        """Make `version` the current version and let the engines in `engine_ids`, which have loaded
+        it, serve requests.
+
+        `verified` may be called before or after this method.
+        """
         self.sent(version, engine_ids)
         self.statistics.update_ended()
-        self._allowed.pop(version.number, None)
+        self._update_allowed.pop(version.number, None)
         is_new = version != self._version
         self._version = version
         newly_up = []
-        most = self._config.engines.max_running_requests
+        max_running = self._config.engines.max_running_requests
         for engine_id, tracked in self._tracked_engines.items():
             tracked.release()
             if engine_id in engine_ids and not tracked.up:
                 tracked.up = True
                 capacity = tracked.client.kv_capacity_tokens
-                newly_up.append(ev.EngineUp(engine_id, version, capacity, most))
+                newly_up.append(ev.EngineUp(engine_id, version, capacity, max_running))
         if is_new:
             self._feed(ev.WeightsPublished(version))
         if newly_up:
@@ -277,27 +325,38 @@ class RolloutDriver:
             self._stale.clear()
 
     async def until_idle(self, timeout: float) -> None:
-        """Wait until no request runs. Raises ComponentFailure when one does after `timeout`."""
+        """Wait until no request runs on any engine.
+
+        Raises:
+            ComponentFailure: The rollout side has failed, or a request still runs after `timeout`
+                seconds.
+        """
         idle = self._generation.until_idle()
         await self.background.wait_for(idle, timeout, "running requests to end")
 
     async def quiesce(self) -> None:
-        """Start nothing more; what runs goes on, also where an update has paused it."""
-        self._quiet = True
+        """Start no more requests, and continue paused engines so that running requests can
+        proceed."""
+        self._quiesced = True
         for tracked in self._tracked_engines.values():
             tracked.release()
         await self.ask(self.engines(), lambda client: client.resume())
 
     async def end_generation(self) -> None:
-        """Abort running requests after `quiesce`; their tokens are kept."""
+        """Abort all running requests and wait until they have ended; the tokens they have made are
+        kept.
+
+        Call this after `quiesce`.
+        """
         await self._generation.abort(self._generation.mark_for_abort())
 
     def drop_batch(self, step: int, reason: DropReason) -> None:
-        """The trainer could not use the batch of `step`."""
+        """Drop the batch of training step `step` and its trajectories, which the trainer could not
+        use."""
         count = self._store.drop_batch(step, reason)
         self.statistics.batch_dropped(step, reason, count)
 
-    # ------------------------------------------------------------ scheduler in the middle
+    # ------------------------------------------------------------ events and actions
 
     def _feed(self, event: ev.Event) -> None:
         if isinstance(event, ev.Aborted):
@@ -305,7 +364,8 @@ class RolloutDriver:
                 self.background.spawn(self._feed_aborted())
             self._aborted.append((event.trajectory_id,))
             return
-        if not isinstance(event, (ev.TokensArrived, ev.LeftQueue)):  # of others: these have ended
+        # `TokensArrived` and `LeftQueue` belong to running requests; they may overtake the aborts.
+        if not isinstance(event, (ev.TokensArrived, ev.LeftQueue)):
             self._step_aborted()
         self._step(event)
 
@@ -313,7 +373,11 @@ class RolloutDriver:
         self._step_aborted()
 
     def _step_aborted(self) -> None:
-        """Report all that ended early in this turn of the event loop: at a boundary hundreds do."""
+        """Report all requests that ended early in this iteration of the event loop to the scheduler
+        as one event.
+
+        When a batch is emitted, hundreds of requests are aborted at once.
+        """
         if self._aborted:
             ended, self._aborted = self._aborted, []
             self._step(ev.ManyAborted(tuple(ended)) if len(ended) > 1 else ev.Aborted(*ended[0]))
@@ -323,13 +387,13 @@ class RolloutDriver:
             actions = self._scheduler.step(event)
         else:
             actions = self._recorder.step(self._scheduler, event)
-        if self._quiet:
+        if self._quiesced:
             return
         for action in actions:
             if not isinstance(action, ev.Abort):
                 self._carry_out(action)
-        unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
-        requests = self._generation.mark_for_abort(unwanted)
+        to_abort = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
+        requests = self._generation.mark_for_abort(to_abort)
         if requests:
             self.background.spawn(self._generation.abort(requests))
 
@@ -377,7 +441,7 @@ class RolloutDriver:
             case ev.ResumeEngines():
                 await self.ask(up, lambda engine: engine.resume())
             case ev.AllowUpdate():
-                self._allowed.setdefault(action.number, asyncio.Event()).set()
+                self._update_allowed.setdefault(action.number, asyncio.Event()).set()
 
     # ------------------------------------------------------------ prompts, rewards, batches
 
@@ -387,12 +451,14 @@ class RolloutDriver:
 
     async def _fetch_prompts(self, count: int) -> None:
         groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), self._longest_tokens())
-        self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
+        # The scheduler requests more prompts in reply, as long as it can start more requests.
+        self._feed(ev.PromptsAvailable(groups))
 
     def _longest_tokens(self) -> int | None:
-        """Tokens of prompt and response that engines take; None: not known."""
-        # One alone that reports less than another may be wrong, and refuses by itself if it is not;
-        # one that reports nothing may take more than all others.
+        """Return the maximum number of tokens of prompt and response together that an engine
+        accepts; None if unknown."""
+        # The largest limit counts: an engine with a smaller limit refuses a longer request itself.
+        # While an engine reports no limit, none is known, because it may accept more than others.
         limits = [
             tracked.client.max_sequence_tokens or 0 for tracked in self._tracked_engines.values()
         ]
@@ -403,7 +469,8 @@ class RolloutDriver:
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
         self._store.mark_batched(action.group_ids, action.step)
-        position = await self._store.sync(durable=True)  # else a power loss: it is trained twice
+        # Otherwise a power loss could undo the record, and the batch would be trained twice.
+        position = await self._store.sync(durable=True)
         batch = pack_groups(
             groups,
             step=action.step,
@@ -425,7 +492,8 @@ class RolloutDriver:
     # ------------------------------------------------------------ reports
 
     def status(self) -> dict[str, Any]:
-        """Queue and buffer sizes, counters and warnings, for a person."""
+        """Return the numbers of engines, requests and tokens, the state counts and the warnings,
+        for display."""
         return {
             "engines_up": sum(tracked.up for tracked in self._tracked_engines.values()),
             "engines": len(self._tracked_engines),
@@ -437,9 +505,10 @@ class RolloutDriver:
         }
 
     def describe(self) -> str:
-        """Return a line about what is going on, for error messages."""
+        """Return a line with the numbers of serving engines and running requests and the current
+        version, for error messages."""
         return (
             f"{sum(tracked.up for tracked in self._tracked_engines.values())} of "
-            f"{len(self._tracked_engines)} engines serve, {len(self._generation)} requests run, "
-            f"current version {self._version}"
+            f"{len(self._tracked_engines)} engines are serving, {len(self._generation)} requests "
+            f"are running, the current version is {self._version}"
         )

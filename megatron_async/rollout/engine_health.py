@@ -1,24 +1,28 @@
-"""Evidence about engines, requests and prompts, and what it counts against.
+"""Provides the rules for whether a failure counts against an engine, a request or a prompt.
 
-No I/O and no clock: a call carries what was seen, and the time where it matters, in seconds that
-never run backwards. docs/failures.md, "What an engine is given up for", is the same as a table.
+The module does no I/O and reads no clock. Each call passes what was observed and, where time
+matters, the time in seconds, which never runs backward. docs/failures.md, "What an engine is given
+up for", has the same rules as a table.
 
 Invariants
-- A failure counts against what there is evidence about. Failures of several prompts in a row,
-  without a token between them, count against the engine, and failures of one prompt alone against
-  that prompt. Six engines that fail in a row on one prompt drop it, if others make progress.
-- An engine's silence grows only while it has requests, is not held, and no token of it waits for
-  the store, behind which streams are not read. It is held while it is paused, receives weights or
-  is verified, or has given its memory away. A first request, a token and the end of a hold begin it
-  anew; a request that it aborts unasked does not. What a held engine leaves unanswered is no
-  evidence.
-- Load reports are missed while they are asked for, cannot be read, and the engine is not held.
-- A request's silence grows only while its engine is not held, reports an empty queue and none of
-  its tokens waits for the store: a request that waits for room in the KV cache, or was sent back to
-  the queue, is silent for a good reason.
-- A refusal counts against its prompt alone. When many prompts in a row are refused and none is
-  accepted, the settings are at fault. Of prompts that are too long, however many may come before
-  one that fits (of a task sorted by length): a whole epoch must be among them.
+- Failures of several prompts in a row on one engine, without a token between them, count against
+  the engine. Failures of only one prompt count against that prompt. If six engines in a row fail on
+  one prompt while other prompts make progress, the prompt is dropped.
+- An engine's silence is the time in which it has requests and makes no token. The silence does not
+  grow while the engine is suspended, or while one of its tokens waits for the store, because its
+  streams are not read then. An engine is suspended while it is paused, receives weights, is
+  verified, or has released its memory. A first request, a token and the end of a suspension reset
+  the silence to 0; a request that the engine aborts by itself does not. Requests that a suspended
+  engine does not answer count against nothing.
+- A load report counts as missing only if it was requested, could not be read, and the engine is not
+  suspended.
+- A request's silence grows only while its engine is not suspended, reports an empty queue, and none
+  of its tokens waits for the store. A request that waits for space in the KV cache, or that the
+  engine moved back into its queue, has a good reason to be silent.
+- A refusal counts only against its prompt. If many prompts in a row are refused and none is
+  accepted, the settings are at fault. Prompts that are too long are an exception: a task may be
+  sorted by length, so many of them may precede one that fits. They count as the settings' fault
+  only if a whole epoch must be among them.
 """
 
 from collections import Counter
@@ -32,109 +36,140 @@ REFUSED_IN_ROW = 64
 
 @dataclass
 class Stopwatch:
-    """Seconds in which it runs."""
+    """Stopwatch that adds up the seconds during which it was running."""
 
     _seconds: float = 0.0
     _since: float | None = None
 
     def set(self, runs: bool, now: float) -> None:
-        """Let it run, or stand still, from `now` on."""
+        """Start the stopwatch at time `now`, or stop it if `runs` is false."""
         self._seconds = self.seconds(now)
         self._since = now if runs else None
 
     def zero(self, now: float) -> None:
-        """Begin anew; it goes on running if it runs."""
+        """Reset the stopwatch to 0 seconds; if it is running, it continues to run."""
         self._seconds = 0.0
         self._since = None if self._since is None else now
 
     def seconds(self, now: float) -> float:
-        """Return the reading of the clock, in seconds."""
+        """Return the number of seconds that the stopwatch has counted until time `now`."""
         return self._seconds + (0.0 if self._since is None else now - self._since)
 
 
 class EngineHealth:
-    """The silence of an engine, a clock for that of its requests, and prompts that failed on it."""
+    """Observations of one engine: its silence, a clock for its requests' silence, and the prompts
+    that failed on it.
+
+    Attributes:
+        requests: Number of requests on the engine.
+        failed_prompts: Ids of groups whose requests failed since the engine's last token.
+    """
 
     def __init__(self) -> None:
         self.requests = 0
-        self.failed_prompts: set[int] = set()  # groups, since its last token
-        self._holds: set[str] = set()
+        self.failed_prompts: set[int] = set()
+        self._suspensions: set[str] = set()
         self._released_at = float("-inf")
-        self._queue_empty = False  # unknown until its first report
+        self._queue_empty = False  # also until the first load report
         self._report_missed = False
         self._unreported = Stopwatch()
         self._storing = 0
         self._silence = Stopwatch()
-        self._uncrowded = Stopwatch()
+        self._request_time = Stopwatch()
 
     @property
     def suspended(self) -> bool:
-        """Return whether it cannot be expected to make tokens or to answer."""
-        return bool(self._holds)
+        """Whether liveness checks are suspended for this engine, because it need not make tokens or
+        reply now."""
+        return bool(self._suspensions)
 
     def suspended_since(self, since: float) -> bool:
-        """Return whether it was held at any time from `since` on."""
+        """Return whether this engine was suspended at any time from time `since` on."""
         return self.suspended or self._released_at >= since
 
     def silence(self, now: float) -> float:
-        """Seconds for which it had requests, was not held, and made no token."""
+        """Return the seconds for which this engine had requests, was not suspended, and made no
+        token."""
         return self._silence.seconds(now)
 
     def unreported(self, now: float) -> float:
-        """Seconds for which it was not held, and no load report came that could be read."""
+        """Return the seconds since this engine's first missing load report, without the time in
+        which it was suspended.
+
+        The result is 0 if its newest load report could be read.
+        """
         return self._unreported.seconds(now)
 
     def request_clock(self, now: float) -> float:
-        """A request has been silent for the difference of two readings."""
-        return self._uncrowded.seconds(now)
+        """Return the reading of this engine's request clock in seconds; a request's silence is the
+        difference of two readings.
+
+        The clock runs only while a request has no good reason to be silent (see the module's
+        invariants).
+        """
+        return self._request_time.seconds(now)
 
     def suspend(self, why: str, now: float) -> None:
-        """Hold the engine from now on, until each `why` is released."""
-        self._holds.add(why)
+        """Suspend liveness checks of this engine from time `now` until every reason `why` is
+        released."""
+        self._suspensions.add(why)
         self._update(now)
 
     def release(self, why: str, now: float) -> None:
-        """Release one reason to hold; nothing when it is not held for `why`."""
-        if why not in self._holds:
+        """Remove the reason `why` for which this engine is suspended; do nothing if it is not
+        suspended for it.
+
+        When the last reason is removed, the engine's silence is reset to 0.
+        """
+        if why not in self._suspensions:
             return
-        self._holds.remove(why)
-        if not self._holds:
+        self._suspensions.remove(why)
+        if not self._suspensions:
             self._released_at = now
             self._silence.zero(now)
         self._update(now)
 
-    def request_began(self, now: float) -> None:
-        """Count a request that is on its way to the engine."""
+    def request_started(self, now: float) -> None:
+        """Count one more request on this engine."""
         self.requests += 1
         self._update(now)
 
-    def request_ended(self, now: float, *, unasked: bool = False) -> None:
-        """Count a request that has ended; without any, the silence is over.
+    def request_ended(self, now: float, *, spontaneous: bool = False) -> None:
+        """Count one request fewer on this engine; reset the engine's silence if that was its last
+        request.
 
-        `unasked`: the engine aborted it, and nobody wanted that.
+        Args:
+            spontaneous: Whether the engine aborted the request by itself. The silence is then not
+                reset.
         """
         self.requests -= 1
         self._update(now)
-        if not self.requests and not unasked:
+        if not self.requests and not spontaneous:
             self._silence.zero(now)
 
     def token(self, now: float) -> None:
-        """Note that the engine made tokens."""
+        """Record that this engine made tokens: reset its silence and forget the prompts that failed
+        on it."""
         self._silence.zero(now)
         self.failed_prompts.clear()
 
-    def store_begins(self, now: float) -> None:
-        """A stream waits until its tokens are stored."""
+    def store_wait_started(self, now: float) -> None:
+        """Record that one more of this engine's streams waits for the store; silence does not grow
+        meanwhile."""
         self._storing += 1
         self._update(now)
 
-    def store_ends(self, now: float) -> None:
-        """Let time count again."""
+    def store_wait_ended(self, now: float) -> None:
+        """Record that one of this engine's streams no longer waits for the store."""
         self._storing -= 1
         self._update(now)
 
     def queue(self, waiting: int | None, now: float) -> None:
-        """Record how many requests the engine reports in its queue; None: it reports nothing."""
+        """Record a load report of this engine: the number of requests `waiting` in its queue.
+
+        Args:
+            waiting: Queued requests; None if the report could not be read.
+        """
         self._queue_empty = waiting == 0
         self._report_missed = waiting is None
         if not self._report_missed:
@@ -142,35 +177,49 @@ class EngineHealth:
         self._update(now)
 
     def _update(self, now: float) -> None:
-        heard = not self.suspended and not self._storing
-        self._silence.set(heard and self.requests > 0, now)
-        self._uncrowded.set(heard and self._queue_empty, now)
+        observed = not self.suspended and not self._storing
+        self._silence.set(observed and self.requests > 0, now)
+        self._request_time.set(observed and self._queue_empty, now)
         self._unreported.set(self._report_missed and not self.suspended, now)
 
     def failed(self, group_id: int) -> bool:
-        """A request of this group failed, and the engine answers: return whether it is broken."""
+        """Record a failed request of group `group_id`; return whether `FAILED_PROMPTS_IN_ROW`
+        groups failed since the engine's last token.
+
+        The caller has checked that the engine still replies. If the result is True, the engine is
+        broken.
+        """
         self.failed_prompts.add(group_id)
         return len(self.failed_prompts) >= FAILED_PROMPTS_IN_ROW
 
 
 class PromptFailures:
-    """Failures, refusals and engines that died on the prompts of a run, each in a row."""
+    """Counters of a run's prompts that failed, were refused, or were running when an engine died.
+
+    Attributes:
+        too_long: Number of prompts in a row that were too long for the engines.
+    """
 
     def __init__(self) -> None:
-        self._failures: Counter[int] = Counter()  # by trajectory
-        self._deaths: Counter[int] = Counter()  # of engines that began it, by group
+        self._failures: Counter[int] = Counter()  # failed requests, by trajectory
+        self._deaths: Counter[int] = Counter()  # engines that died on its requests, by group
         self._tokens_at_death = 0
-        self._refused: set[int] = set()  # groups, since a request was accepted
-        self.too_long = 0  # prompts, since one that fits
+        self._refused: set[int] = set()  # groups refused since a request last made tokens
+        self.too_long = 0
 
     def token(self, trajectory_id: int, group_id: int) -> None:
-        """An engine has made tokens for a request."""
+        """Forget the failures of this trajectory and group, because an engine made tokens for a
+        request of theirs."""
         self._failures.pop(trajectory_id, None)
         self._deaths.pop(group_id, None)
         self._refused.clear()
 
     def failed(self, trajectory_id: int) -> bool:
-        """A request failed on an engine that answers: return whether it is its own fault."""
+        """Count a failed request of a trajectory on an engine that still replies; return whether
+        the trajectory is at fault.
+
+        It is at fault after `FAILURES_OF_ONE` failures without a token between them.
+        """
         self._failures[trajectory_id] += 1
         if self._failures[trajectory_id] < FAILURES_OF_ONE:
             return False
@@ -178,15 +227,22 @@ class PromptFailures:
         return True
 
     def engine_lost(self, trajectory_ids: Iterable[int]) -> None:
-        """Forget failures that were the engine's."""
+        """Forget the failed requests of these trajectories, because their engine was at fault and
+        is out of service."""
         for trajectory_id in trajectory_ids:
             self._failures.pop(trajectory_id, None)
 
     def engine_died(self, began: set[int], tokens: int) -> set[int]:
-        """An engine failed that had sent no token yet of the groups `began`.
+        """Count the death of an engine against the groups `began`; return the groups that are now
+        at fault for such deaths.
 
-        Returns the groups that engine after engine failed to begin while others made tokens;
-        `tokens`: all that the run has made. Failures with no token between them show nothing.
+        A group is at fault after `FAILURES_OF_ONE` engines in a row died before they made a token
+        for it, while the run made tokens elsewhere. Nothing is counted if the run made no token
+        since the last death, because then the groups need not be the cause.
+
+        Args:
+            began: Ids of groups whose requests the engine had accepted, without a token so far.
+            tokens: Number of all tokens that the run has made.
         """
         if tokens == self._tokens_at_death:
             return set()
@@ -195,7 +251,11 @@ class PromptFailures:
         return {group_id for group_id in began if self._deaths[group_id] >= FAILURES_OF_ONE}
 
     def refused(self, group_id: int) -> int | None:
-        """Count a refused prompt: how many in a row; None when it is counted already."""
+        """Count a refused prompt and return how many different prompts were refused since a request
+        made tokens.
+
+        Return None if the prompt of this group is counted already.
+        """
         if group_id in self._refused:
             return None
         self._refused.add(group_id)
@@ -203,9 +263,13 @@ class PromptFailures:
 
 
 def too_many_refusals(refused_in_row: int, epoch: int | None = None) -> bool:
-    """Return whether so many prompts, with none between them that was taken, end the run.
+    """Return whether `refused_in_row` refused prompts end the run: at least `REFUSED_IN_ROW`, or
+    twice `epoch` if that is more.
 
-    `epoch`: prompts of one, where only their length counts: each has an order of its own, so a
-    whole one is among twice as many in a row.
+    Args:
+        refused_in_row: Number of prompts refused in a row, without an accepted prompt between them.
+        epoch: Number of prompts in an epoch if the prompts were refused for their length; otherwise
+            None. Each epoch has its own order, so twice as many prompts in a row contain a whole
+            epoch.
     """
     return refused_in_row >= max(REFUSED_IN_ROW, 2 * (epoch or 0))

@@ -1,21 +1,27 @@
-"""Episodes of a run: from the scheduler's `StartEpisode` and `StepEnvironment` to its events.
+"""Runs the episodes of a training run in environment workers, and plays the episodes of an
+evaluation.
 
-From an answer to a training sample: an answer is complete (`TurnEnded`); the scheduler asks for
-`StepEnvironment`; `environments/worker.py` steps the environment and makes tokens of its reply; the
-scheduler gets `EnvironmentReady` for the next turn, or `EpisodeEnded`. Then `scoring.py` adds the
-rewards of the turns up, and a complete group goes through `driver._emit` to
-`trajectory/packing.py`, which makes one sequence of each branch (`Trajectory.runs`).
+An episode is a trajectory with turns; a turn is an input from the environment and then one response
+of the policy. In training, a turn passes through the following steps. The response of the turn is
+complete (`TurnEnded`). The scheduler emits `StepEnvironment`. `environments/worker.py` steps the
+environment and makes tokens of its reply. The scheduler gets `EnvironmentReady` for the next turn,
+or `EpisodeEnded`. After the last turn, `scoring.py` adds up the rewards of the turns, and a
+complete group goes through `driver._emit` to `trajectory/packing.py`, which makes one sequence of
+each branch (`Trajectory.runs`).
 
-`play` plays an episode of an evaluation by the same calls of the same workers, without a store.
+`play` plays an episode of an evaluation with the same calls of the same workers, but without a
+store.
 
 Invariants
-- An environment gets an answer only when that is committed; what it sends back is in the store, in
-  one transaction, before the scheduler hears of it.
-- A trajectory that is dropped or starts again is forgotten first; a reply that comes later meets a
-  superseded call in the store, and is discarded.
-- A failure costs its own episode (`episode.on_failure`), and one that cannot be restored begins
-  anew. `FAILURES` of others in a row without a success end the run.
-- An episode's time goes on after a death, from the last reply of its environment.
+- An environment gets a response only after the response is committed. Its reply is stored in one
+  transaction before the scheduler gets the event about the reply.
+- When a trajectory is dropped or restarted, its episode is closed first. A reply that arrives later
+  carries a superseded key, so the store refuses it and it is discarded.
+- A failure affects only its own episode (`episode.on_failure`), and an episode that cannot be
+  restored restarts from its prompt. If `MAX_FAILURES_IN_ROW` calls in a row fail without a success,
+  the run ends.
+- The time that an episode has been played survives the death of the manager: it continues from the
+  value stored with the environment's last reply.
 """
 
 import asyncio
@@ -54,20 +60,28 @@ from megatron_async.trajectory.types import (
 
 _logger = logging.getLogger(__name__)
 
-PLAYED: Final = "played_seconds"
-"""In a stored answer: for how long its episode had been played when the environment replied."""
-FAILURES: Final = 64
+PLAYED_SECONDS: Final = "played_seconds"
+"""Key in a stored response: seconds for which the episode had been played when the environment
+replied."""
+MAX_FAILURES_IN_ROW: Final = 64
 _MOST_NOTICES: Final = 16
-UNLIMITED_ROOM: Final = 1 << 31
+UNLIMITED_BUDGET: Final = 1 << 31
 
 
 def input_budget(longest: int | None, taken: int, max_new_tokens: int) -> int:
-    """Tokens that a turn's input may add so that an answer fits behind it."""
-    return UNLIMITED_ROOM if longest is None else longest - taken - max_new_tokens
+    """Return how many tokens the next input may add to an episode so that a full response still
+    fits after it.
+
+    Args:
+        longest: Maximum number of tokens of prompt and response together that an engine accepts;
+            None if there is no limit.
+        taken: Number of tokens that the episode's branch has so far.
+    """
+    return UNLIMITED_BUDGET if longest is None else longest - taken - max_new_tokens
 
 
 class Episodes:
-    """All environments of one driver."""
+    """All open episodes of one driver, and the running calls to their environments."""
 
     def __init__(
         self,
@@ -79,11 +93,15 @@ class Episodes:
         feed: Callable[[ev.Event], None],
         longest: Callable[[], int | None],
     ) -> None:
-        """`feed` gets the events, for the scheduler; `longest`: tokens that an engine takes.
+        """Set up the episodes of one driver; nothing is started.
 
-        Without `workers` there are no episodes.
+        Args:
+            workers: Workers that run the environments; None if trajectories are not episodes.
+            feed: Function that passes an event to the scheduler.
+            longest: Function that returns the maximum number of tokens that an engine accepts, or
+                None.
         """
-        self._settings, self._shown = config.episode, config.player.display_name
+        self._settings, self._display_name = config.episode, config.player.display_name
         self._logprobs = config.agent.used
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -94,59 +112,75 @@ class Episodes:
         self._longest = longest
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._began: dict[int, float] = {}
-        self._asked_before: set[int] = set()
+        self._possibly_called: set[int] = set()
         self._failures = 0
         self._noticed: set[str] = set()
 
     @property
-    def _held(self) -> EpisodeSessions:
-        assert self._episodes is not None  # else the scheduler begins none
+    def _sessions(self) -> EpisodeSessions:
+        # Without workers the scheduler starts no episodes.
+        assert self._episodes is not None
         return self._episodes
 
     def recovered(self, groups: Sequence[ev.RecoveredGroup]) -> None:
-        """Open episodes of a life before go on, with the time for which they had been played."""
+        """Register the open episodes that a resumed run found in its store, with the time each has
+        been played.
+
+        An episode that waited for its environment may have called the environment before, so its
+        next step counts as possibly repeated.
+        """
         if self._episodes is None:
             return
         for known in (known for group in groups for known in group.trajectories):
             if known.state in (TrajectoryState.WAITING, TrajectoryState.PARTIAL):
                 turns = self._store.load_trajectory(known.trajectory_id).turns
-                before = (turns[-2].answer or {}).get(PLAYED, 0.0) if len(turns) > 1 else 0.0
+                before = (
+                    (turns[-2].answer or {}).get(PLAYED_SECONDS, 0.0) if len(turns) > 1 else 0.0
+                )
                 self._began[known.trajectory_id] = time.monotonic() - before
             if known.state is TrajectoryState.WAITING:
-                self._asked_before.add(known.trajectory_id)
+                self._possibly_called.add(known.trajectory_id)
 
     def begin(self, trajectory_id: int) -> None:
-        """Begin an episode's environment."""
+        """Start the environment of an episode in the background; the scheduler gets an event with
+        the outcome."""
         self._began[trajectory_id] = time.monotonic()
-        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, self._begin))
+        self._calls[trajectory_id] = self._background.spawn(self._call(trajectory_id, self._begin))
 
     def step(self, trajectory_id: int) -> None:
-        """Hand the answer of its newest turn to its environment."""
-        self._calls[trajectory_id] = self._background.spawn(self._asked(trajectory_id, self._step))
+        """Pass the response of an episode's newest turn to its environment in the background.
+
+        The scheduler gets an event with the outcome.
+        """
+        self._calls[trajectory_id] = self._background.spawn(self._call(trajectory_id, self._step))
 
     def forget(self, trajectory_id: int) -> None:
-        """The trajectory leaves or starts again: what is under way is not waited for."""
+        """Cancel the running environment call of a trajectory and close its environment in the
+        background.
+
+        Call this when the trajectory is dropped or restarted.
+        """
         if self._episodes is None:
             return
         call = self._calls.pop(trajectory_id, None)
         if call is not None:
             call.cancel()
         self._began.pop(trajectory_id, None)
-        self._asked_before.discard(trajectory_id)
+        self._possibly_called.discard(trajectory_id)
         self._background.spawn(self._forgotten(trajectory_id))
 
     async def _forgotten(self, trajectory_id: int) -> None:
-        fault = await self._held.forget(trajectory_id)
+        fault = await self._sessions.forget(trajectory_id)
         if fault is not None:
             self._warn(trajectory_id, fault)
 
-    async def _asked(
+    async def _call(
         self,
         trajectory_id: int,
         ask: Callable[[int, RequestKey], Coroutine[Any, Any, ev.Event]],
     ) -> None:
         await self._store.sync()
-        call, asked = self._store.episodes.begin_step(trajectory_id), time.monotonic()
+        call, started = self._store.episodes.begin_step(trajectory_id), time.monotonic()
         try:
             event = await ask(trajectory_id, call)
         except SupersededRequest as superseded:
@@ -155,9 +189,10 @@ class Episodes:
         except (EnvironmentFault, ComponentFailure, UserError) as error:
             event = self._failed(trajectory_id, call, error)
         else:
-            if ask == self._step:  # one that begins and then always fails has no success
+            # A started environment is no success: it may fail at every step.
+            if ask == self._step:
                 self._failures = 0
-        self._statistics.environment_called(time.monotonic() - asked, self._held.counts)
+        self._statistics.environment_called(time.monotonic() - started, self._sessions.counts)
         del self._calls[trajectory_id]
         if isinstance(event, ev.EpisodeEnded | ev.EnvironmentFailed):
             self._began.pop(trajectory_id, None)
@@ -166,14 +201,14 @@ class Episodes:
     async def _begin(self, trajectory_id: int, call: RequestKey) -> ev.Event:
         prompt = self._store.load_trajectory(trajectory_id).prompt
         taken = len(prompt.token_ids)
-        room = input_budget(self._longest(), taken, self._max_new_tokens)
-        opened = await self._held.begin(trajectory_id, prompt.payload, room)
+        budget = input_budget(self._longest(), taken, self._max_new_tokens)
+        opened = await self._sessions.begin(trajectory_id, prompt.payload, budget)
         self._notice(opened.notices)
         added = len(opened.token_ids)
-        if added > room:
+        if added > budget:
             raise EnvironmentFault(
-                f"the first prompt has {taken + added} tokens, which with sampling.max_new_tokens "
-                f"{self._max_new_tokens} is longer than the {self._longest()} that an engine takes"
+                f"the first prompt has {taken + added} tokens; with sampling.max_new_tokens "
+                f"{self._max_new_tokens} that exceeds the {self._longest()} an engine accepts"
             )
         self._store.episodes.begin_turn(
             call, opened.token_ids, opened.messages, parent=None, state=opened.state
@@ -186,7 +221,7 @@ class Episodes:
         prompt, answer = trajectory.input_parts()
         taken = sum(map(len, (*prompt, *answer)))
         made = [s for s in trajectory.segments_of(turns[-1]) if not s.from_environment]
-        stepped = await self._held.step(
+        stepped = await self._sessions.step(
             trajectory_id,
             payload,
             turns,
@@ -194,14 +229,14 @@ class Episodes:
             logprobs=[float(n) for s in made for n in s.logprobs] if self._logprobs else (),
             room=input_budget(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
-            asked_before=trajectory_id in self._asked_before,
+            asked_before=trajectory_id in self._possibly_called,
         )
-        self._asked_before.discard(trajectory_id)
+        self._possibly_called.discard(trajectory_id)
         self._notice(stepped.notices)
         if stepped.fault is not None:
             self._warn(trajectory_id, stepped.fault)
         played = round(time.monotonic() - self._began[trajectory_id], 2)
-        outcome = TurnOutcome({**stepped.answer, PLAYED: played}, stepped.reward)
+        outcome = TurnOutcome({**stepped.answer, PLAYED_SECONDS: played}, stepped.reward)
         if stepped.ended is not None:
             ended = FinishReason(stepped.ended)
             self._store.episodes.end_episode(call, ended, outcome, stepped.left)
@@ -217,12 +252,15 @@ class Episodes:
             outcome=outcome,
         )
         before = None if stepped.parent is None else turns[stepped.parent]
-        held = trajectory.branch_length(before) + len(stepped.token_ids)
-        held -= len(trajectory.prompt.token_ids)
-        return ev.EnvironmentReady(trajectory_id, held)
+        context = trajectory.branch_length(before) + len(stepped.token_ids)
+        context -= len(trajectory.prompt.token_ids)
+        return ev.EnvironmentReady(trajectory_id, context)
 
     def _notice(self, notices: Sequence[str]) -> None:
-        """Warn of what a person should read, once."""
+        """Report each notice of an environment as a warning `agent`, unless it was reported before.
+
+        At most `_MOST_NOTICES` different notices are reported in a session.
+        """
         for notice in notices:
             if notice not in self._noticed and len(self._noticed) < _MOST_NOTICES:
                 self._noticed.add(notice)
@@ -233,7 +271,8 @@ class Episodes:
         return played > self._settings.seconds or turn.number + 1 >= self._settings.max_turns
 
     def _warn(self, trajectory_id: int, fault: str) -> None:
-        """Count what is wrong with an environment, and name it."""
+        """Count a failure of an environment, and report `fault` as a warning that names the
+        trajectory."""
         self._statistics.environment_failed()
         self._statistics.warned(
             "environment_failed",
@@ -242,15 +281,21 @@ class Episodes:
         )
 
     def _failed(self, trajectory_id: int, call: RequestKey, error: Exception) -> ev.Event:
-        """Count a failure of an environment; return what follows from it."""
-        lost = isinstance(error, ReplayDiffers)  # with a worker hundreds are, at once
+        """Handle a failed environment call: count and report it, and return the event for the
+        scheduler.
+
+        Depending on `episode.on_failure`, the event ends the episode, restarts it, or drops its
+        group. The run ends after `MAX_FAILURES_IN_ROW` failures in a row.
+        """
+        # Such failures are not counted, because a worker's death causes hundreds at once.
+        lost = isinstance(error, ReplayDiffers)
         if not lost:
             self._failures += 1
         self._warn(trajectory_id, str(error))
-        if self._failures >= FAILURES:
+        if self._failures >= MAX_FAILURES_IN_ROW:
             self._background.fail(
                 ComponentFailure(
-                    f"{self._failures} calls of {self._shown} failed "
+                    f"{self._failures} calls of {self._display_name} failed "
                     f"in a row and none succeeded; the last: {error}"
                 )
             )
@@ -264,7 +309,13 @@ class Episodes:
 
 @dataclass
 class EvalEpisode:
-    """An episode's turns and its end, the tokens of each answer, and the versions of them all."""
+    """An episode of an evaluation: its turns and its end.
+
+    Attributes:
+        answers: Tokens of the policy's response in each turn.
+        versions: Number of tokens that each policy version has made.
+        end: Why the episode ended; None while it is being played.
+    """
 
     answers: list[list[int]] = field(default_factory=list)
     versions: Counter[PolicyVersion] = field(default_factory=Counter)
@@ -273,16 +324,18 @@ class EvalEpisode:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the last answer that counts."""
+        """Tokens of the last response that the episode's agent program received, which is the
+        response to be scored."""
         return self.answers[last_of(self.turns).number]
 
     def add(self, response: ResponseTokens) -> None:
-        """Take an answer."""
+        """Append the tokens of a turn's response to this episode."""
         self.answers.append(response.token_ids)
         self.versions += response.versions
 
     def end_as(self, reason: str, left: Sequence[int]) -> None:
-        """Note its end, and the turns that do not count."""
+        """Record the reason why this episode ended, and mark the turns numbered in `left` as never
+        received by the agent program."""
         self.end = FinishReason(reason)
         for number in left:
             turn = self.turns[number]
@@ -290,7 +343,7 @@ class EvalEpisode:
 
 
 async def play(
-    held: EpisodeSessions,
+    sessions: EpisodeSessions,
     number: int,
     payload: Mapping[str, Any],
     wanted: ResponseSpec,
@@ -299,14 +352,24 @@ async def play(
     settings: EpisodeConfig,
     longest: int | None,
 ) -> EvalEpisode | None:
-    """Play an episode; None where its environment fails or engines refuse it.
+    """Play one episode of an evaluation to its end; return None if its environment fails or engines
+    refuse a request.
 
-    `number` and `name` are unique among those under way. Raises EngineError.
+    Args:
+        sessions: Open episodes of the evaluation, through which the environment is called.
+        number: Number of the episode, unique among the episodes being played.
+        payload: Row of the task from which the environment starts.
+        wanted: Sampling and limits of each response.
+        name: Prefix of the request ids, unique among the episodes being played.
+        longest: Maximum number of tokens that an engine accepts; None if there is no limit.
+
+    Raises:
+        EngineError: Engines failed again and again.
     """
     began, played = time.monotonic(), EvalEpisode()
-    branches: list[IntArray] = []  # up to the end of each turn
+    branches: list[IntArray] = []  # tokens of the branch up to the end of each turn
     try:
-        opened = await held.begin(number, payload, input_budget(longest, 0, wanted.limit))
+        opened = await sessions.begin(number, payload, input_budget(longest, 0, wanted.limit))
         ids = opened.token_ids
         played.turns.append(Turn(0, None, 0, opened.messages, state=opened.state))
         while True:
@@ -318,7 +381,7 @@ async def play(
             ids = np.concatenate([ids, np.asarray(response.token_ids, np.int32)])
             branches.append(ids)
             late = time.monotonic() - began > settings.seconds
-            stepped = await held.step(
+            stepped = await sessions.step(
                 number,
                 payload,
                 played.turns,
@@ -343,4 +406,4 @@ async def play(
         _logger.warning("episode %s failed: %s", name, error)
         return None
     finally:
-        await held.forget(number)
+        await sessions.forget(number)

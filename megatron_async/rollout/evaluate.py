@@ -1,18 +1,21 @@
-"""Accuracy on problems that training never sees, measured on engines.
+"""Measures accuracy on problems that training never sees, with responses from the run's engines.
 
-Whatever engines serve just then generate the responses; episodes are played to their ends.
+An evaluation uses the engines that serve at the moment. Episodes are played to their end.
 
 Invariants
-- Each set's problems come in a fixed order; the same call asks the same ones.
-- What has no score (it failed, or engines refuse the prompt) counts as wrong; how many is reported.
-- The sets are asked together, so that one's longest responses do not hold up another.
-- Weights never change under a request: every token is of a version that has been verified
-  (`EnginePool`), and each response has the versions of its tokens.
-- An exact evaluation measures one version: the trainer waits, so the weights stay. So are those at
-  both ends of a run, and all of them with `eval.blocking`.
-- One beside training belongs to the version that it began with, and its responses name the versions
-  of their tokens. It never delays an update, and its failure is reported and stops nothing.
-- At most one is under way; one that is due meanwhile is left out with a warning.
+- The problems of each set have a fixed order, so every evaluation of a run has the same problems.
+- A response without a score (its scorer failed, or engines refuse its prompt) counts as wrong. The
+  number of such responses is reported.
+- The problems of all sets are sent to the engines at once, so that the longest responses of one set
+  do not delay another set.
+- Weights never change during a request, so every token is of a verified version (`EnginePool`).
+  Each response records the versions of its tokens.
+- A blocking evaluation measures exactly one version, because the trainer waits and the weights stay
+  as they are. The evaluations at both ends of a run are blocking, and with `eval.blocking` all are.
+- An evaluation concurrent with training is named after the version with which it started. It never
+  delays an update, and its failure is reported and stops nothing.
+- At most one evaluation runs at a time. If another becomes due meanwhile, it is skipped with a
+  warning.
 """
 
 import asyncio
@@ -49,19 +52,25 @@ from megatron_async.telemetry.metrics import sampling_name
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
-_Z = 1.959964  # 95 % of a normal distribution
-# Requests of an evaluation beside training that one engine runs at once. The limit leaves most of
-# an engine's decode batch to the requests that the trainer waits for.
+_Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
+# Maximum number of requests on one engine of an evaluation that is concurrent with training. The
+# limit leaves most of an engine's decode batch to the requests that the trainer waits for.
 REQUESTS_PER_ENGINE: Final = 16
 
 
 @dataclass(frozen=True)
 class EvalResponse:
-    """A response to an evaluation problem; `reward` None: it could not be scored.
+    """A scored response to an evaluation problem.
 
-    `refused`: there is no response, since engines refuse the prompt.
-    `versions`: how many of its tokens each policy version has made. Of an episode `text` is the
-    last answer, `length` counts all, and `messages` are the conversation.
+    Attributes:
+        text: Text of the response; for an episode, of its last response.
+        reward: Reward of the response; None if it could not be scored.
+        detail: Named components of the reward.
+        length: Number of tokens; for an episode, of all its responses.
+        truncated: Whether the response was cut at its length limit.
+        versions: Number of tokens that each policy version has made.
+        messages: Conversation of an episode; otherwise empty.
+        refused: Whether there is no response because engines refuse the prompt.
     """
 
     text: str
@@ -76,7 +85,8 @@ class EvalResponse:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share, and the ends of its 95 % confidence interval over problems."""
+    """A share between 0 and 1, with the ends `low` and `high` of its 95 % confidence interval over
+    problems."""
 
     value: float
     low: float
@@ -84,9 +94,11 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
-        """The mean of one number in [0, 1] for each problem; Wilson's interval.
+        """Estimate a share from one number in [0, 1] for each problem: its mean and Wilson's 95 %
+        interval.
 
-        The interval is that of as many independent yes-or-no trials as have the same variance.
+        Wilson's interval is computed for as many independent yes-or-no trials as have the same
+        variance of the mean.
         """
         count, mean = len(values), float(np.mean(values))
         variance = float(np.var(values, ddof=1)) / count if count > 1 else 0.0
@@ -99,16 +111,25 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation set.
+    """Result of the evaluation of one set of problems.
 
     Attributes:
-        accuracy: share of responses with a reward of at least `solved_at` (avg@k).
-        refused: missing responses, since no engine takes their prompt; they count as wrong.
-        reward_mean: mean reward; a response without a score counts as 0.
-        reward_max: largest reward; 0 if no response has a score.
-        temperature: sampling temperature; 0 for greedy responses.
-        solved_at: `eval.solved_at`.
-        length_mean, length_median, length_max: tokens of a response.
+        name: Name of the set.
+        accuracy: Share of responses with a reward of at least `solved_at` (avg@k).
+        responses: Number of responses, including missing responses.
+        score_failures: Number of responses that could not be scored.
+        refused: Number of missing responses because no engine accepts their prompt; they count as
+            wrong.
+        reward_mean: Mean reward; a response without a score counts as 0.
+        reward_max: Largest reward; 0 if no response has a score.
+        temperature: Sampling temperature; 0 for greedy responses.
+        solved_at: Reward from which on a response counts as right (`eval.solved_at`). length_mean,
+            length_median, length_max: Number of tokens of a response.
+        truncated_share: Share of responses that were cut at their length limit.
+        seconds: Time that the evaluation of the set took.
+        versions: Number of tokens that each policy version has made.
+        estimates: Accuracy, pass@k and maj@k with their confidence intervals, by name.
+        samples: Responses of the first `eval.save_samples` problems, as rows to save.
     """
 
     name: str
@@ -130,7 +151,8 @@ class EvalResult:
     samples: tuple[dict[str, Any], ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
+        """Return this set's metrics: `eval/...` for the held-out problems, `eval/NAME/...` for
+        other sets."""
         prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
         numbers = {name: n for name, n in vars(self).items() if isinstance(n, int | float)}
         metrics = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
@@ -147,7 +169,7 @@ class EvalResult:
         return metrics
 
     def message(self) -> str:
-        """The result as a line."""
+        """Return this set's result as one line of text, for display."""
         shares = ", ".join(
             f"{name.replace('_at_', '@')} {100 * e.value:.1f} % "
             f"({100 * e.low:.1f} to {100 * e.high:.1f})"
@@ -155,13 +177,13 @@ class EvalResult:
         )
         text = (
             f"{self.name}: {shares}, {sampling_name(self.temperature)}; "
-            f"mean reward {self.reward_mean:.3f}; {self.responses} answers, "
+            f"mean reward {self.reward_mean:.3f}; {self.responses} responses, "
             f"{self.length_mean:.1f} tokens each"
         )
         if 0 < self.reward_max < self.solved_at:
             text += (
                 f"; the largest reward is {self.reward_max:.3g}, below eval.solved_at "
-                f"{self.solved_at:g}, so that no answer counts as right"
+                f"{self.solved_at:g}, so no response counts as right"
             )
         if self.score_failures:
             text += f", {self.score_failures} scores failed"
@@ -172,40 +194,54 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All sets, in the order of the settings; `number`: that of the version it began with."""
+    """Results of all evaluation sets, in the order of the settings.
+
+    Attributes:
+        number: Number of the policy version with which the evaluation started.
+    """
 
     results: tuple[EvalResult, ...]
     number: int = 0
 
     @property
     def accuracy(self) -> float:
-        """The accuracy of the first set."""
+        """Accuracy of the first set, as a share between 0 and 1."""
         return self.results[0].accuracy
 
     @property
     def reward_max(self) -> float:
-        """The largest reward of all sets."""
+        """Largest reward in all sets."""
         return max(result.reward_max for result in self.results)
 
     def metrics(self) -> dict[str, float]:
-        """The scalars of all sets."""
+        """Return the metrics of all sets, by metric name."""
         return {name: v for result in self.results for name, v in result.metrics().items()}
 
     def samples(self) -> list[dict[str, Any]]:
-        """The saved responses of all sets."""
+        """Return the saved responses of all sets, one row for each response."""
         return [sample for result in self.results for sample in result.samples]
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """The chance that one of `k` responses drawn from `samples`, of which `solved` are right, is
-    right: unbiased (Chen et al. 2021, arXiv 2107.03374)."""
+    """Estimate pass@k of one problem: the probability that at least one of `k` responses is right.
+
+    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). It is 1 - C(samples - solved, k)
+    / C(samples, k), the probability for `k` responses that are drawn without replacement from
+    `samples`, of which `solved` are right.
+    """
     if samples - solved < k:
         return 1.0
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
 def majority_is_right(answers: Sequence[str | None], solved: Sequence[bool]) -> bool:
-    """True when the most frequent answer is right; of equally frequent ones the first counts."""
+    """Return whether the most frequent answer to one problem is right; among equally frequent
+    answers the first counts.
+
+    Args:
+        answers: Answer in each response; None if the response has no answer.
+        solved: Whether each response is right.
+    """
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return False
@@ -216,7 +252,16 @@ def majority_is_right(answers: Sequence[str | None], solved: Sequence[bool]) -> 
 def estimates(
     answered: Sequence[Sequence[EvalResponse]], solved_at: float, marker: str
 ) -> dict[str, Estimate]:
-    """`accuracy` and, of several responses a problem, pass@k for powers of two and maj@k."""
+    """Return the estimates of one set by name: `accuracy`, and with several responses per problem
+    pass@k and maj@k.
+
+    pass@k is estimated for powers of two and for the number of responses per problem.
+
+    Args:
+        answered: Responses to each problem; every problem has the same number.
+        solved_at: Reward from which on a response counts as right.
+        marker: Text before the answer in a response (`task.answer_marker`).
+    """
     solved = [[a.reward is not None and a.reward >= solved_at for a in one] for one in answered]
     count = len(answered[0])
     found = {"accuracy": Estimate.of([sum(one) / count for one in solved])}
@@ -238,7 +283,7 @@ def _vote(text: str, marker: str) -> str | None:
 
 
 class Evaluator:
-    """Asks and scores the evaluation sets of a run's settings."""
+    """Generates and scores responses to the evaluation sets in a run's settings."""
 
     def __init__(
         self,
@@ -247,8 +292,12 @@ class Evaluator:
         scorers: Scorers,
         environments: EnvironmentWorkers | None = None,
     ) -> None:
-        """`environments`: what episodes are played against; None where there is none."""
-        self._held = None if environments is None else EpisodeSessions(environments)
+        """Set up an evaluator; nothing is generated yet.
+
+        Args:
+            environments: Workers that run the environments; None if responses are not episodes.
+        """
+        self._sessions = None if environments is None else EpisodeSessions(environments)
         self._longest = None if environments is None else max_sequence_tokens(config)
         self._numbers = itertools.count()
         self._config = config
@@ -257,30 +306,37 @@ class Evaluator:
         self._prompts: dict[str, list[Prompt]] = {}
 
     async def evaluate(self, engines: EnginePool, version: PolicyVersion) -> Evaluation:
-        """Every prompt of every set as often as its settings ask for, begun with `version`.
+        """Generate and score as many responses to every problem of every set as the settings say;
+        return the results.
 
-        Raises EngineError when engines fail again and again.
+        Args:
+            engines: Engines that generate the responses.
+            version: Policy version with which the evaluation starts.
+
+        Raises:
+            EngineError: Engines failed again and again.
         """
         sets = (
-            self._evaluate_set(one, engines, f"eval-{version}") for one in self._config.eval_sets()
+            self._evaluate_set(eval_set, engines, f"eval-{version}")
+            for eval_set in self._config.eval_sets()
         )
         return Evaluation(tuple(await _all(sets)), version.number)
 
-    def _prompts_of(self, one: EvalSet) -> list[Prompt]:
-        if one.name not in self._prompts:
-            self._prompts[one.name] = self._task.eval_prompts(one.prompts, one.name)
-        return self._prompts[one.name]
+    def _prompts_of(self, eval_set: EvalSet) -> list[Prompt]:
+        if eval_set.name not in self._prompts:
+            self._prompts[eval_set.name] = self._task.eval_prompts(eval_set.prompts, eval_set.name)
+        return self._prompts[eval_set.name]
 
-    async def _evaluate_set(self, one: EvalSet, engines: EnginePool, tag: str) -> EvalResult:
+    async def _evaluate_set(self, eval_set: EvalSet, engines: EnginePool, tag: str) -> EvalResult:
         stops = tuple(self._task.stop_token_ids)
-        wanted = ResponseSpec(one.sampling, one.sampling.max_new_tokens, stops)
+        wanted = ResponseSpec(eval_set.sampling, eval_set.sampling.max_new_tokens, stops)
 
         async def response(number: int) -> ResponseTokens | EvalEpisode | None:
-            prompt, name = prompts[number // one.samples], f"{tag}-{one.name}-{number}"
-            if self._held is None:
+            prompt, name = prompts[number // eval_set.samples], f"{tag}-{eval_set.name}-{number}"
+            if self._sessions is None:
                 return await respond(wanted, prompt.token_ids, name, engines)
             return await play(
-                self._held,
+                self._sessions,
                 next(self._numbers),
                 prompt.payload,
                 wanted,
@@ -290,20 +346,20 @@ class Evaluator:
                 self._longest,
             )
 
-        async def alone(number: int) -> EvalResponse:
-            prompt = prompts[number // one.samples]
+        async def scored_response(number: int) -> EvalResponse:
+            prompt = prompts[number // eval_set.samples]
             return (await self._scored(prompt, [await response(number)]))[0]
 
         async def problem(number: int) -> list[EvalResponse]:
-            asked = range(number * one.samples, (number + 1) * one.samples)
+            asked = range(number * eval_set.samples, (number + 1) * eval_set.samples)
             if not self._config.scorers.of_groups:
-                return await _all(map(alone, asked))
+                return await _all(map(scored_response, asked))
             return await self._scored(prompts[number], await _all(map(response, asked)))
 
         began = time.monotonic()
-        prompts = self._prompts_of(one)
+        prompts = self._prompts_of(eval_set)
         grouped = await _all(problem(number) for number in range(len(prompts)))
-        return self._result(one, prompts, grouped, time.monotonic() - began)
+        return self._result(eval_set, prompts, grouped, time.monotonic() - began)
 
     async def _scored(
         self, prompt: Prompt, responses: Sequence[ResponseTokens | EvalEpisode | None]
@@ -319,21 +375,22 @@ class Evaluator:
         found = iter(
             EvalResponse(
                 self._task.text(r.token_ids),
-                *with_turns(*score, of_it),
-                length=sum(r.versions.values()) if of_it else len(r.token_ids),
+                *with_turns(*score, episode_turns),
+                length=sum(r.versions.values()) if episode_turns else len(r.token_ids),
                 truncated=r.end is FinishReason.LENGTH,
                 versions=r.versions,
-                messages=tuple(conversation_of(of_it)),
+                messages=tuple(conversation_of(episode_turns)),
             )
-            for r, score, of_it in zip(whole, scores, turns, strict=True)
+            for r, score, episode_turns in zip(whole, scores, turns, strict=True)
         )
-        # An episode is also without a response where its environment has failed.
-        refused = EvalResponse("", None, {}, 0, False, refused=self._held is None)
+        # A missing response means a refused prompt, except for an episode, whose environment may
+        # have failed instead.
+        refused = EvalResponse("", None, {}, 0, False, refused=self._sessions is None)
         return [refused if response is None else next(found) for response in responses]
 
     def _result(
         self,
-        one: EvalSet,
+        eval_set: EvalSet,
         prompts: Sequence[Prompt],
         grouped: Sequence[Sequence[EvalResponse]],
         seconds: float,
@@ -344,7 +401,7 @@ class Evaluator:
         marker = self._config.task.answer_marker
         found = estimates(grouped, self._config.eval.solved_at, marker)
         return EvalResult(
-            name=one.name,
+            name=eval_set.name,
             accuracy=found["accuracy"].value,
             responses=len(answers),
             score_failures=sum(
@@ -354,7 +411,7 @@ class Evaluator:
             refused=sum(answered.refused for answered in answers),
             reward_mean=math.fsum(rewards) / len(answers),
             reward_max=max(rewards, default=0.0),
-            temperature=one.temperature,
+            temperature=eval_set.temperature,
             solved_at=self._config.eval.solved_at,
             length_mean=float(lengths.mean()),
             length_median=float(np.median(lengths)),
@@ -368,7 +425,7 @@ class Evaluator:
                 for prompt, problem in zip(
                     prompts[: self._config.eval.save_samples], grouped, strict=False
                 )
-                for sample in _samples(one.name, prompt, problem)
+                for sample in _samples(eval_set.name, prompt, problem)
             ),
         )
 
@@ -392,40 +449,47 @@ def _samples(
 
 
 class Evaluations:
-    """The evaluations of one session of a trainer."""
+    """Decides when evaluations of one trainer's session are due, runs them, and keeps finished ones
+    until the trainer fetches them."""
 
     def __init__(self, config: RunConfig, evaluator: Evaluator, driver: RolloutDriver) -> None:
         self._config = config
         self._evaluator = evaluator
         self._driver = driver
-        self._begun: PolicyVersion | None = None
-        self._beside: asyncio.Task[None] | None = None
+        self._last_version: PolicyVersion | None = None
+        self._concurrent: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
         self._engines = EnginePool(driver.serving, REQUESTS_PER_ENGINE, self._failed)
 
     async def suspend(self) -> None:
-        """Let no request of an evaluation run from before an update until `updated`."""
+        """Interrupt all requests of evaluations before a weight update; none runs until `updated`
+        is called."""
         await self._engines.suspend()
 
-    def updated(self, version: PolicyVersion, *, held: bool) -> bool:
-        """Version `version` serves. True when the trainer must ask for its evaluation.
+    def updated(self, version: PolicyVersion, *, loaded: bool) -> bool:
+        """Let evaluations continue after an update; if one of `version` is due, start it, or return
+        True to have the trainer request it.
 
-        `held`: an engine holds it.
+        A concurrent evaluation is started here. For a blocking evaluation the trainer must call
+        `evaluate_blocking`.
+
+        Args:
+            loaded: Whether any engine has loaded `version`.
         """
         self._engines.release()
-        if not held or version == self._begun or not self._due(version.number):
+        if not loaded or version == self._last_version or not self._due(version.number):
             return False
         if self._config.evaluates_blocking or version.number in (0, self._config.steps):
             return True
-        if self._beside is not None and not self._beside.done():
+        if self._concurrent is not None and not self._concurrent.done():
             self._driver.statistics.warned(
                 "evaluation_skipped",
-                f"version {version} is not evaluated: the evaluation of {self._begun} still runs "
-                "(raise eval.every_steps)",
+                f"version {version} is not evaluated: the evaluation of {self._last_version} is "
+                "still running. Raise eval.every_steps.",
             )
             return False
-        self._begun = version
-        self._beside = self._driver.background.spawn(self._evaluate_beside(version))
+        self._last_version = version
+        self._concurrent = self._driver.background.spawn(self._evaluate_concurrently(version))
         return False
 
     def _due(self, number: int) -> bool:
@@ -434,33 +498,39 @@ class Evaluations:
         return bool(self._config.eval_sets()) and (at_an_end or (every > 0 and number % every == 0))
 
     def take(self) -> tuple[Evaluation, ...]:
-        """Return evaluations that have ended since the last call."""
+        """Return the evaluations that have finished since the last call."""
         done, self._done = self._done, []
         return tuple(done)
 
     async def evaluate_blocking(
-        self, version: PolicyVersion, holders: Sequence[EngineClient]
+        self, version: PolicyVersion, loaded: Sequence[EngineClient]
     ) -> None:
-        """Evaluate `version` on `holders`, after the one that is under way.
+        """Wait for a running evaluation to end, then evaluate `version` on the engines `loaded`,
+        which have loaded it.
 
-        Raises ComponentFailure when none of them is left, or past the limit.
+        Raises:
+            ComponentFailure: None of these engines is in service any more, or the evaluation failed
+                or exceeded `eval.timeout_seconds`.
         """
 
         def living() -> list[EngineClient]:
-            left = [engine for engine in self._driver.engines() if engine in holders]
-            if not left:
-                raise ComponentFailure(f"no engine that holds {version} is left to evaluate it")
-            return left
+            remaining = [engine for engine in self._driver.engines() if engine in loaded]
+            if not remaining:
+                raise ComponentFailure(
+                    f"failed to evaluate {version}: no engine that has loaded it is left"
+                )
+            return remaining
 
-        if self._beside is not None:
-            self._engines.slots = IN_FLIGHT_PER_ENGINE  # nothing else is waited for
-            await asyncio.wait([self._beside])
+        if self._concurrent is not None:
+            # The trainer waits for nothing else now, so the evaluation may use the whole engine.
+            self._engines.slots = IN_FLIGHT_PER_ENGINE
+            await asyncio.wait([self._concurrent])
             self._engines.slots = REQUESTS_PER_ENGINE
         engines = EnginePool(living, failed=self._failed)
         await self._evaluate(engines, version)
-        self._begun = version
+        self._last_version = version
 
-    async def _evaluate_beside(self, version: PolicyVersion) -> None:
+    async def _evaluate_concurrently(self, version: PolicyVersion) -> None:
         try:
             await self._evaluate(self._engines, version)
         except ComponentFailure as failure:
@@ -484,7 +554,8 @@ class Evaluations:
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results in order. When one fails, the others are canceled."""
+    """Run all `work` concurrently and return the results in order; if one fails, cancel the others
+    and raise its error."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

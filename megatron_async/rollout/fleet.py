@@ -1,13 +1,16 @@
-"""The engine fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
+"""Provides the fleet of inference engines: it starts engines, detects dead engines and restarts
+them.
 
 Invariants
-- Engines are mended side by side: a lost node with all its engines costs one start.
-- An engine that was (re)started is handed to the driver as stale: it serves nothing before it
-  holds the current weights.
-- One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
-  A restart that was cut short because the trainer was lost is begun again and counts once.
-- When none is left and none can be restarted, the driver fails with a sentence that has the
-  reason; so it does when an engine cannot be mended for another reason.
+- Engines are restarted concurrently, so a lost node with all its engines costs the time of one
+  start.
+- An engine that was started or restarted is handed to the driver as stale: it serves no requests
+  before it has loaded the current weights.
+- Each engine is restarted at most `engines.max_restarts` times. The run continues while at least
+  one engine is left. A restart that was interrupted because the trainer was lost is done again and
+  counts once.
+- If no engine is left and none may be restarted, the driver fails with an error that gives the last
+  reason.
 """
 
 import asyncio
@@ -21,7 +24,10 @@ from megatron_async.rollout.driver import RolloutDriver
 
 
 class EngineLauncher(Protocol):
-    """Starts and stops the process behind engine `index`; time-limited, raises ComponentFailure."""
+    """Starts, checks and stops the process of engine number `index`.
+
+    Every call has a time limit and raises ComponentFailure if it fails.
+    """
 
     async def launch(self, index: int) -> EngineClient: ...
 
@@ -39,7 +45,8 @@ class _Member:
 
 
 class Fleet:
-    """All engines of a run; outlives the drivers that use them one after another."""
+    """All engines of a run and their restart counts; the fleet outlives the drivers that use it one
+    after another."""
 
     def __init__(self, settings: EngineConfig, launcher: EngineLauncher) -> None:
         self._settings = settings
@@ -47,11 +54,19 @@ class Fleet:
         self._members = [_Member(index) for index in range(settings.count)]
 
     async def start(self) -> None:
-        """Start all engines at once; the first that cannot start fails the run."""
+        """Start all engines concurrently and wait until they run.
+
+        Raises:
+            ComponentFailure: An engine cannot be started.
+        """
         await asyncio.gather(*(self._start(member) for member in self._members))
 
     async def _start(self, member: _Member) -> None:
-        """Start an engine, again if it is killed on the way; any other failure would come again."""
+        """Start one engine, and start it again if its process is killed during the start, up to
+        `engines.max_restarts` times.
+
+        Any other failure is raised, because it would happen again.
+        """
         while True:
             try:
                 member.client = await self._launcher.launch(member.index)
@@ -62,18 +77,23 @@ class Fleet:
                 member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
-        """Hand every engine to `driver` as stale, and restart dead ones until the driver closes."""
+        """Hand every engine to `driver` as stale, and watch and restart dead engines until the
+        driver closes."""
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)
         for member in self._members:
-            if member.client is None:  # the trainer before was lost while this was being mended
+            # The trainer before was lost while this engine was being restarted.
+            if member.client is None:
                 driver.background.spawn(self._restart(driver, member))
-        driver.background.spawn(self._take_lost(driver))
-        driver.background.spawn(self._look_for_dead_processes(driver))
+        driver.background.spawn(self._restart_lost(driver))
+        driver.background.spawn(self._detect_dead_processes(driver))
 
     async def stop(self) -> None:
-        """End every engine process; no driver uses them any more."""
+        """Close the clients of all engines and stop the engine processes.
+
+        No driver may use the engines any more.
+        """
         for member in self._members:
             if member.client is not None:
                 await member.client.close()
@@ -81,33 +101,40 @@ class Fleet:
             *(self._launcher.stop(m.index) for m in self._members), return_exceptions=True
         )
 
-    async def _take_lost(self, driver: RolloutDriver) -> None:
-        """Mend what the driver gives up, each as soon as it is known."""
+    async def _restart_lost(self, driver: RolloutDriver) -> None:
+        """Restart each engine that `driver` takes out of service, as soon as the driver reports
+        it."""
         while True:
             engine_id, why = await driver.lost_engines.get()
             for member in self._members:
                 if member.client is not None and member.client.engine_id == engine_id:
-                    # Forgotten first: a half-closed one must not be handed to the next driver.
+                    # Reset before the client is closed, so that a half-closed client is never
+                    # handed to the next driver.
                     client, member.client, member.lost_because = member.client, None, why
                     driver.background.spawn(self._restart(driver, member, client))
 
-    async def _look_for_dead_processes(self, driver: RolloutDriver) -> None:
+    async def _detect_dead_processes(self, driver: RolloutDriver) -> None:
         while True:
             await asyncio.sleep(self._settings.health_interval_seconds)
-            await asyncio.gather(*(self._look_at(driver, member) for member in self._members))
+            await asyncio.gather(*(self._check_process(driver, member) for member in self._members))
 
-    async def _look_at(self, driver: RolloutDriver, member: _Member) -> None:
+    async def _check_process(self, driver: RolloutDriver, member: _Member) -> None:
         client = member.client
         if client is None or await self._launcher.alive(member.index):
             return
-        if member.client is client:  # not restarted meanwhile
+        if member.client is client:  # false if the engine was restarted meanwhile
             engine_id = client.engine_id
             driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
 
     async def _restart(
         self, driver: RolloutDriver, member: _Member, lost: EngineClient | None = None
     ) -> None:
-        """Restart an engine that was `lost`, or take it out for good."""
+        """Stop an engine's process and restart it, or fail the run if no engine is left and none
+        may be restarted.
+
+        Args:
+            lost: Client of the engine that was lost, to be closed; None if it is closed already.
+        """
         if lost is not None:
             await lost.close()
         await self._launcher.stop(member.index)
@@ -116,7 +143,8 @@ class Fleet:
                 member.client = await self._launcher.launch(member.index)
             except ComponentFailure as error:
                 member.lost_because = str(error)
-            # Only now: a restart that a lost trainer has cut short is not the engine's failure.
+            # Counted after the launch: a restart that the loss of the trainer interrupted is not
+            # the engine's failure.
             member.restarts += 1
             if member.client is not None:
                 driver.add_engine(member.client)

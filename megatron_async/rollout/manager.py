@@ -1,21 +1,24 @@
-"""The rollout manager: the whole rollout side of a run behind a handful of calls.
+"""Provides the rollout manager: the calls through which a trainer uses the whole rollout side of a
+run.
 
-It is a plain class that a process of its own (`manager_host.py`) or a test holds. The trainer's
-calls come in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that
-stale engines want weights), `begin_update`, the transfer itself (which the trainer does),
-`end_update`, `verify_update` with the trainer's log-probs of what that returned, and `evaluate`
-when that asks for it. Every call carries its trainer's lineage.
+The manager is a plain class, owned by a separate process (`manager_host.py`) or by a test. The
+trainer makes its calls in a fixed order. It calls `attach` once. Then it repeats these calls:
+`next_batch`, which returns a batch, or None if stale engines need weights; `begin_update`; then the
+trainer transfers the weights itself; `end_update`; `verify_update` with the trainer's log-probs of
+what `end_update` returned; and `evaluate` if `verify_update` asks for it. Every call carries the
+lineage of its trainer, which is the number of the session that the trainer has started.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
-  under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
-  does not help either, it is replaced.
-- No token reaches the store before its engine is verified for its version: what engines generate
-  meanwhile waits (`tracked_engine.py`). Engines that share the trainer's devices are offloaded
-  then.
-- A superseded trainer changes nothing for its successor: neither by a call that begins
-  later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
-- `checkpoint_finalized` is called after the manifest exists, never before.
+  under the trainer (`weight_checks.py`). An engine that fails a check is sent the weights once
+  more. If it fails again, it is replaced.
+- No token reaches the store before its engine is verified for the token's version. Tokens that
+  engines generate meanwhile wait (`tracked_engine.py`). Engines that share the trainer's devices
+  are offloaded during verification instead.
+- A superseded trainer changes nothing for its successor, neither by a call that starts later
+  (`_session_of` checks every call) nor by a call that was running (`_check_current` checks after
+  each wait).
+- The trainer calls `checkpoint_finalized` only after the checkpoint's manifest exists.
 """
 
 import asyncio
@@ -52,24 +55,31 @@ _logger = logging.getLogger(__name__)
 
 
 _STORE_LOST = (
-    "{} was removed or replaced while the run writes it: trajectories since the last checkpoint "
-    "end with the rollout manager; end the run with Ctrl-C and resume it"
+    "{} was removed or replaced while the run writes to it; trajectories since the last checkpoint "
+    "are lost when the rollout manager exits. Stop the run with Ctrl-C and resume it."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class _PendingUpdate:
-    """An update between `end_update` and `verify_update`; `rests`: engines do so meanwhile."""
+    """A weight update between `end_update` and `verify_update`.
+
+    Attributes:
+        loaded: Engines that have loaded the version and passed the checks so far.
+        samples: Tokens that these engines sampled for verification.
+        offloaded: Whether the engines stay offloaded until the update is verified.
+    """
 
     version: PolicyVersion
-    holders: list[EngineClient]
+    loaded: list[EngineClient]
     samples: Sequence[ProbeSample] = ()
-    rests: bool = False
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class _Session:
-    """State from one `attach` to the next."""
+    """Objects that exist from one `attach` to the next: driver, store, prompts, recorder and
+    evaluations."""
 
     resume: ResumePoint
     store: TrajectoryStore
@@ -80,12 +90,16 @@ class _Session:
 
 
 def _superseded(lineage: int, by: int) -> ComponentFailure:
-    what = "has attached once more" if by == lineage else f"is superseded by that of lineage {by}"
+    what = "has attached again" if by == lineage else f"is superseded by that of lineage {by}"
     return ComponentFailure(f"the trainer of lineage {lineage} {what}")
 
 
 class RolloutManager:
-    """Owns the fleet for its whole life, and driver and store from one `attach` to the next."""
+    """Serves a trainer's calls for batches, weight updates, evaluations and checkpoints.
+
+    The manager owns the engine fleet for as long as it exists, and a driver and a store from one
+    `attach` to the next.
+    """
 
     def __init__(
         self,
@@ -98,7 +112,14 @@ class RolloutManager:
         events_directory: Path | None,
         environments: EnvironmentWorkers | None = None,
     ) -> None:
-        """`environments`: what episodes are played against; None where there is none."""
+        """Create a manager without running engines; `start` starts them.
+
+        Args:
+            launcher: Starts and stops the engine processes.
+            store_file: Path of the trajectory store.
+            events_directory: Folder for recordings of the scheduler's events; None to record none.
+            environments: Workers that run the environments; None if trajectories are not episodes.
+        """
         self._environments = environments
         self._config = config
         self._task = task
@@ -109,27 +130,35 @@ class RolloutManager:
         self._fleet = Fleet(config.engines, launcher)
         self._session: _Session | None = None
         self._attaching = asyncio.Lock()
-        self._addressed: set[str] = set()
-        self._holders: list[EngineClient] = []
+        self._receivers: set[str] = set()
+        self._loaded: list[EngineClient] = []
         self._suspects: set[str] = set()
-        self._why = "none is there"
+        self._last_reason = "there is no engine"
         self._checks = WeightChecks(config, self._probe_prompts)
         self._update: _PendingUpdate | None = None
         self._devices = SharedDevices(config.engines.placement == "colocated", self._ask)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start, attach and stop
 
     async def start(self) -> None:
-        """Start the engines. Raises ComponentFailure when one cannot start."""
+        """Start all inference engines and wait until they run.
+
+        Raises:
+            ComponentFailure: An engine cannot be started.
+        """
         await self._fleet.start()
 
     async def attach(self, resume: ResumePoint) -> None:
-        """A trainer begins at `resume`: open the store there, with a new scheduler.
+        """Start a session for a trainer that starts at `resume`: open the store there, with a new
+        driver and scheduler.
 
-        A trainer that comes back (restarted ranks) attaches again: what the store holds survives,
-        everything is rolled back to its checkpoint, and all engines count as stale. So does a
-        trainer whose manager was lost: it goes on with its own lineage, at the step it has reached.
-        Raises ComponentFailure for a trainer that is superseded already.
+        The session before is closed. A trainer whose ranks were restarted attaches again: the store
+        keeps its trajectories but is rolled back to the trainer's checkpoint, and all engines count
+        as stale. A trainer whose manager was lost attaches too, with its own lineage and at the
+        step it has reached.
+
+        Raises:
+            ComponentFailure: A trainer with a newer lineage is attached.
         """
         async with self._attaching:
             await self._attach(resume)
@@ -139,9 +168,10 @@ class RolloutManager:
             raise _superseded(resume.lineage, self._session.resume.lineage)
         try:
             await self._detach(lambda s: _superseded(s.resume.lineage, resume.lineage), leave=False)
-        except ComponentFailure as error:  # of the trainer before, who has been given it already
-            _logger.warning("the session before could not be closed: %s", error)
-        # On a thread: a large file takes seconds, in which engines want to be heard.
+        except ComponentFailure as error:  # the failure of the session before, reported already
+            _logger.warning("failed to close the previous session: %s", error)
+        # In a thread, because opening a large file takes seconds, and the event loop has to serve
+        # the engines meanwhile.
         store = await asyncio.to_thread(
             TrajectoryStore.open,
             self._store_file,
@@ -157,7 +187,8 @@ class RolloutManager:
         except BaseException:
             await store.close()
             raise
-        # Prompts that became groups after the checkpoint are in the store already.
+        # Groups that were added after the checkpoint are in the store already, so their prompts
+        # are not read again.
         prompts = TaskPrompts(
             self._task,
             self._config.task.difficulty,
@@ -190,7 +221,8 @@ class RolloutManager:
     async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.driver.background.fail(why(session))  # nothing will come for those that wait
+            # Callers that still wait for something of this session get this error.
+            session.driver.background.fail(why(session))
             try:
                 await session.driver.close(leave=leave)
             finally:
@@ -199,7 +231,7 @@ class RolloutManager:
                     session.recorder.close()
 
     async def stop(self) -> None:
-        """Keep every token, close the store, end the engines."""
+        """Close the current session and its store, keeping all tokens, and stop the engines."""
         async with self._attaching:
             stopped = ComponentFailure("the rollout manager was stopped")
             try:
@@ -218,9 +250,11 @@ class RolloutManager:
         return self._attached.driver
 
     def _session_of(self, lineage: int) -> _Session:
-        """Return the session that the calling trainer of `lineage` has attached.
+        """Return the session that the trainer of `lineage` has attached.
 
-        Raises ComponentFailure when it is superseded, NotAttached when it must attach first.
+        Raises:
+            ComponentFailure: A trainer with a newer lineage is attached.
+            NotAttached: No trainer of this lineage is attached.
         """
         session = self._session
         if session is None or session.resume.lineage < lineage:
@@ -229,13 +263,15 @@ class RolloutManager:
             raise _superseded(lineage, session.resume.lineage)
         return session
 
-    def _still(self, session: _Session) -> None:
-        """Check after a wait that `session` is not superseded. Raises ComponentFailure."""
+    def _check_current(self, session: _Session) -> None:
+        """Raise ComponentFailure if `session` is no longer the current session; call this after
+        each wait."""
         if self._attached is not session:
             raise _superseded(session.resume.lineage, self._attached.resume.lineage)
 
     def status(self) -> dict[str, Any]:
-        """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""
+        """Return queue sizes, counters and the failure, if any, for the progress display; {} before
+        `attach`."""
         if self._session is None:
             return {}
         failure = self._driver.background.failure
@@ -244,13 +280,21 @@ class RolloutManager:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, lineage: int) -> TokenBatch | None:
-        """The next batch, or None when stale engines want weights. Raises ComponentFailure."""
+        """Wait for the next batch and return it, or return None if stale engines need weights
+        first.
+
+        Engines that share the trainer's devices are offloaded before this returns.
+
+        Raises:
+            ComponentFailure: The rollout side has failed, no batch came within
+                `trainer.wait_for_batch_seconds`, or the trainer is superseded.
+        """
         session = self._session_of(lineage)
         driver, limit = session.driver, self._config.trainer.wait_for_batch_seconds
         batch = await driver.next_batch(limit)
-        self._still(session)
+        self._check_current(session)
         if batch is not None and self._devices.shared:
-            await driver.until_idle(limit)  # what was ended early is on its way out
+            await driver.until_idle(limit)  # aborted requests take a moment to end
         await self._devices.offload(driver.engines())
         if (lost := session.store.pop_lost_database()) is not None:
             driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
@@ -260,116 +304,143 @@ class RolloutManager:
         return replace(batch, extra_metrics={**batch.extra_metrics, **more})
 
     async def drop_batch(self, lineage: int, step: int, reason: str) -> None:
-        """The trainer could not use the batch of `step` (all its trajectories are dropped)."""
+        """Drop the batch of training step `step` with all its trajectories, because the trainer
+        could not use it."""
         self._session_of(lineage).driver.drop_batch(step, DropReason(reason))
 
     # ------------------------------------------------------------ weights
 
     async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
-        """Make engines ready for version `number`; returns those that must receive it."""
+        """Make engines ready to receive the weights of version `number`; return the addresses of
+        the engines that must receive them."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         await session.evaluations.suspend()
         engines = await session.driver.begin_update(version)
-        self._still(session)
-        if self._devices.shared:  # who gave its memory away has lost its weights
+        self._check_current(session)
+        # An engine that released its memory has lost its weights, so every engine receives them.
+        if self._devices.shared:
             engines = self._driver.engines()
             await self._devices.offload(engines)
             await self._devices.onload_weights(engines)
         elif self._config.schedule.weight_update == "boundary":
-            # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
-            # request that has just ended is still on its way out. This waits for that.
+            # No engine is paused in this mode. SGLang refuses an update that flushes its cache
+            # while a request that has just ended is not removed yet. This flush waits for that.
             await self._ask(engines, lambda engine: engine.flush_cache())
-            left = self._driver.engines()
-            engines = [engine for engine in engines if engine in left]
-        self._still(session)
-        self._addressed = {engine.engine_id for engine in engines}
+            remaining = self._driver.engines()
+            engines = [engine for engine in engines if engine in remaining]
+        self._check_current(session)
+        self._receivers = {engine.engine_id for engine in engines}
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 
     async def end_update(
         self, lineage: int, number: int, engine_ids: Sequence[str], verify: bool
     ) -> TokenBatch | None:
-        """The engines that hold version `number` now; they generate from here on.
+        """Let the engines that have loaded version `number` generate, and with `verify` return
+        tokens of theirs to be checked.
 
-        With `verify`, what each of them sampled, for the trainer to compute log-probs of, which
-        `verify_update` wants; None without. An engine that fails a check is stale again.
+        An engine that was to receive the weights and is not in `engine_ids` is taken out of
+        service. An engine that fails a check becomes stale again.
+
+        Args:
+            engine_ids: Engines to which the trainer has sent the weights.
+            verify: Whether to compare checksums and to sample tokens.
+
+        Returns:
+            Tokens that the engines sampled, packed as a batch. The trainer computes log-probs of
+            them and passes these to `verify_update`. None without `verify`, or if there are no
+            samples.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        for engine_id in self._addressed - set(engine_ids):
-            self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
+        for engine_id in self._receivers - set(engine_ids):
+            self._driver.engine_failed(engine_id, f"engine {engine_id} did not load {version}")
         self._driver.sent(version, engine_ids)
-        holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
+        loaded = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
         await self._devices.onload(self._driver.engines())
-        stale = [engine for engine in self._driver.stale_engines() if engine in holders]
-        # A trainer that died in the middle of an update has left them paused.
+        stale = [engine for engine in self._driver.stale_engines() if engine in loaded]
+        # If a trainer died during an update, its engines are still paused.
         await self._ask(stale, lambda engine: engine.resume())
-        # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
+        # The KV cache of an idle engine belongs to other weights (`kv: keep` does not flush it).
         await self._ask(stale, lambda engine: engine.flush_cache())
         if verify:
-            holders = self._passed(session, await self._checks.held(holders, version))
-        self._still(session)
+            loaded = self._handle_outcome(
+                session, await self._checks.check_checksums(loaded, version)
+            )
+        self._check_current(session)
         if not verify:
-            await self._go_on(session, holders, version)
-            self._driver.verified([engine.engine_id for engine in holders])
-            self._update = _PendingUpdate(version, holders)
+            await self._generate_or_quiesce(session, loaded, version)
+            self._driver.verified([engine.engine_id for engine in loaded])
+            self._update = _PendingUpdate(version, loaded)
             return None
-        sampling = asyncio.ensure_future(self._checks.sampled(holders, version))
+        sampling = asyncio.ensure_future(self._checks.sample_tokens(loaded, version))
         try:
-            await asyncio.sleep(0)  # the samples are asked for before anything else
-            if not self._devices.shared:  # there engines are offloaded until they are verified
-                await self._go_on(session, holders, version)
+            await asyncio.sleep(0)  # so that the samples are requested before anything else
+            # Engines on shared devices are offloaded until they are verified.
+            if not self._devices.shared:
+                await self._generate_or_quiesce(session, loaded, version)
             outcome, samples = await sampling
         finally:
             sampling.cancel()
-        holders = self._passed(session, outcome)
+        loaded = self._handle_outcome(session, outcome)
         await self._devices.offload(self._driver.engines(), keep_weights=True)
-        self._update = _PendingUpdate(version, holders, samples, rests=self._devices.shared)
+        self._update = _PendingUpdate(version, loaded, samples, offloaded=self._devices.shared)
         return packed(samples, self._config.sampling.temperature) if samples else None
 
-    async def _go_on(
-        self, session: _Session, holders: Sequence[EngineClient], version: PolicyVersion
+    async def _generate_or_quiesce(
+        self, session: _Session, loaded: Sequence[EngineClient], version: PolicyVersion
     ) -> None:
-        """Generation with `version`; after the last step nothing new is started."""
+        """Let engines generate with `version`, or start no more requests if that is the run's last
+        version."""
         if version.number < self._config.steps:
-            session.driver.end_update(version, [engine.engine_id for engine in holders])
+            session.driver.end_update(version, [engine.engine_id for engine in loaded])
         else:
             await session.driver.quiesce()
 
     async def verify_update(
         self, lineage: int, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        """Release what engines generated under version `number`, if they are right.
+        """Compare engines with the trainer for version `number`, accept the tokens of engines that
+        pass, and report the outcome.
 
-        `logprobs_T` are the trainer's of the batch that `end_update` returned, computed in
-        `float32` or with fewer bits; None where there was none. Raises ComponentFailure when no
-        engine is left after the last step.
+        After the last training step this also ends all generation.
+
+        Args:
+            logprobs_T: Trainer's log-probs of the batch that `end_update` returned; None if it
+                returned none.
+            float32: Whether the trainer computed the log-probs in float32.
+
+        Raises:
+            ComponentFailure: `end_update` was not called for this version, or after the last step
+                no engine has passed.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         update, self._update = self._update, None
         if update is None or update.version != version:
-            raise ComponentFailure(f"{version} was to be verified before its update had ended")
+            raise ComponentFailure(f"cannot verify {version}: end_update was not called for it")
         last = number >= self._config.steps
         await self._devices.onload(self._driver.engines())
-        outcome, metrics = self._checks.ratios(
-            update.holders, update.samples, logprobs_T, version, float32=float32
+        outcome, metrics = self._checks.check_ratios(
+            update.loaded, update.samples, logprobs_T, version, float32=float32
         )
-        holders = self._passed(session, outcome)
+        loaded = self._handle_outcome(session, outcome)
         if update.samples:
-            self._suspects.difference_update(engine.engine_id for engine in holders)
-        if update.rests:
-            await self._go_on(session, holders, version)
-        self._driver.verified([engine.engine_id for engine in holders])
+            self._suspects.difference_update(engine.engine_id for engine in loaded)
+        if update.offloaded:
+            await self._generate_or_quiesce(session, loaded, version)
+        self._driver.verified([engine.engine_id for engine in loaded])
         if last:
             await session.driver.end_generation()
-            await self._ask(holders, lambda engine: engine.flush_cache())
-        if last and not holders:
-            raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
-        self._holders = holders
-        due = session.evaluations.updated(version, held=bool(holders))
+            await self._ask(loaded, lambda engine: engine.flush_cache())
+        if last and not loaded:
+            raise ComponentFailure(
+                f"no engine has loaded the last version, {version}: {self._last_reason}"
+            )
+        self._loaded = loaded
+        due = session.evaluations.updated(version, loaded=bool(loaded))
         if last and not due:
             await self._devices.offload(self._driver.engines())
         return UpdateReport(
             metrics=metrics,
-            passed=len(holders) == len(self._addressed),
+            passed=len(loaded) == len(self._receivers),
             evaluation_due=due,
             evaluations=session.evaluations.take(),
             warnings=self._driver.statistics.take_warnings(),
@@ -378,34 +449,44 @@ class RolloutManager:
     async def _ask(
         self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Ask engines, all at once; one that fails is taken out of service."""
+        """Call `what` on all `engines` concurrently, and take each engine whose call fails out of
+        service."""
         session = self._attached
         await session.driver.ask(engines, what)
-        self._still(session)
+        self._check_current(session)
 
     def _probe_prompts(self) -> list[IntArray]:
         return [prompt.token_ids for prompt in self._task.train_prompts(0, PROMPTS)]
 
     async def evaluate(self, lineage: int, number: int) -> tuple[Evaluation, ...]:
-        """Evaluate version `number`, after the `verify_update` that found it due; with it,
-        those that have ended meanwhile.
+        """Evaluate version `number` and return the result, after those of other evaluations that
+        have finished meanwhile.
 
-        Raises ComponentFailure when no engine that holds it is left, or past the limit.
+        Call this when `verify_update` has reported that an evaluation is due.
+
+        Raises:
+            ComponentFailure: No engine that has loaded the version is in service, or the evaluation
+                failed or took too long.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        await session.evaluations.evaluate_blocking(version, self._holders)
-        self._still(session)
+        await session.evaluations.evaluate_blocking(version, self._loaded)
+        self._check_current(session)
         if number >= self._config.steps:
             await self._devices.offload(self._driver.engines())
         return session.evaluations.take()
 
-    def _passed(self, session: _Session, outcome: CheckOutcome) -> list[EngineClient]:
-        """Return engines that passed a check. Others are sent the weights again, then replaced."""
-        self._still(session)
+    def _handle_outcome(self, session: _Session, outcome: CheckOutcome) -> list[EngineClient]:
+        """Return the engines that passed a check; take engines that did not reply out of service,
+        and mark engines with wrong weights as stale.
+
+        A stale engine is sent the weights again. If its weights are wrong a second time, it is
+        taken out of service.
+        """
+        self._check_current(session)
         for engine_id, why in outcome.failed.items():
             self._driver.engine_failed(engine_id, why)
         for engine_id, why in outcome.wrong.items():
-            self._why = why
+            self._last_reason = why
             if engine_id in self._suspects:
                 self._suspects.discard(engine_id)
                 self._driver.engine_failed(engine_id, f"{why}, twice")
@@ -417,19 +498,26 @@ class RolloutManager:
     # ------------------------------------------------------------ checkpoints
 
     async def position(self, lineage: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the rollout side (`ResumePoint` is made from it).
+        """Make the store durable and return its position, for a checkpoint (a later `ResumePoint`
+        contains it).
 
-        The trainer is about to hold all of its memory: engines that share it are offloaded.
+        Engines that share the trainer's devices are offloaded first, because the trainer is about
+        to use all of its memory.
         """
         session = self._session_of(lineage)
         await self._devices.offload(session.driver.engines())
         position = await session.store.sync(durable=True)
         session.store.replicate()
-        self._still(session)
+        self._check_current(session)
         return {"store_position": position}
 
     async def checkpoint_finalized(
         self, lineage: int, step: int, kept: Sequence[PolicyVersion]
     ) -> None:
-        """The manifest of `step` exists; `kept` can still be restored."""
+        """Tell the store that the checkpoint of `step` is finalized, so that it may remove
+        trajectories that no checkpoint needs.
+
+        Args:
+            kept: Versions of the checkpoints that can still be restored.
+        """
         await self._session_of(lineage).store.checkpoint_finalized(step, kept)

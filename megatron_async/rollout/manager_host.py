@@ -1,8 +1,8 @@
-"""The rollout manager in a process of its own, which the place starts again when it dies.
+"""Runs the rollout manager in a separate process, which the process backend restarts if it dies.
 
 Invariants
-- A manager that was started again has the same arguments. Engines and scorers are owned by their
-  manager and end with it; the new one starts its own, and has no trainer attached.
+- A restarted manager gets the same arguments. Engines and scorers belong to their manager and end
+  with it. The restarted manager starts its own engines and scorers, and has no trainer attached.
 """
 
 import asyncio
@@ -28,13 +28,15 @@ def _task_of(config: RunConfig) -> Task:
 
     task = build_task(config.task, config.model.path, config.eval, has_episodes=config.has_episodes)
     longest = max_sequence_tokens(config)
-    if config.task.long_prompts == "filter" and longest is not None:  # as the start has counted
+    # The launcher has counted the prompts with the same filter.
+    if config.task.long_prompts == "filter" and longest is not None:
         task.check_lengths(longest, config.sampling.max_new_tokens)
     return task
 
 
 class ManagerHost:
-    """`RolloutManager`, with its engines, started by the first call; others wait for it."""
+    """Process that owns one `RolloutManager` and its engines; the first call starts them, and other
+    calls wait for that."""
 
     def __init__(self, config_yaml: str, run_directory: str, backend_address: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,7 +44,7 @@ class ManagerHost:
         self._manager: RolloutManager | None = None
         self._starting: asyncio.Task[None] | None = None
 
-    def _begin(self) -> asyncio.Task[None]:
+    def _ensure_started(self) -> asyncio.Task[None]:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return self._starting
@@ -60,7 +62,7 @@ class ManagerHost:
         directory = RunDirectory(Path(run_directory))
         backend = connect_backend(backend_address, directory.logs)
         engines = HostedEngines(config, directory.logs, backend)
-        engines.begin()  # beside all that is imported from here on
+        engines.begin()  # engines start while the modules below are imported
         task = await asyncio.to_thread(_task_of, config)
 
         from megatron_async.environments.workers import EnvironmentWorkers
@@ -86,18 +88,24 @@ class ManagerHost:
         tune_gc()
 
     async def on_manager(self, call: MethodCall) -> Any:
-        """Make a call of the manager, once it has started."""
+        """Start the rollout manager if needed, wait until it has started, then make a call of it
+        and return the result."""
         with translating_disk_errors():
-            await asyncio.shield(self._begin())  # bounded: every engine's start is
+            # This wait is bounded, because the start of every engine has a time limit.
+            await asyncio.shield(self._ensure_started())
             return await call.on(self._manager)
 
     async def status(self) -> dict[str, Any]:
-        """The manager's status; empty until it has started. Raises what its start raised."""
-        if self._begin().done():
+        """Return the rollout manager's status for display; start the manager if needed, and return
+        {} while it starts.
+
+        If the start has failed, raise the error of the start.
+        """
+        if self._ensure_started().done():
             with translating_disk_errors():
-                self._begin().result()
+                self._ensure_started().result()
         return {} if self._manager is None else self._manager.status()
 
     async def stop(self) -> None:
-        """Stop the manager, once it has started."""
+        """Stop the rollout manager, after waiting until it has started."""
         await self.on_manager(recorded(lambda manager: manager.stop()))

@@ -1,6 +1,7 @@
-"""Messages between a trainer and the rollout manager: where a run resumes, what an update brought.
+"""Provides the values that a trainer and the rollout manager exchange: where a run resumes, and the
+outcome of a weight update.
 
-Plain values: a trainer rank reads them without the rollout side's packages.
+The module imports nothing of the rollout side at run time, so that a trainer rank can use it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ if TYPE_CHECKING:
 
 
 class NotAttached(ComponentFailure):
-    """This trainer must attach: a manager that was started again has forgotten the one it had."""
+    """Error for a call of a trainer that must attach first, for instance because the rollout
+    manager was restarted and no longer knows it."""
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update, and whether the trainer must ask for its evaluation now.
+    """Outcome of a verified weight update, and whether the trainer must request an evaluation now.
 
-    `metrics`: how far log-probs were from the trainer's, of an update that was compared.
-    `passed`: every engine that was sent the weights, none was left out or is sent them again.
-    `evaluations`: those beside training that have ended since the update before.
-    `warnings`: (name, message) of what the rollout side has reported since the update before.
+    Attributes:
+        metrics: Differences between the engines' and the trainer's log-probs; empty if they were
+            not compared.
+        passed: Whether every engine that should receive the weights has loaded them and passed its
+            checks.
+        evaluation_due: Whether the trainer must request an evaluation and wait for it.
+        evaluations: Evaluations concurrent with training that have finished since the last report.
+        warnings: (name, message) of each warning of the rollout side since the last report.
     """
 
     metrics: Mapping[str, float]
@@ -38,9 +44,15 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint, if any, from which a run goes on along a lineage of its own.
+    """Checkpoint, if any, from which a run resumes on a new lineage (session of a run, numbered by
+    its resumes).
 
-    `parent` is the lineage that wrote the checkpoint, `store_position` where the store stood then.
+    Attributes:
+        lineage: Number of the new lineage.
+        step: Training step at which the run resumes; 0 for a new run.
+        parent: Number of the lineage that wrote the checkpoint; None without a checkpoint.
+        store_position: Number of transactions in the store when the checkpoint was written; None
+            without a checkpoint.
     """
 
     lineage: int = 0

@@ -1,10 +1,11 @@
-"""Liveness of engines: load reports, silence, and the question after a failure.
+"""Checks that engines are alive: polls their load, measures their silence, and asks an engine for
+its version after a failure.
 
 Invariants
-- An engine is given up on evidence about the engine (`engine_health.py`): it does not answer (asked
-  twice), it answers nothing or no load report that can be read for `engines.hang_timeout_seconds`,
-  or it makes no token for that long although it has requests.
-- Restarts are the fleet's business.
+- An engine is taken out of service only on evidence about the engine (`engine_health.py`): it does
+  not reply (two calls in a row fail); for `engines.hang_timeout_seconds` it replies to no poll or
+  sends no readable load report; or it makes no token for that long although it has requests.
+- The monitor never restarts an engine; the fleet does.
 """
 
 import asyncio
@@ -23,9 +24,12 @@ _ASK_AGAIN_SECONDS = 0.5
 
 @dataclass(frozen=True, eq=False)
 class EngineMonitor:
-    """Watches the engines of one driver: its `slots`, by engine id.
+    """Watches the engines of one driver and reports the engines that must be taken out of service.
 
-    `feed` gets events for the scheduler, `failed` the id of an engine to give up, and the reason.
+    Attributes:
+        tracked_engines: State of each engine, by engine id.
+        feed: Function that passes an event to the scheduler.
+        failed: Function that takes an engine out of service; gets the engine id and the reason.
     """
 
     settings: EngineConfig
@@ -34,24 +38,29 @@ class EngineMonitor:
     feed: Callable[[ev.Event], None]
     failed: Callable[[str, str], None]
 
-    async def look(self) -> list[TrackedEngine]:
-        """Ask the engines that serve for their load; returns those that answer and work."""
+    async def poll(self) -> list[TrackedEngine]:
+        """Poll the load of all serving engines concurrently; return the engines that reply and make
+        progress.
+
+        Engines that do not reply or make no progress for too long are taken out of service.
+        """
         up = [
             tracked
             for tracked in self.tracked_engines.values()
             if tracked.up and not tracked.health.suspended
         ]
-        found = await asyncio.gather(*map(self._works, up))
+        found = await asyncio.gather(*map(self._poll_engine, up))
         return [tracked for tracked, works in zip(up, found, strict=True) if works]
 
     def close(self) -> None:
-        """No question that is under way has an effect any more."""
+        """Cancel all liveness checks that are running."""
         for tracked in self.tracked_engines.values():
             if tracked.check is not None:
                 tracked.check.cancel()
 
     def give_up(self, tracked: TrackedEngine, why: str) -> None:
-        """Take the engine of this slot out of service, unless that has been done."""
+        """Take an engine out of service for the reason `why`, unless it has been taken out
+        already."""
         if self._serves(tracked):
             self.failed(tracked.engine_id, why)
 
@@ -59,15 +68,19 @@ class EngineMonitor:
         return self.tracked_engines.get(tracked.engine_id) is tracked
 
     async def suspect(self, tracked: TrackedEngine, why: str) -> None:
-        """Something failed on it: give it up if it does not answer. One question for all."""
+        """Check whether an engine on which something failed still replies, and take it out of
+        service if it does not.
+
+        Concurrent calls for one engine share one check.
+        """
         if not self._serves(tracked):
             return
         if tracked.check is None or tracked.check.done():
-            tracked.check = asyncio.get_running_loop().create_task(self._ask(tracked, why))
+            tracked.check = asyncio.get_running_loop().create_task(self._check_reply(tracked, why))
         await asyncio.shield(tracked.check)
 
-    async def _ask(self, tracked: TrackedEngine, why: str) -> None:
-        asked = tracked.clock()
+    async def _check_reply(self, tracked: TrackedEngine, why: str) -> None:
+        started = tracked.clock()
         for pause in (_ASK_AGAIN_SECONDS, 0.0):
             try:
                 await tracked.client.version()
@@ -75,25 +88,25 @@ class EngineMonitor:
                 answer = str(error)
                 await asyncio.sleep(pause)
             else:
-                self.statistics.warned("engine_suspect", f"{why}; but it answers")
+                self.statistics.warned("engine_suspect", f"{why}; but the engine replies")
                 return
-        if not tracked.health.suspended_since(asked):
-            self.give_up(tracked, why if answer in why else f"{why}; and then: {answer}")
+        if not tracked.health.suspended_since(started):
+            self.give_up(tracked, why if answer in why else f"{why}; afterward: {answer}")
 
-    async def _works(self, tracked: TrackedEngine) -> bool:
+    async def _poll_engine(self, tracked: TrackedEngine) -> bool:
         engine_id, patience = tracked.engine_id, self.settings.hang_timeout_seconds
-        asked = tracked.clock()
+        started = tracked.clock()
         try:
             async with AwakeTimeout(patience):
                 status = await tracked.client.status()
         except TimeoutError:
-            if not tracked.health.suspended_since(asked):
-                self.give_up(tracked, f"engine {engine_id} did not answer for {patience:g} s")
+            if not tracked.health.suspended_since(started):
+                self.give_up(tracked, f"engine {engine_id} did not reply for {patience:g} s")
             return False
         except EngineError as error:
             tracked.health.queue(None, tracked.clock())
             await self.suspect(tracked, str(error))
-            return self._goes_on(tracked)
+            return self._check_progress(tracked)
         if not self._serves(tracked):
             return False
         seen, tracked.preemptions_seen = tracked.preemptions_seen, status.preemptions_total
@@ -101,16 +114,17 @@ class EngineMonitor:
         self.statistics.loaded(engine_id, status.kv_usage, preemptions)
         self.feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
         tracked.health.queue(status.queued_requests, tracked.clock())
-        return self._goes_on(tracked)
+        return self._check_progress(tracked)
 
-    def _goes_on(self, tracked: TrackedEngine) -> bool:
-        """Give up an engine that has made no token, or reported nothing, for too long."""
+    def _check_progress(self, tracked: TrackedEngine) -> bool:
+        """Take an engine out of service if it made no token or sent no readable load report for too
+        long; return whether it still serves."""
         patience, now = self.settings.hang_timeout_seconds, tracked.clock()
         silent, unreported = tracked.health.silence(now), tracked.health.unreported(now)
         if max(silent, unreported) <= patience:
             return self._serves(tracked)
         why = f"made no token for {silent:.0f} s, with {tracked.health.requests} requests"
         if silent <= patience:
-            why = f"sent no load report that can be read for {unreported:.0f} s"
+            why = f"sent no readable load report for {unreported:.0f} s"
         self.give_up(tracked, f"engine {tracked.engine_id} {why}")
         return False

@@ -1,16 +1,16 @@
-"""Samples by which an engine is verified: tokens of its own, as the run samples them.
+"""Samples tokens from an engine to verify its weights after an update, as the run samples them.
 
-After an update each engine continues a few prompts of the task, by the same endpoint and with the
-same sampling settings as any trajectory, and the trainer computes the log-probs of what came. A
-ratio of 1 there shows weights, sampling and log-probs at once.
+After an update each engine continues a few prompts of the task, through the same endpoint and with
+the same sampling settings as any trajectory. The trainer then computes log-probs of the sampled
+tokens. A ratio of 1 between the two shows that weights, sampling and log-probs are all right.
 
 Invariants
-- Every engine is asked for the same number of tokens, whatever the model would end at.
-- The requests go before those that wait in the engine: a full engine is verified as soon as a
-  request leaves it.
-- Its limit is one of silence: an engine that is slow, and goes on, is not at fault.
-- A stream that breaks off is asked for again: as for any request, one is no evidence about its
-  engine.
+- Every engine samples the same number of tokens, even if the model would end its response earlier.
+- The requests precede those that wait in the engine's queue, so a full engine is verified as soon
+  as one of its requests ends.
+- The time limit is a limit on silence: an engine that is slow but makes tokens is not at fault.
+- A request whose stream breaks off is sent again, because a single broken stream is no evidence
+  about its engine.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from megatron_async.trajectory.types import (
 from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
-# Tokens that each engine samples for one check, over all prompts. The mean error of a dozen tokens
-# of each prompt shows wrong weights, and generation waits for few steps.
+# Number of tokens that each engine samples for one check, over all prompts. A dozen tokens of each
+# prompt suffice for a mean error that shows wrong weights, and take only a few decoding steps.
 TOKENS = 48
 _PROMPT_TOKENS = 256
 _ANY_TOKEN = np.zeros(1, np.int32)
@@ -52,7 +52,8 @@ _TRIES = 3
 
 @dataclass(frozen=True, eq=False)
 class ProbeSample:
-    """A continuation by one engine, with its log-probs."""
+    """Tokens with which one engine continued one prompt, and the engine's log-probs of these
+    tokens."""
 
     engine_id: str
     prompt_ids: IntArray
@@ -61,9 +62,10 @@ class ProbeSample:
 
 
 def probe_prompts(prompts: Sequence[IntArray]) -> list[IntArray]:
-    """The beginnings of these prompts: long enough to be real, short enough for any context.
+    """Cut each prompt to its first 256 tokens; replace an empty prompt by one arbitrary token.
 
-    Of an episode, whose prompt has no tokens before its environment has begun, any token.
+    That is long enough to be realistic and short enough for any context. The prompt of an episode
+    is empty, because it has no tokens before its environment has started.
     """
     beginnings = (np.asarray(ids[:_PROMPT_TOKENS], dtype=np.int32) for ids in prompts)
     return [ids if len(ids) else _ANY_TOKEN for ids in beginnings]
@@ -77,11 +79,15 @@ async def sample(
     tokens: int,
     timeout_seconds: float,
 ) -> list[ProbeSample]:
-    """Sample at least `tokens` tokens in all, spread over the prompts.
+    """Have an engine continue the prompts by at least `tokens` tokens in total; return the
+    continuations.
 
-    Raises EngineError, also when none comes for `timeout_seconds`.
+    A prompt that the engine refuses as invalid is left out, because the refusal is no evidence
+    about the engine.
 
-    A prompt that the engine refuses as invalid is left out: that is no evidence about the engine.
+    Raises:
+        EngineError: The engine makes no token for `timeout_seconds`, refuses every prompt, fails
+            three times on one prompt, or generates with another version than `version`.
     """
     each = -(-tokens // len(prompts))
     requests = [
@@ -97,7 +103,9 @@ async def sample(
     ]
     try:
         async with AwakeTimeout(timeout_seconds) as limit:
-            found = await asyncio.gather(*(_continued(engine, r, version, limit) for r in requests))
+            found = await asyncio.gather(
+                *(_continue_prompt(engine, r, version, limit) for r in requests)
+            )
     except TimeoutError as error:
         silent = f"generated nothing for {timeout_seconds:g} s in the check of {version}"
         raise EngineError(f"engine {engine.engine_id} {silent}") from error
@@ -109,7 +117,7 @@ async def sample(
     return samples
 
 
-async def _continued(
+async def _continue_prompt(
     engine: EngineClient, request: GenerationRequest, version: PolicyVersion, limit: AwakeTimeout
 ) -> ProbeSample | RequestRefused:
     for tries in range(1, _TRIES + 1):
@@ -143,7 +151,8 @@ async def _continued(
 
 
 def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
-    """Pack a sequence for each sample, in order, for the trainer to compute log-probs."""
+    """Pack the samples, one sequence each and in order, into a batch for which the trainer can
+    compute log-probs."""
     version = PolicyVersion(0, 0)
     trajectories = tuple(
         Trajectory(
@@ -160,7 +169,12 @@ def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
 
 
 def errors(samples: Sequence[ProbeSample], logprobs_T: FloatArray) -> dict[str, RatioError]:
-    """Errors by engine; `logprobs_T` are the trainer's of `packed`, [T]."""
+    """Compare the engines' log-probs of their sampled tokens with the trainer's; return the errors
+    by engine id.
+
+    Args:
+        logprobs_T: Trainer's log-probs of the batch from `packed(samples)`, [T].
+    """
     engines: dict[str, list[FloatArray]] = {}
     trainer: dict[str, list[FloatArray]] = {}
     end = 0

@@ -1,11 +1,11 @@
-"""Training prompts in order, some of them passed over by how often they were answered right.
+"""Provides training prompts in order, and skips some of them by how often they were answered right.
 
 Invariants
-- Without pools, group n is prompt n of the task's order.
+- Without pools (`task.difficulty.pools`), group n gets prompt n in the task's order.
 - With pools, `difficulty.jsonl` has a line for each group (the position of its prompt) and for each
-  score (its prompt, and whether it was right). What is asked at a position depends on the scores
-  before and on nothing else; a restored run goes on after the position of its last group.
-- A prompt is asked at the latest after `_MAX_SKIPPED` others, whatever its pool.
+  score (its prompt, and whether the response was right). Which prompt is used at a position depends
+  only on the scores before it. A restored run continues after the position of its last group.
+- A prompt is used after at most `_MAX_SKIPPED` skipped prompts, whatever its pool.
 """
 
 import json
@@ -21,39 +21,51 @@ _HASH_RANGE = 1 << 64
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """A name of the prompt that depends on its tokens only; of an episode's, on its row."""
+    """Return an identifier of a prompt that depends only on its tokens, or on its row if it has no
+    tokens.
+
+    The prompt of an episode has no tokens.
+    """
     text = prompt.token_ids.tobytes().hex() or json.dumps(prompt.payload, sort_keys=True)
     return f"{stable_hash('prompt', text):016x}"
 
 
 class PassRates:
-    """Attempts and right responses of each prompt, and the pool that follows."""
+    """Number of scored and of right responses for each prompt, and the difficulty pool that follows
+    from them."""
 
     def __init__(self, config: DifficultyConfig) -> None:
         self._config = config
         self._tally: dict[str, tuple[int, int]] = {}
 
     def add(self, key: str, right: bool) -> None:
-        """Count a scored response."""
+        """Count one scored response to the prompt with this key; `right` says whether it was
+        right."""
         attempts, solved = self._tally.get(key, (0, 0))
         self._tally[key] = attempts + 1, solved + right
 
     def pool(self, key: str) -> int | None:
-        """The number of the prompt's pool; None before it has one."""
+        """Return the index of a prompt's difficulty pool; None while it has fewer than
+        `min_attempts` scored responses."""
         attempts, solved = self._tally.get(key, (0, 0))
         if attempts < self._config.min_attempts:
             return None
         rate = solved / attempts
         return next(i for i, pool in enumerate(self._config.pools) if rate <= pool.up_to)
 
-    def asked(self, key: str, position: int) -> bool:
-        """True when the prompt is asked in its turn at `position`."""
+    def is_used(self, key: str, position: int) -> bool:
+        """Return whether the prompt that comes at `position` is used there rather than skipped.
+
+        The decision is pseudorandom, with the pool's `share` as probability; a prompt without a
+        pool is always used.
+        """
         pool = self.pool(key)
         share = 1.0 if pool is None else self._config.pools[pool].share
         return stable_hash("turn", key, position) < share * _HASH_RANGE
 
     def metrics(self) -> dict[str, float]:
-        """Prompts that have a pool, their mean pass rate, and the share in each pool."""
+        """Return metrics of the prompts that have a pool: their number, mean pass rate, and the
+        share in each pool."""
         pools = [pool for key in self._tally if (pool := self.pool(key)) is not None]
         if not pools:
             return {}
@@ -66,11 +78,12 @@ class PassRates:
 
 
 class TaskPrompts:
-    """The prompts of `task` after the first `groups`.
+    """Training prompts of `task` in order, from the prompt of group number `groups` on.
 
     Args:
-        file: where positions and scores are kept; it is made only where there are pools.
-        solved_at: reward from which on a response counts as right.
+        file: File for positions and scores; it is created only if there are pools.
+        groups: Number of groups that exist already.
+        solved_at: Reward from which on a response counts as right.
     """
 
     def __init__(
@@ -97,16 +110,19 @@ class TaskPrompts:
                         last = group, position
                 case {"prompt": str(key), "right": bool(right)}:
                     self._rates.add(key, right)
-        if last is not None:  # groups without a line came before there were pools
+        # Groups without a line were added before pools were configured: one prompt each, in order.
+        if last is not None:
             self._position = last[1] + self._group - last[0]
 
     @property
-    def in_epoch(self) -> int | None:
-        """Return the number of training problems; None: they have no end."""
+    def epoch_size(self) -> int | None:
+        """Number of training problems in one epoch; None if the task generates problems
+        endlessly."""
         return self._task.counts(0)[0]
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts; fewer when the source is exhausted."""
+        """Return the next `count` prompts, without skipped prompts; fewer if the task has no
+        more."""
         if self._file is None:
             prompts = self._task.train_prompts(self._position, count)
             self._position += len(prompts)
@@ -119,8 +135,8 @@ class TaskPrompts:
         for skipped in range(_MAX_SKIPPED + 1):
             (prompt,) = self._task.train_prompts(self._position, 1)
             self._position += 1
-            asked = self._rates.asked(prompt_key(prompt), self._position - 1)
-            if asked or skipped == _MAX_SKIPPED:
+            used = self._rates.is_used(prompt_key(prompt), self._position - 1)
+            if used or skipped == _MAX_SKIPPED:
                 break
             self._skipped += 1
         file.write(f'{{"group": {self._group}, "position": {self._position - 1}}}\n')
@@ -128,7 +144,11 @@ class TaskPrompts:
         return prompt
 
     def scored(self, prompt: Prompt, reward: float | None) -> None:
-        """Count a score of a response to `prompt`, unless the scorer failed."""
+        """Count the reward of a response to `prompt` in the prompt's pass rate, and record it in
+        the file.
+
+        Nothing is counted without pools, or if `reward` is None because the scorer failed.
+        """
         if self._file is None or reward is None:
             return
         key, right = prompt_key(prompt), reward >= self._solved_at
@@ -136,13 +156,14 @@ class TaskPrompts:
         self._file.write(f'{{"prompt": "{key}", "right": {str(right).lower()}}}\n')
 
     def take_metrics(self) -> dict[str, float]:
-        """Pass rates, and the prompts passed over since the last call; nothing without pools."""
+        """Return the metrics of pass rates, and the number of prompts skipped since the last call;
+        {} without pools."""
         if self._file is None:
             return {}
         skipped, self._skipped = self._skipped, 0
         return {"difficulty/skipped": float(skipped), **self._rates.metrics()}
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered lines to the file of positions and scores, and close the file."""
         if self._file is not None:
             self._file.close()

@@ -1,19 +1,23 @@
-"""Responses of the policy: what is wanted, one request toward it, and requests to its end.
+"""Generates responses of the policy, each by as many generation requests as it needs, on the
+engines that serve at the moment.
 
-Every token of a response comes through `read`, whether it is trained, evaluated or taught: training
-makes one request at a time, as the scheduler submits them; `respond` makes as many as it takes.
+Every token of a response passes through `read`, whether it is trained on, evaluated or sampled from
+a teacher. In training the scheduler submits one request at a time; `respond` makes as many requests
+as a response needs.
 
 Invariants
-- A request asks for what its response lacks: its input is the prompt and every token so far, its
-  limit what is left (`Wanted.request`).
-- What ends a response can be seen by its tokens (`Wanted.end`). An engine reports it with the last
-  one, but the report is lost when the request is cut off just then, and a request for what follows
-  would be answered with tokens behind the end.
-- A chunk is taken before the next one is read, and a stream is closed when `read` returns: the
-  response may go on elsewhere at once.
-- At most `slots` requests run on an engine of `EnginePool` at once, and none between the end of
-  `hold` and `release`: weights never change under one. Responses that have begun go first.
-- An engine that fails costs no response before `_TRIES` failures of that response.
+- A request asks only for what its response lacks: its input is the prompt and every token so far,
+  and its limit is the number of tokens that remain (`ResponseSpec.request`).
+- Whether a response is complete can be seen from its tokens (`ResponseSpec.end`). An engine reports
+  the end with the last token, but the report is lost if the request is cut off at that moment. A
+  further request would then return tokens after the end.
+- A chunk is processed before the next chunk is read, and a stream is closed when `read` returns, so
+  that the response may be resumed on another engine at once.
+- At most `slots` requests run on one engine of an `EnginePool` at once, and no request runs between
+  the return of `suspend` and the call of `release`. Weights therefore never change during a
+  request. Responses that have been started get an engine before new ones.
+- An engine that fails costs no response, unless requests of the response have failed `_TRIES`
+  times.
 """
 
 import asyncio
@@ -43,9 +47,13 @@ _END_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class ResponseSpec:
-    """Sampling and end of a response that is asked for.
+    """Sampling settings of a response and the conditions that end it.
 
-    `exact`: it has just `limit` tokens, whatever the model would end at.
+    Attributes:
+        limit: Maximum number of tokens.
+        stop_token_ids: Tokens that end the response.
+        exact: Whether the response gets exactly `limit` tokens, even if the model would end it
+            earlier.
     """
 
     sampling: SamplingConfig
@@ -54,9 +62,10 @@ class ResponseSpec:
     exact: bool = False
 
     def end(self, length: int, last: int | None) -> FinishReason | None:
-        """Return why a response of `length` tokens is complete; None: it can go on.
+        """Return why a response of `length` tokens is complete, or None if it is not complete.
 
-        `last` is its last token if the policy made it.
+        Args:
+            last: Last token of the response; None if the policy did not make it.
         """
         if last in self.stop_token_ids and not self.exact:
             return FinishReason.STOP
@@ -65,7 +74,8 @@ class ResponseSpec:
     def request(
         self, name: str, prompt_ids: IntArray, *response_ids: IntArray | Sequence[int]
     ) -> GenerationRequest:
-        """Return the request for what follows the parts of a response that are there."""
+        """Return the request that continues a prompt and the existing parts of its response up to
+        the limit."""
         input_ids = np.concatenate([prompt_ids, *response_ids]).astype(np.int32)
         left = self.limit - (len(input_ids) - len(prompt_ids))
         return GenerationRequest(
@@ -78,9 +88,17 @@ async def read(
     request: GenerationRequest,
     take: Callable[[TokenChunk], Awaitable[bool]],
 ) -> StreamEnd | None:
-    """Read a request's stream; `take` gets each chunk, and returns whether to go on.
+    """Run a generation request on an engine and pass each chunk of tokens to `take`; return how the
+    stream ended.
 
-    Returns how the stream ended; None where `take` wanted no more before. Raises EngineError.
+    Args:
+        take: Function that processes a chunk and returns whether to continue reading.
+
+    Returns:
+        The stream's end; None if `take` stopped the reading before.
+
+    Raises:
+        EngineError: The engine failed or refused the request.
     """
     end = None
     async with aclosing(engine.generate(request)) as chunks:
@@ -94,7 +112,12 @@ async def read(
 
 @dataclass
 class ResponseTokens:
-    """Tokens of a response so far, how many of them each version made, and its end."""
+    """Tokens of a response so far, their log-probs, and why the response ended.
+
+    Attributes:
+        versions: Number of tokens that each policy version has made.
+        end: Why the response is complete; None while it is not.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -102,7 +125,8 @@ class ResponseTokens:
     end: FinishReason | None = None
 
     async def take(self, chunk: TokenChunk) -> bool:
-        """Add a chunk."""
+        """Append a chunk of tokens to this response and record its end; return True, so that
+        reading continues."""
         if len(chunk.token_ids):
             self.token_ids += chunk.token_ids.tolist()
             self.logprobs += chunk.logprobs.tolist()
@@ -115,18 +139,23 @@ class ResponseTokens:
 async def respond(
     wanted: ResponseSpec, prompt_ids: IntArray, name: str, engines: "EnginePool"
 ) -> ResponseTokens | None:
-    """Generate a whole response, by as many requests as it takes; None: engines refuse the prompt.
+    """Generate a complete response to a prompt, with as many requests as needed; return None if
+    engines refuse the prompt.
 
-    `name` is unique among the responses under way. Raises EngineError.
+    Args:
+        name: Prefix of the request ids, unique among the responses being generated.
+
+    Raises:
+        EngineError: Requests of this response failed `_TRIES` times.
     """
     response, requests, failures = ResponseTokens(), 0, 0
     while response.end is None:
-        # The terminator keeps any name from being a prefix of another.
+        # With the final ";" no request id is a prefix of another.
         request = wanted.request(f"{name}.{requests};", prompt_ids, response.token_ids)
         try:
-            async with engines.turn(request.request_id, resumes=requests > 0) as engine:
+            async with engines.reserve(request.request_id, resumes=requests > 0) as engine:
                 ended = await read(engine, request, response.take)
-                if ended == "abort" and not engines.held:
+                if ended == "abort" and not engines.suspended:
                     raise EngineError(f"engine {engine.engine_id} aborted request {name}")
         except RequestRefused:
             return None
@@ -142,7 +171,14 @@ async def respond(
 
 
 class EnginePool:
-    """Engines, whichever serve just then, that generate responses beside those of the rollouts."""
+    """Assigns a serving engine to each request that is made in addition to the rollouts, for
+    instance by an evaluation.
+
+    The pool can be suspended: its requests are then aborted and none is started.
+
+    Attributes:
+        slots: Maximum number of requests of this pool on one engine at once.
+    """
 
     def __init__(
         self,
@@ -150,30 +186,41 @@ class EnginePool:
         slots: int = IN_FLIGHT_PER_ENGINE,
         failed: Callable[[EngineClient, EngineError], Awaitable[None]] | None = None,
     ) -> None:
-        """`serving`: those that may be asked now; `failed` is called with one that has failed."""
+        """Create a pool that lets requests run.
+
+        Args:
+            serving: Function that returns the engines that may be used now.
+            failed: Function that is called with an engine and the error after a request failed on
+                it; None to call nothing.
+        """
         self.slots = slots
         self._serving = serving
         self._when_failed = failed
         self._load: Counter[str] = Counter()
         self._running: dict[str, tuple[EngineClient, asyncio.Timeout]] = {}
-        self._open = asyncio.Event()
-        self._open.set()
+        self._released = asyncio.Event()
+        self._released.set()
         self._queue = asyncio.Lock()
         self._resuming = 0
 
     @property
-    def held(self) -> bool:
-        """Return whether requests are ended, and none begins."""
-        return not self._open.is_set()
+    def suspended(self) -> bool:
+        """Whether this pool is suspended: running requests are aborted and none is started."""
+        return not self._released.is_set()
 
     async def failed(self, engine: EngineClient, error: EngineError) -> None:
-        """Report an engine on which a request has failed."""
+        """Report an engine on which a request failed to the function that was passed to the
+        constructor."""
         if self._when_failed is not None:
             await self._when_failed(engine, error)
 
     async def suspend(self) -> None:
-        """Returns when no request runs. One that an engine does not end is read no further."""
-        self._open.clear()
+        """Abort all running requests of this pool, wait until none runs, and start no request until
+        `release` is called.
+
+        A stream that its engine does not end within `_END_SECONDS` is no longer read.
+        """
+        self._released.clear()
         running = list(self._running.items())
         end = asyncio.get_running_loop().time() + _END_SECONDS
         for _, (_, limit) in running:
@@ -182,18 +229,26 @@ class EnginePool:
             try:
                 await engine.abort([name for name, (its, _) in running if its is engine])
             except EngineError:
-                continue  # its streams report it
+                continue  # the streams of this engine raise the error too
         while self._running:
             await asyncio.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Let requests run again."""
-        self._open.set()
+        """Let requests of this pool run again after `suspend`."""
+        self._released.set()
 
     @asynccontextmanager
-    async def turn(self, name: str, *, resumes: bool) -> AsyncIterator[EngineClient]:
-        """An engine with a free slot, for the request of this name. Raises EngineError."""
-        engine = await self._free(resumes=resumes)
+    async def reserve(self, name: str, *, resumes: bool) -> AsyncIterator[EngineClient]:
+        """Wait for an engine with a free slot and reserve the slot for the request `name` during
+        this block.
+
+        Args:
+            resumes: Whether the request continues a response; such requests precede new responses.
+
+        Raises:
+            EngineError: The pool was suspended and the engine did not end the request in time.
+        """
+        engine = await self._reserve_slot(resumes=resumes)
         try:
             async with asyncio.timeout(None) as limit:
                 self._running[name] = engine, limit
@@ -204,16 +259,20 @@ class EnginePool:
             self._running.pop(name, None)
             self._load[engine.engine_id] -= 1
 
-    async def _free(self, *, resumes: bool) -> EngineClient:
-        """Wait for the emptiest engine. One new response looks for it, others queue."""
+    async def _reserve_slot(self, *, resumes: bool) -> EngineClient:
+        """Wait for a free slot, reserve it, and return its engine: the engine with the fewest
+        requests of this pool.
+
+        At most one new response looks for an engine at a time; other new responses queue behind it.
+        """
         self._resuming += resumes
         try:
             async with nullcontext() if resumes else self._queue:
                 while True:
-                    await self._open.wait()
+                    await self._released.wait()
                     free = [e for e in self._serving() if self._load[e.engine_id] < self.slots]
-                    # It may be held again since the wait ended.
-                    if free and not self.held and (resumes or not self._resuming):
+                    # The pool may have been suspended again since the wait ended.
+                    if free and not self.suspended and (resumes or not self._resuming):
                         engine = min(free, key=lambda e: self._load[e.engine_id])
                         self._load[engine.engine_id] += 1
                         return engine

@@ -1,11 +1,11 @@
-"""From a finished response to its reward in the store: response by response, or group by group.
+"""Scores finished responses, one by one or in whole groups, and writes their rewards to the store.
 
 Invariants
-- A response for which `score` was called gets exactly one `ready`, also when its group is dropped
-  while it waits for the other members (`dropped`).
-- A group is scored as one when every member has its whole response, and what is known of that
-  comes from the store: a restarted process goes on the same way. Members that have a reward
-  already (another one was generated again) keep it.
+- For each response passed to `score`, `ready` is called exactly once, even if the response's group
+  is dropped while the response waits for the other members (`dropped`).
+- With scorers of groups, a group is scored once every member has a complete response. Whether that
+  is so is read from the store, so a restarted process continues in the same way. A member that has
+  a reward already keeps it when another member is generated again.
 """
 
 import time
@@ -35,10 +35,13 @@ _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
 @dataclass(eq=False)
 class Scoring:
-    """Scores the trajectories that the scheduler names.
+    """Scores the trajectories that the scheduler names and stores their rewards.
 
-    `prompts` counts every score. `of_groups`: some reward takes whole groups. `ready` gets each
-    trajectory's reward; None when the scorer failed and that is not a 0.
+    Attributes:
+        prompts: Counts every score in the pass rate of its prompt.
+        of_groups: Whether some reward function scores whole groups.
+        ready: Function that gets a trajectory's id and reward; the reward is None if the scorer
+            failed and the settings do not count that as 0.
     """
 
     store: TrajectoryStore
@@ -54,7 +57,11 @@ class Scoring:
         self._failing = FailingScores()
 
     async def score(self, trajectory_id: int) -> None:
-        """Score a finished trajectory, or its group once it is the last member to finish."""
+        """Score a finished trajectory and pass its reward to `ready`.
+
+        With scorers of groups, the trajectory waits until every member of its group has finished,
+        and then the group is scored. If a member was dropped, `ready` gets None.
+        """
         trajectory = self.store.load_trajectory(trajectory_id)
         if not self.of_groups:
             await self._score([trajectory], {trajectory_id})
@@ -69,7 +76,7 @@ class Scoring:
                 group = self.store.load_group(number)
                 if any(t.state is TrajectoryState.DROPPED for t in group.trajectories):
                     for member in self._waiting[number].copy():
-                        self._done(number, member, None)
+                        self._report(number, member, None)
                     return
                 if any(t.state not in _WHOLE for t in group.trajectories):
                     return
@@ -81,30 +88,36 @@ class Scoring:
                 del self._waiting[number]
 
     def dropped(self, trajectory_id: int) -> list[int]:
-        """A trajectory has left: the members of its group that waited for it, and must not."""
+        """Return the trajectories that waited to be scored with a dropped trajectory's group; they
+        wait no longer.
+
+        The caller must call `ready` for them. The result is empty if the group is being scored,
+        because `score` then does so.
+        """
         if not self._waiting:
             return []
         number = self.store.load_trajectory(trajectory_id).group_id
         return [] if number in self._busy else list(self._waiting.pop(number, ()))
 
-    async def _score(self, shown: Sequence[Trajectory], wanted: Set[int]) -> None:
-        """Rewards of the trajectories `wanted`, among those that are `shown` to the scorer."""
-        responses = [_response(trajectory) for trajectory in shown]
-        prompt = shown[0].prompt
-        if any(trajectory.turns for trajectory in shown):
-            prompt = with_conversations(prompt, [conversation_of(t.turns) for t in shown])
+    async def _score(self, members: Sequence[Trajectory], wanted: Set[int]) -> None:
+        """Score the trajectories `members`, and store and report the rewards of those whose ids are
+        in `wanted`."""
+        responses = [_response(trajectory) for trajectory in members]
+        prompt = members[0].prompt
+        if any(trajectory.turns for trajectory in members):
+            prompt = with_conversations(prompt, [conversation_of(t.turns) for t in members])
         for _ in wanted:
             self.statistics.score_wanted()
-        asked = time.monotonic()
+        started = time.monotonic()
         if self.of_groups:
             scores = await self.scorers.score_group(prompt, responses)
         else:
             scores = [await self.scorers.score(prompt, responses[0])]
-        scores = [with_turns(*score, t.turns) for score, t in zip(scores, shown, strict=True)]
-        seconds = time.monotonic() - asked
+        scores = [with_turns(*score, t.turns) for score, t in zip(scores, members, strict=True)]
+        seconds = time.monotonic() - started
         for reward, _ in scores:
             self.prompts.scored(prompt, reward)
-        for trajectory, (reward, detail) in zip(shown, scores, strict=True):
+        for trajectory, (reward, detail) in zip(members, scores, strict=True):
             number = trajectory.trajectory_id
             if number not in wanted:
                 continue
@@ -113,16 +126,17 @@ class Scoring:
                 self.statistics.warned(*warning)
             if reward is not None:
                 await self.store.set_reward(number, reward, detail)
-            self._done(trajectory.group_id, number, reward)
+            self._report(trajectory.group_id, number, reward)
 
-    def _done(self, group_id: int, trajectory_id: int, reward: float | None) -> None:
+    def _report(self, group_id: int, trajectory_id: int, reward: float | None) -> None:
         if self.of_groups:
             self._waiting[group_id].discard(trajectory_id)
         self.ready(trajectory_id, reward)
 
 
 def _response(trajectory: Trajectory) -> list[int]:
-    """The tokens to score: of an episode the last answer's."""
+    """Return the token ids to score: the response, or for an episode the last response that its
+    agent program received."""
     pieces = [segment.token_ids for segment in trajectory.segments]
     if trajectory.turns:
         last = trajectory.segments_of(last_of(trajectory.turns))
@@ -131,7 +145,7 @@ def _response(trajectory: Trajectory) -> list[int]:
 
 
 def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The messages of an episode's last branch, with the answers of the policy."""
+    """Return the chat messages of an episode's last branch, including the policy's responses."""
     messages: list[dict[str, Any]] = []
     path = [last_of(turns)] if turns else []
     while path and path[-1].parent is not None:
@@ -144,14 +158,19 @@ def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def with_conversations(prompt: Prompt, conversations: Sequence[Sequence[Any]]) -> Prompt:
-    """Add to a prompt what rewards read as `Sample.messages`, for each response."""
+    """Return the prompt with the chat messages of each response added, which reward functions read
+    as `Sample.messages`."""
     return replace(prompt, payload={**prompt.payload, CONVERSATIONS: list(conversations)})
 
 
 def with_turns(
     reward: float | None, detail: dict[str, float], turns: Sequence[Turn]
 ) -> tuple[float | None, dict[str, float]]:
-    """A scorers' reward with those that the environment gave, and their parts added up."""
+    """Add the environment's rewards of an episode's turns to the scorers' reward, and their named
+    components to `detail`.
+
+    Without turns, or if the reward is None, both are returned unchanged.
+    """
     if not turns or reward is None:
         return reward, detail
     parts: Counter[str] = Counter()
@@ -161,9 +180,11 @@ def with_turns(
 
 
 def reward_means(groups: Iterable[Group]) -> dict[str, float]:
-    """The mean of the rewards, discounted by nothing, and of every named part of them.
+    """Return the mean reward of the trajectories in a batch, and the mean of each named reward
+    component.
 
-    Of a part over the trajectories that have it.
+    Rewards of turns are not discounted. The mean of a component is over the trajectories that have
+    it.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     rewards = []

@@ -1,14 +1,16 @@
-"""Turns on devices that engines share with the trainer (`engines.placement: colocated`).
+"""Alternates the use of devices between engines and trainer if they share them (`engines.placement:
+colocated`).
 
-The trainer's calls show it: a batch handed out, or a checkpoint's position that is asked for,
-means that it is about to train; a weight update, that it holds nothing but weights; the end of the
-update, that it holds nothing.
+The trainer's calls say what it needs. When it gets a batch or asks for a checkpoint's position, it
+is about to use the devices. When it starts a weight update, it keeps only its weights on them. When
+it ends the update, it keeps nothing.
 
 Invariants
-- Engines are offloaded from the moment in which the trainer may go on until it reports that its
-  memory is free: never do both hold it.
-- An offloaded engine runs nothing; requests that were interrupted go on when it is back.
-- With devices of their own (`shared` false) nothing here does anything.
+- Engines are offloaded from the moment at which the trainer may proceed until it reports that its
+  memory is free. Engines and trainer never use the devices at the same time.
+- An offloaded engine runs nothing. Interrupted requests are resumed when the engine is loaded
+  again.
+- With separate devices (`shared` is false), nothing in this module has an effect.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -19,15 +21,24 @@ Ask = Callable[[Sequence[EngineClient], Callable[[EngineClient], Awaitable[None]
 
 
 class SharedDevices:
-    """Offloads engines and loads them again; `ask` asks and drops those that fail."""
+    """Offloads engines from the devices that they share with the trainer, and loads them again.
+
+    Attributes:
+        shared: Whether engines and trainer share devices.
+    """
 
     def __init__(self, shared: bool, ask: Ask) -> None:
         self.shared = shared
         self._ask = ask
-        self._offloaded: dict[str, bool] = {}  # whether it has memory for its weights
+        # For each offloaded engine, by id: whether its weights still have device memory.
+        self._offloaded: dict[str, bool] = {}
 
     async def offload(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
-        """Free the devices for the trainer. `keep_weights`: it needs room for its weights only."""
+        """Pause engines and release their device memory, so that the trainer can use the devices.
+
+        Args:
+            keep_weights: Whether the engines keep their weights in device memory.
+        """
 
         async def offload_one(engine: EngineClient) -> None:
             await engine.pause("retract")
@@ -35,25 +46,28 @@ class SharedDevices:
             self._offloaded[engine.engine_id] = keep_weights
 
         if self.shared:
-            # An offloaded one may hold its weights still.
+            # An offloaded engine whose weights still have memory must release that too, unless the
+            # engines may keep their weights.
             done = {e for e, weights in self._offloaded.items() if keep_weights or not weights}
             await self._ask([e for e in engines if e.engine_id not in done], offload_one)
 
     async def onload_weights(self, engines: Iterable[EngineClient]) -> None:
-        """Memory for the weights that are about to be sent; the engines stay offloaded."""
+        """Allocate device memory for the weights of offloaded engines, before an update; the
+        engines stay paused."""
 
-        async def take(engine: EngineClient) -> None:
+        async def allocate_weights(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=True)
             self._offloaded[engine.engine_id] = True
 
-        await self._ask([e for e in engines if e.engine_id in self._offloaded], take)
+        await self._ask([e for e in engines if e.engine_id in self._offloaded], allocate_weights)
 
     async def onload(self, engines: Iterable[EngineClient]) -> None:
-        """Let the engines take all their memory; the trainer holds nothing there."""
+        """Allocate all device memory of offloaded engines and let them continue; the trainer must
+        use none."""
 
-        async def take_all(engine: EngineClient) -> None:
+        async def allocate_all(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)
             await engine.resume()
             del self._offloaded[engine.engine_id]
 
-        await self._ask([e for e in engines if e.engine_id in self._offloaded], take_all)
+        await self._ask([e for e in engines if e.engine_id in self._offloaded], allocate_all)

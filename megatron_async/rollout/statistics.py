@@ -1,13 +1,13 @@
-"""Counts of the rollout side, and the metrics that each batch carries with it.
+"""Counts what happens on the rollout side, and computes the metrics that each batch carries.
 
 Invariants
-- Counters only grow; a batch's metrics are differences since the batch before it (the first batch:
-  since this process began), so that along the batches of one process they add up.
-- What was not measured is left out: KV usage before an engine's first report, and what the engine
-  had preempted by then; the time of a score where there was none.
+- Counters only grow. The metrics of a batch are differences since the batch before it (for the
+  first batch: since this process started), so that they add up over the batches of one process.
+- What was not measured is left out: KV usage and preemptions of an engine before its first report,
+  and the time of a score if there was no score.
 - Times are wall-clock seconds of the driver's process.
-- Generation time is the time in which requests may run: it stands still from the emission of a
-  batch (without `overlap`) or from the beginning of a weight update until that update has ended.
+- Generation time is the time in which requests may run. It stops when a batch is emitted (without
+  `overlap`) or when a weight update starts, and continues when that update has ended.
 """
 
 import time
@@ -28,8 +28,9 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
 
 _LEAST_GENERATING_SECONDS = 0.5
-"""Generation that a rate is measured over at least: a batch that was ready before its turn has
-none, and what arrived meanwhile counts for the next."""
+"""Shortest generation time over which a token rate is computed. A batch that was complete before
+the trainer asked for it has no generation time, so its tokens count toward the rate of the next
+batch."""
 
 
 _OF_SESSIONS = ("restored", "steps_repeated", "workers_lost", "replay_mismatches")
@@ -39,7 +40,26 @@ _OF_AGENTS = ("turns_replayed", "turns_abandoned", *_FORKS, "forks_answer", "for
 
 @dataclass
 class RolloutCounts:
-    """Counters that only grow. `seconds` is the clock's reading up to which times are counted."""
+    """Counters of a driver's session, which only grow.
+
+    Attributes:
+        seconds: Reading of the clock up to which times are counted.
+        tokens: Tokens that arrived from engines.
+        generating: Seconds of generation time.
+        slot_seconds: Sum over requests of their seconds in generation time.
+        paused: Seconds in which weight updates stopped generation.
+        preemptions: Requests that engines moved back into their queue.
+        scores: Scored responses.
+        score_seconds: Sum of the seconds that each score took.
+        looked_for_answers: Scores that say whether the response has an answer.
+        answers: Scores that say that the response has an answer.
+        cost: Money that scorers spent.
+        dropped: Dropped trajectories, by reason.
+        faults: Faults of scorers, by metric name.
+        scheduler: The scheduler's counters, by metric name.
+        episodes: Counters of environments and episodes, by metric name.
+        environment_seconds: Sum of the seconds that each call to an environment took.
+    """
 
     seconds: float
     tokens: int = 0
@@ -59,13 +79,19 @@ class RolloutCounts:
     environment_seconds: float = 0.0
 
     def since(self, before: "RolloutCounts") -> "RolloutCounts":
-        """Return what was counted after `before`."""
+        """Return the difference of each counter between `before` and now."""
         grown = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         return RolloutCounts(**grown)
 
 
 class RolloutStatistics:
-    """Accumulates what the driver sees; reads nothing but the clock."""
+    """Counters, warnings and load reports of one driver's session, from which each batch's metrics
+    are computed.
+
+    Attributes:
+        counts: Counters that only grow.
+        warnings: Newest message of each named warning.
+    """
 
     def __init__(
         self,
@@ -74,18 +100,22 @@ class RolloutStatistics:
         trained: SamplesTrained | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`overlap`: generation goes on while the trainer works on a batch.
+        """Start counting now.
 
-        `trained`: what was trained before the first batch.
+        Args:
+            overlap: Whether generation continues while the trainer works on a batch.
+            trained: Number of trajectories trained in each step before the first batch; None if
+                there was no step.
+            clock: Function that returns the time in seconds.
         """
         self._overlap = overlap
         self._trained = trained or SamplesTrained()
         self._clock = clock
         self.counts = RolloutCounts(clock())
-        self._marks = self._rated = deepcopy(self.counts)
+        self._at_last_batch = self._at_last_rate = deepcopy(self.counts)
         self.warnings: dict[str, str] = {}
         self._new_warnings: list[tuple[str, str]] = []
-        self._open = True
+        self._generating = True
         self._update_began: float | None = None
         self._running = 0
         self._peak_running = 1
@@ -97,7 +127,7 @@ class RolloutStatistics:
         self._max_turns = 0
 
     def running_changed(self, running: int) -> None:
-        """`running` requests are in flight from now on."""
+        """Record that `running` requests are running from now on."""
         self._count_time()
         self._running = running
         self._peak_running = max(self._peak_running, running)
@@ -105,31 +135,41 @@ class RolloutStatistics:
     def _count_time(self) -> None:
         now = self._clock()
         passed, self.counts.seconds = now - self.counts.seconds, now
-        if self._open:
+        if self._generating:
             self.counts.generating += passed
             self.counts.slot_seconds += self._running * passed
 
     def generated(self, count: int) -> None:
-        """`count` more tokens arrived."""
+        """Count `count` tokens that arrived from an engine."""
         self.counts.tokens += count
 
     def loaded(self, engine_id: str, kv_usage: float, preemptions: int) -> None:
-        """Take an engine's report: share of its KV cache in use, preemptions since the last one."""
+        """Record an engine's load report.
+
+        Args:
+            kv_usage: Share of the engine's KV cache in use, 0 to 1.
+            preemptions: Number of preemptions since the engine's last report.
+        """
         self.counts.preemptions += preemptions
         self._kv_usage[engine_id] = kv_usage
         self._kv_reports.append(kv_usage)
 
     def score_wanted(self) -> None:
-        """Count a response that waits for its score."""
+        """Count one more response that waits for its score."""
         self._unscored += 1
         self._longest_queue = max(self._longest_queue, self._unscored)
 
     def engine_lost(self, engine_id: str) -> None:
-        """Discard the last report of a lost engine."""
+        """Discard the last KV usage of an engine that was taken out of service."""
         self._kv_usage.pop(engine_id, None)
 
     def scored(self, detail: Mapping[str, float], seconds: float) -> None:
-        """Count a score with these parts, `seconds` after the response's end; or that none came."""
+        """Count a score that a waiting response got, or its failure; `detail` has the score's named
+        components.
+
+        Args:
+            seconds: Time that the score took.
+        """
         self._unscored -= 1
         self.counts.scores += 1
         self.counts.score_seconds += seconds
@@ -141,21 +181,27 @@ class RolloutStatistics:
         self.counts.cost += sum(v for name, v in detail.items() if name.rpartition(".")[2] == COST)
 
     def dropped(self, reason: str) -> None:
-        """A trajectory left the run."""
+        """Count one trajectory that was dropped for `reason`."""
         self.counts.dropped[reason] += 1
 
     def batch_dropped(self, step: int, reason: str, trajectories: int) -> None:
-        """The trainer could not use the batch of `step`."""
+        """Count the trajectories of the batch of `step` as dropped, and as not trained in lag
+        metrics."""
         self._trained.drop(step)
         self.counts.dropped[reason] += trajectories
 
     def warned(self, name: str, message: str) -> None:
-        """A named warning; `warnings` keeps the newest message of a name."""
+        """Record a named warning, to be fetched with `take_warnings`; `warnings` keeps the newest
+        message of each name."""
         self.warnings[name] = message
         self._new_warnings.append((name, message))
 
     def environment_called(self, seconds: float, counts: Mapping[str, int]) -> None:
-        """An environment has replied or failed; `counts` of `EpisodeSessions` as they are now."""
+        """Count one finished call to an environment, which took `seconds`.
+
+        Args:
+            counts: Current counts of `EpisodeSessions`.
+        """
         self.counts.environment_seconds += seconds
         self._longest_call = max(self._longest_call, seconds)
         self.counts.episodes["environment_calls"] += 1
@@ -163,30 +209,31 @@ class RolloutStatistics:
             self.counts.episodes[name] = counts[name]
 
     def episode_ended(self, turns: int) -> None:
-        """An episode of so many turns is over."""
+        """Count one finished episode with its number of turns."""
         self.counts.episodes["ended"] += 1
         self.counts.episodes["turns"] += turns
         self._max_turns = max(self._max_turns, turns)
 
     def environment_failed(self) -> None:
-        """Count a failure of an environment."""
+        """Count one failure of an environment."""
         self.counts.episodes["environment_failures"] += 1
 
     def take_warnings(self) -> tuple[tuple[str, str], ...]:
-        """(name, message) of all since the last call."""
+        """Return the (name, message) of every warning since the last call."""
         news, self._new_warnings = self._new_warnings, []
         return tuple(news)
 
-    def update_began(self) -> None:
-        """Generation stands still for a weight transfer from here on."""
+    def update_started(self) -> None:
+        """Stop counting generation time, because a weight update starts."""
         self._count_time()
-        self._open = False
+        self._generating = False
         self._update_began = self.counts.seconds
 
     def update_ended(self) -> None:
-        """Generation may go on."""
+        """Continue to count generation time after a weight update, and count the time that the
+        update took."""
         self._count_time()
-        self._open = True
+        self._generating = True
         if self._update_began is not None:
             self.counts.paused += self.counts.seconds - self._update_began
         self._update_began = None
@@ -194,16 +241,21 @@ class RolloutStatistics:
     def batch_metrics(
         self, batch: TokenBatch, view: SchedulerView, scorers: ScorerCount
     ) -> dict[str, float]:
-        """`rollout/*` metrics (docs/schedules.md) of a batch that is complete now; call it once."""
+        """Return the `rollout/*` metrics (docs/schedules.md) of a batch that was just packed; call
+        this once per batch.
+
+        Counts are differences since the batch before. Without `overlap`, generation time stops
+        here.
+        """
         self._count_time()
-        self._open = self._open and self._overlap
+        self._generating = self._generating and self._overlap
         self.counts.scheduler = Counter(
             wasted_tokens=view.wasted_tokens,
             filtered_tokens=view.filtered_tokens,
             restarted=view.restarted,
             regenerated=view.regenerated,
         )
-        news, self._marks = self.counts.since(self._marks), deepcopy(self.counts)
+        news, self._at_last_batch = self.counts.since(self._at_last_batch), deepcopy(self.counts)
         generating = max(news.generating, 1e-9)
         lag_samples_E = self._trained.lag_E(batch)
         self._trained.add(len(batch.first_E))
@@ -222,10 +274,10 @@ class RolloutStatistics:
             "rollout/scorers": float(scorers.count),
             "rollout/scorer_seconds": scorers.seconds,
         }
-        rated = self.counts.since(self._rated)
+        rated = self.counts.since(self._at_last_rate)
         if rated.generating >= _LEAST_GENERATING_SECONDS:
             metrics["rollout/tokens_per_second"] = rated.tokens / rated.generating
-            self._rated = self._marks
+            self._at_last_rate = self._at_last_batch
         if news.scores:
             metrics["rollout/score_seconds"] = news.score_seconds / news.scores
         if news.looked_for_answers:
@@ -249,7 +301,8 @@ class RolloutStatistics:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
             metrics["rollout/kv_usage_max"] = max(reports)
         self._kv_reports = []
-        # `auto` may have lowered N'; until what runs has ended, more slots than N' are in use
+        # `auto` may have lowered the concurrency N'. Until the excess requests have ended, more
+        # than N' requests are running.
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
 
@@ -257,14 +310,18 @@ class RolloutStatistics:
 def statistics_of(
     schedule: ScheduleConfig, first_step: int, batch_sizes: Mapping[int, int]
 ) -> RolloutStatistics:
-    """The statistics of a session that begins at `first_step`, with batches before it."""
+    """Create the statistics of a session that starts at step `first_step`.
+
+    Args:
+        batch_sizes: Number of trajectories in each earlier batch, by step.
+    """
     usual = schedule.groups_per_batch * schedule.group_size
     trained = SamplesTrained(first_step, usual, batch_sizes)
     return RolloutStatistics(overlap=schedule.overlap, trained=trained)
 
 
 def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
-    """Metrics of environments since the batch before."""
+    """Return the metrics of episodes and environments since the batch before."""
     calls = news.episodes["environment_calls"]
     agents = _OF_AGENTS if any(news.episodes[name] for name in _OF_AGENTS) else ()
     names = ("environment_calls", "environment_failures", *_OF_SESSIONS, *agents)
@@ -278,7 +335,13 @@ def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
 
 
 def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Metrics of the trajectories in a batch; an episode counts once, whatever its branches."""
+    """Return metrics of the trajectories in a batch: numbers, rewards, lengths and lag.
+
+    An episode counts once for rewards and shares, however many branches it has.
+
+    Args:
+        lag_samples_E: Lag of each trajectory in samples.
+    """
     lengths_S = batch.lengths_S() - batch.prompt_lengths_S
     lag = batch.lag_T[batch.loss_mask_T > 0]
     first_E = batch.first_E

@@ -1,19 +1,24 @@
-"""State of an engine as its driver sees it: serving or not, version held, reasons to wait.
+"""Provides the driver's state of one engine: whether it serves, why it is suspended, and which
+versions' tokens are accepted.
 
-Tokens are accepted by policy version: an engine may generate as soon as it has been sent a version,
-so that it does not idle while the trainer verifies it. What it generates meanwhile waits here, in
-the order in which it came; if the verification fails, the streams are canceled and nothing of it
-was kept (docs/weights.md).
+Tokens are accepted by policy version. An engine may generate as soon as it has been sent a version,
+so that it does not idle while the trainer verifies the version. Its tokens wait meanwhile, in the
+order in which they arrived. If the verification fails, the streams are canceled and none of the
+tokens is stored (docs/weights.md).
 
 Invariants
-- The slot is informed when anybody pauses or resumes an engine through its client: silence of an
-  engine that is held is not counted, and what cannot work on a held engine waits for its release.
-- A slot that was given up never comes back; a restarted or stale engine gets a new one.
-- Tokens of a version are accepted once the engine is verified for it, and until
-  then it counts as held: they are read no further.
-- No token passes under a version that the engine was not sent, or that has not been verified there.
-- Only the newest versions that were verified are known: no stream is so far behind.
-- Whoever waits is let through by `accept`, or gets False when the engine is given up.
+- The state is updated whenever an engine is paused or resumed through its client. The silence of a
+  suspended engine is not counted, and calls that cannot work on a suspended engine wait until it is
+  released.
+- The state of an engine that was taken out of service is never used again; a restarted or stale
+  engine gets a new object.
+- Tokens of a version are accepted once the engine is verified for the version. Until then the
+  engine is suspended and its stream is read no further.
+- Tokens of a version that the engine was not sent, or that was not verified on it, are never
+  accepted.
+- Only the newest verified versions are remembered, because no stream is far behind.
+- A caller that waits for a verification continues when `accept` is called, or gets False when the
+  engine is taken out of service.
 """
 
 import asyncio
@@ -32,11 +37,17 @@ _VERSIONS: Final = 64
 
 
 class TrackedEngine:
-    """An engine as the driver sees it; `up` once it holds the current weights.
+    """A driver's state of one engine: whether it serves, whether it is suspended, and which
+    versions' tokens are accepted.
 
-    `preemptions_seen` is None until its first report: what it counted for somebody else before (a
-    trainer that was lost, an update that it missed) is no news. `check` is the question whether it
-    is alive.
+    Attributes:
+        client: Client of the engine, which records pauses in this object.
+        up: Whether the engine has loaded the current weights and serves requests.
+        preemptions_seen: Preemptions in the engine's last load report; None before its first report
+            here, because what the engine counted for a lost trainer or before a missed update is
+            not new.
+        check: Running or last check of whether the engine replies; None if there was none.
+        given_up: Whether the engine was taken out of service.
     """
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +59,7 @@ class TrackedEngine:
         self.check: asyncio.Task[None] | None = None
         self.given_up = False
         self._released = asyncio.Event()
-        self._accepted: dict[PolicyVersion, None] = {}  # the oldest first
+        self._accepted: dict[PolicyVersion, None] = {}  # verified versions, the oldest first
         self._expected: PolicyVersion | None = None
         self._verified = asyncio.Event()
 
@@ -57,25 +68,31 @@ class TrackedEngine:
         return self.client.engine_id
 
     def suspend(self, why: str = _UPDATE) -> None:
-        """Expect nothing of the engine until `release`."""
+        """Suspend liveness checks of this engine until `release` is called with the same reason
+        `why`."""
         self.health.suspend(why, self.clock())
         self._released.clear()
 
     def release(self, why: str = _UPDATE) -> None:
-        """Whoever held it for `why` is done."""
+        """Remove the reason `why` for which this engine is suspended; wake waiting callers if no
+        reason remains."""
         self.health.release(why, self.clock())
         if not self.health.suspended:
             self._released.set()
 
     def await_verification(self, version: PolicyVersion) -> None:
-        """Hold back tokens of this version, which the engine was sent, until it is verified."""
+        """Hold back tokens of `version`, which was sent to this engine, until `accept` is called.
+
+        Do nothing if the version was verified on this engine before.
+        """
         if version not in self._accepted:
             self._expected = version
             self._verified.clear()
             self.suspend(_CHECK)
 
     def accept(self) -> None:
-        """Accept tokens of the version that the engine was sent last: it is verified."""
+        """Accept tokens of the version that was last sent to this engine, because the version is
+        verified."""
         if self._expected is not None:
             self._accepted[self._expected] = None
             if len(self._accepted) > _VERSIONS:
@@ -84,33 +101,39 @@ class TrackedEngine:
         self.release(_CHECK)
 
     def give_up(self) -> None:
-        """Mark the engine as out of service, and release all waits for its verification."""
+        """Mark this engine as out of service, and wake every caller that waits for its verification
+        or release."""
         self.given_up = True
         self._expected = None
         self._verified.set()
         self._released.set()
 
     async def wait_accepted(self, version: PolicyVersion) -> bool:
-        """Wait until tokens of `version` are accepted; return False if they never will be."""
+        """Wait until this engine's tokens of `version` are accepted; return False if they never
+        will be."""
         if version == self._expected and version not in self._accepted:
             await self._verified.wait()
         return version in self._accepted
 
     async def until_released(self) -> None:
-        """Returns at once unless it is held. A hold is limited by who holds it."""
+        """Wait until this engine is no longer suspended, or is taken out of service.
+
+        There is no time limit here, because whoever suspended the engine limits the suspension.
+        """
         while self.health.suspended and not self.given_up:
             await self._released.wait()
 
 
 class _WatchedClient(ForwardingClient):
-    """A client that informs the slot of every pause and its end."""
+    """Engine client that suspends its `TrackedEngine` on each pause and releases it on each
+    resume."""
 
     def __init__(self, client: EngineClient, tracked: TrackedEngine) -> None:
         super().__init__(client)
         self._tracked = tracked
 
     async def pause(self, mode: PauseMode) -> None:
-        self._tracked.suspend(_PAUSE)  # first: from the call on it may stand still
+        self._tracked.suspend(_PAUSE)  # before the call, because the engine may stop during it
         await super().pause(mode)
 
     async def resume(self) -> None:

@@ -1,15 +1,16 @@
-"""Verifies engines after an update: asks them, and compares by the rules of `weight_sync.verify`.
+"""Verifies the weights of engines after an update, by the rules of `weight_sync.verify`.
 
-In two steps, since the trainer computes in between: `held` and `sampled` ask the engines, `ratios`
-compares what they sampled with the trainer's log-probs of it.
+There are two steps, because the trainer computes between them: `check_checksums` and
+`sample_tokens` call the engines, and `check_ratios` compares what the engines sampled with the
+trainer's log-probs.
 
 Invariants
-- Nothing here changes an engine or gives one up: each step names the engines that passed, those
-  that hold or sample something else, and those that failed to answer.
-- The rules remember across updates: the checksum that a version was published with, and what
-  difference to the trainer is usual in half precision.
-- Where two checksums are equally common none is taken for wrong before the trainer has compared:
-  its log-probs decide. Only if they do not is every engine taken for wrong.
+- Nothing here changes an engine or takes it out of service. Each step names the engines that
+  passed, those with wrong weights or wrong samples, and those that failed to reply.
+- The rules remember two things across updates: the checksum with which a version was published, and
+  which difference to the trainer is usual in half precision.
+- If two checksums are equally common, no engine is considered wrong until the trainer has compared:
+  the trainer's log-probs decide. If they do not decide either, every engine is considered wrong.
 """
 
 import asyncio
@@ -30,7 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class CheckOutcome:
-    """Engines that passed; by id, why others are `wrong` or have `failed` to answer."""
+    """Outcome of a check of engines: which engines passed, which are wrong, and which failed to
+    reply.
+
+    Attributes:
+        good: Engines that passed.
+        wrong: Reason for each engine that has wrong weights or samples, by engine id.
+        failed: Error of each engine that failed to reply, by engine id.
+    """
 
     good: list[EngineClient] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -38,10 +46,15 @@ class CheckOutcome:
 
 
 class WeightChecks:
-    """The checks of one manager's engines."""
+    """Checks of the weights of one manager's engines, with what the checks remember across
+    updates."""
 
     def __init__(self, config: RunConfig, prompts: Callable[[], Sequence[IntArray]]) -> None:
-        """`prompts` gives some of the task's."""
+        """Set up the checks of a run.
+
+        Args:
+            prompts: Function that returns a few prompts of the task.
+        """
         self._config = config
         self._prompts = prompts
         self._agreed: tuple[PolicyVersion, str] | None = None
@@ -49,16 +62,21 @@ class WeightChecks:
         self._rule = RatioCheck(
             tolerance=config.weights.probe_tolerance, temperature=config.sampling.temperature
         )
-        # Fewer bits on the way to the engine, whatever it computes with.
+        # A delta transport and quantized engines reduce the precision of the weights, whatever data
+        # type the engine computes with.
         self._sent_exactly = (
             config.weights.transport != "delta" and config.engines.quantization == "none"
         )
 
-    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckOutcome:
-        """Return whether they hold `version` under one checksum.
+    async def check_checksums(
+        self, engines: Sequence[EngineClient], version: PolicyVersion
+    ) -> CheckOutcome:
+        """Ask engines for their version and checksum; an engine passes if it has `version` under
+        the common checksum.
 
-        Engines that come to a version later must have the checksum of those that serve it. Where
-        two checksums are equally common all engines pass, and `ratios` decides.
+        The common checksum is that of most engines, or of the engines that serve the version
+        already. If two checksums are equally common, all engines with `version` pass, and
+        `check_ratios` decides.
         """
 
         async def ask(engine: EngineClient) -> HeldVersion:
@@ -84,7 +102,12 @@ class WeightChecks:
         return outcome
 
     def _decide(self, outcome: CheckOutcome, version: PolicyVersion) -> CheckOutcome:
-        """Settle which checksum is right: that of all engines which passed, if they have one."""
+        """Decide which of two equally common checksums is right, after the log-probs were compared;
+        return the new outcome.
+
+        If all engines that passed have the same checksum, it is right. If they still differ, all of
+        them are wrong.
+        """
         passed = {engine.engine_id for engine in outcome.good}
         reports = [report for report in self._undecided if report.engine_id in passed]
         self._undecided = []
@@ -97,10 +120,11 @@ class WeightChecks:
         disagree = {r.engine_id: disagreement(r, reports, version, None) or "" for r in reports}
         return CheckOutcome(wrong=outcome.wrong | disagree, failed=outcome.failed)
 
-    async def sampled(
+    async def sample_tokens(
         self, engines: Sequence[EngineClient], version: PolicyVersion
     ) -> tuple[CheckOutcome, list[probe.ProbeSample]]:
-        """Tokens of each engine as the run samples them."""
+        """Sample tokens from each engine as the run samples them; return which engines replied, and
+        the samples."""
         weights, sampling = self._config.weights, self._config.sampling
         prompts = probe.probe_prompts(self._prompts())
 
@@ -113,7 +137,7 @@ class WeightChecks:
         good = [engine for engine, _ in found]
         return CheckOutcome(good, failed=failed), [one for _, samples in found for one in samples]
 
-    def ratios(
+    def check_ratios(
         self,
         engines: Sequence[EngineClient],
         samples: Sequence[probe.ProbeSample],
@@ -122,15 +146,25 @@ class WeightChecks:
         *,
         float32: bool,
     ) -> tuple[CheckOutcome, dict[str, float]]:
-        """Compare with the trainer; the metrics of that are over all engines.
+        """Compare log-probs of the engines' sampled tokens with the trainer's; return which engines
+        pass, and metrics.
 
-        `logprobs_T` are the trainer's of `probe.packed(samples)`, computed in `float32` or less.
+        Args:
+            engines: Engines to judge; either each of them has samples, or there are no samples and
+                all pass.
+            logprobs_T: Trainer's log-probs of `probe.packed(samples)`; None if there are no
+                samples.
+            float32: Whether the trainer computed the log-probs in float32.
 
-        Every one of `engines` has samples, or none has, and then they pass.
+        Returns:
+            The outcome by engine, and metrics of the differences over all engines.
+
+        Raises:
+            ValueError: There are samples but no log-probs.
         """
         if logprobs_T is None:
             if samples:
-                raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
+                raise ValueError(f"engines sampled with {version}, but there are no log-probs")
             return self._decide(CheckOutcome(list(engines)), version), {}
         exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
         errors = probe.errors(samples, logprobs_T)
@@ -142,10 +176,11 @@ class WeightChecks:
                 continue
             outcome.wrong[engine.engine_id] = (
                 f"engine {engine.engine_id} does not sample from the trainer's weights of "
-                f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average, "
-                f"and {self._rule.limit(exact=exact):.2e} is the limit {self._limit_is(exact)}"
+                f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average; "
+                f"the limit is {self._rule.limit(exact=exact):.2e} {self._limit_note(exact)}"
             )
-        if not outcome.good:  # they agreed on other weights: that is ignored
+        # If no engine passes, they agreed on wrong weights, so their checksum must be forgotten.
+        if not outcome.good:
             self._agreed = None
         means = [error.mean for error in errors.values()]
         largest = [error.largest for error in errors.values()]
@@ -160,16 +195,17 @@ class WeightChecks:
             self._rule.learn(errors[engine.engine_id] for engine in outcome.good)
         return self._decide(outcome, version), metrics
 
-    def _limit_is(self, exact: bool) -> str:
+    def _limit_note(self, exact: bool) -> str:
         if self._config.weights.probe_tolerance is not None:
             return "(weights.probe_tolerance)"
-        return "in float32" if exact else "of a gross error in half precision"
+        return "in float32" if exact else "for a gross error in half precision"
 
 
 async def _ask_all(
     engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[T]]
 ) -> tuple[list[tuple[EngineClient, T]], dict[str, str]]:
-    """Ask engines, all at once: the answers, and by id why others did not answer."""
+    """Call `what` on all engines concurrently; return the replies, and the error of each engine
+    that failed, by engine id."""
     answers = await asyncio.gather(*map(what, engines), return_exceptions=True)
     found: list[tuple[EngineClient, T]] = []
     failed: dict[str, str] = {}

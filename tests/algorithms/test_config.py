@@ -190,12 +190,12 @@ def test_importance_sampling_off_is_the_ratio_to_a_recomputed_policy() -> None:
     [
         ({"kl": {"loss_estimator": "k1"}}, r"algorithm\.kl\.loss_estimator.* 'k1'.*k2 or k3"),
         ({"correction": {"preset": "bypass_pg_is"}}, "bypass_pg_is.*'reinforce'.*'ppo_clip'"),
-        ({"correction": {"rollout_rs": "token_k1"}}, "'token_k1' needs rollout_rs_threshold"),
+        ({"correction": {"rollout_rs": "token_k1"}}, "is 'token_k1'; set rollout_rs_threshold"),
         ({"correction": {"rollout_is_threshold": "2.0_1.0"}}, "rollout_is_threshold.*'2.0_1.0'"),
         ({"correction": {"rollout_rs": "x", "rollout_rs_threshold": 2}}, "rollout_rs option 'x'"),
         ({"loss": {"weight_threshold": "a"}}, "weight_threshold.*'a'"),
-        ({"loss": {"name": "sft"}}, "'sft' and 'none' go together"),
-        ({"advantage": {"estimator": "none"}}, "'sft' and 'none' go together"),
+        ({"loss": {"name": "sft"}}, "'sft' requires 'none'"),
+        ({"advantage": {"estimator": "none"}}, "'sft' requires 'none'"),
         (
             {
                 "loss": {"name": "sft"},

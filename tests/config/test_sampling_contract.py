@@ -31,9 +31,9 @@ BIASED = {"allow_biased_behavior": True}
         ({"temperature": float("inf")}, r"sampling\.temperature is inf: .*finite"),
         ({"temperature": float("nan")}, r"sampling\.temperature is nan: .*finite"),
         ({"top_p": float("nan")}, r"sampling\.top_p is nan"),
-        ({"top_k": 0, **BIASED}, r"sampling\.top_k must be -1 \(off\) or at least 1, got 0"),
+        ({"top_k": 0, **BIASED}, r"sampling\.top_k must be -1 \(all tokens\) or at least 1, got 0"),
         ({"top_k": 1}, "allow_biased_behavior"),
-        ({"top_k": 1, "temperature": 0.7, **BIASED}, r"top_k 1 decodes greedily.* got 0\.7"),
+        ({"top_k": 1, "temperature": 0.7, **BIASED}, r"top_k is 1 and .*temperature is 0\.7"),
     ],
 )
 def test_sampling_that_log_probs_do_not_describe_is_refused(

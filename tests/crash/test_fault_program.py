@@ -145,7 +145,7 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
 ) -> None:
     """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
     clock, seen = Clock(), dict[TrackedEngine, float]()
-    works = EngineMonitor._works
+    works = EngineMonitor._poll_engine
 
     async def works_by_the_wall_clock(monitor: EngineMonitor, tracked: TrackedEngine) -> bool:
         now = time.monotonic() + clock.ahead
@@ -155,7 +155,7 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
         return await works(monitor, tracked)
 
     if planted:
-        monkeypatch.setattr(EngineMonitor, "_works", works_by_the_wall_clock)
+        monkeypatch.setattr(EngineMonitor, "_poll_engine", works_by_the_wall_clock)
     faults = [Fault("clock jumps ahead", 1.0, seconds=3600.0), Fault("second run", 1.0)]
     result = result_of(tmp_path, "async", faults, edges=clock)
     assert found(result, "healthy engines given up") is planted, result.broken

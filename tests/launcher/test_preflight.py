@@ -136,7 +136,7 @@ def test_sft_batches_follow_from_the_data_when_epochs_are_set(
     sft = {"data": str(file), "batch_sequences": 8, "epochs": 3}
     config = check_run(settings(folder, sft=sft, task={"heldout_share": 0}), generates=False).config
     assert config.sft.batches == len(batches_of(21, config.sft, 1)) == 8
-    with pytest.raises(UserError, match=r"sft\.steps is 7 and sft\.epochs is 3: .* leave one"):
+    with pytest.raises(UserError, match=r"sft\.steps is 7 and sft\.epochs is 3; .* Remove one"):
         settings(folder, sft=sft | {"steps": 7})
 
 

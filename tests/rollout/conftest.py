@@ -1,6 +1,7 @@
-"""Tests of this room may be coroutines: each runs on an event loop of its own, for 60 s at most.
+"""Runs coroutine tests of this folder, each on a new event loop and for at most 60 s.
 
-A module's `SECONDS` is another limit, its `LOOPS` makes other loops. Other rooms import the hook.
+A test module may set `SECONDS` to another limit and `LOOPS` to another loop factory. Other test
+folders import this hook.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from megatron_async.config.rollout import EngineConfig
 
 @pytest.fixture(autouse=True)
 def frequent_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check engines every 0.1 s at most, whatever `engines.hang_timeout_seconds` is."""
+    """Check engines at least every 0.1 s, whatever `engines.hang_timeout_seconds` is."""
     interval = property(lambda settings: min(0.1, settings.hang_timeout_seconds / 24))
     monkeypatch.setattr(EngineConfig, "health_interval_seconds", interval)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine function to its end; pytest calls the others."""
+    """Run a test that is a coroutine function to its end; leave other tests to pytest."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

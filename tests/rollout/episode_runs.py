@@ -1,4 +1,5 @@
-"""Runs of episodes on simulated engines, and what must be true of the tokens of any of them."""
+"""Provides runs of episodes on simulated engines, and checks of their tokens that hold for every
+run."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ from tests.rollout.stand_ins import trajectories_in
 
 GAMES = str(Path(__file__).parents[1] / "environments" / "games.py")
 PROGRAMS = str(Path(__file__).parents[1] / "environments" / "agent_programs.py")
-# Of tests that are coroutines: programs run within them, so they have the loop of workers.
+# Agent programs run inside the coroutine tests that import these, so the tests use the event loop
+# of environment workers.
 SECONDS, LOOPS = 1200, new_loops()
-# All tokens before one, as a number.
+# Hash of all tokens before a token.
 Before = int
 Token = tuple[int, float, PolicyVersion]
 
 
-class Noting(SimulatedEngine):
-    """An engine that keeps every request and every chunk that it has sent."""
+class RecordingEngine(SimulatedEngine):
+    """Simulated engine that records every request and every chunk that it has sent."""
 
     def __init__(self, name: str, model: SimulatedEngineModel) -> None:
         super().__init__(name, model)
@@ -51,7 +53,7 @@ class Noting(SimulatedEngine):
 
 
 class Run:
-    """A manager over simulated engines and environments, and its trainer."""
+    """Rollout manager over simulated engines and environments, with the calls of its trainer."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Run:
         model = SimulatedEngineModel(
             mean_length=6, step_seconds=0.01, stream_interval=2, max_sequence_tokens=600
         )
-        self.engines = [Noting(f"engine{i}", model) for i in range(engines)]
+        self.engines = [RecordingEngine(f"engine{i}", model) for i in range(engines)]
         self.manager = RolloutManager(
             config,
             task=build_task(config.task, config.model.path, config.eval, has_episodes=True),
@@ -148,7 +150,8 @@ def episodes_of(run_: Run) -> dict[int, Trajectory]:
 def with_agent(
     folder: Path, rows: Path, program: str, preset: str = "copris", **changes: Any
 ) -> RunConfig:
-    """A run whose agent is one of the programs, over prompts `ask 0 `, `ask 1 `, and so on."""
+    """Return the settings of a run whose agent is one of the test programs, for the prompts `ask 0
+    `, `ask 1 ` and so on."""
     problems = [{"prompt": f"ask {n} ", "answer": f"{n}"} for n in range(200)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in problems))
     agent = {"name": f"{PROGRAMS}:{program}", **changes.pop("agent", {})}
@@ -161,15 +164,16 @@ def after(before: Before, token: int) -> Before:
 
 
 def path_of(episode: Trajectory, turn: Turn) -> list[int]:
-    """The tokens from the first turn of a branch to the end of one of its turns."""
+    """Return the tokens from the start of the prompt to the end of `turn`, along its branch."""
     parts = [s.token_ids for t in episode.path(turn) for s in episode.segments_of(t)]
     return [int(token) for part in (episode.prompt.token_ids, *parts) for token in part]
 
 
-def own_tokens(episode: Trajectory, *, left: bool) -> Iterator[tuple[Before, Token]]:
-    """Each token of the policy, once, with what is before it in its branch.
+def own_tokens(episode: Trajectory, *, include_abandoned: bool) -> Iterator[tuple[Before, Token]]:
+    """Yield each token of the policy once, with a hash of the tokens before it in its branch.
 
-    `left`: also those of answers that a program never got.
+    Args:
+        include_abandoned: Whether to include tokens of responses that the agent program never got.
     """
     ends: dict[int | None, Before] = {None: 0}
     for token in episode.prompt.token_ids.tolist():
@@ -179,7 +183,7 @@ def own_tokens(episode: Trajectory, *, left: bool) -> Iterator[tuple[Before, Tok
         for segment in episode.segments_of(turn):
             pairs = zip(segment.token_ids.tolist(), segment.logprobs.tolist(), strict=True)
             for token, logprob in pairs:
-                if not segment.from_environment and (left or not turn.left):
+                if not segment.from_environment and (include_abandoned or not turn.left):
                     yield before, (token, logprob, segment.version)
                 before = after(before, token)
         ends[turn.number] = before
@@ -190,7 +194,7 @@ def number_of(request_id: str) -> int:
 
 
 def tokens_that_arrived(one: Run) -> dict[int, dict[Before, set[Token]]]:
-    """Of each trajectory, behind each beginning: what engines sent."""
+    """Return the tokens that engines sent, by trajectory and by hash of the tokens before them."""
     found: dict[int, dict[Before, set[Token]]] = defaultdict(lambda: defaultdict(set))
     for engine in one.engines:
         for request in engine.requests:
@@ -210,13 +214,16 @@ def assert_requests_are_prefixes(one: Run, episodes: dict[int, Trajectory]) -> N
     stored = {i: [path_of(e, turn) for turn in e.turns] for i, e in episodes.items()}
     for engine in one.engines:
         for request in engine.requests:
-            asked = request.input_ids.tolist()
+            input_ids = request.input_ids.tolist()
             paths = stored[number_of(request.request_id)]
-            assert any(asked == path[: len(asked)] for path in paths)
+            assert any(input_ids == path[: len(input_ids)] for path in paths)
 
 
 def assert_answers_end(episode: Trajectory, stops: tuple[int, ...], limit: int) -> None:
-    """Each answer but the last one of a branch has its end, by the policy or behind it."""
+    """Check that each response but the last of a branch ends with a stop token or at the limit.
+
+    After a response that was cut at the limit, the next input contains a stop token that closes it.
+    """
     for following in episode.turns:
         if following.parent is None:
             continue
@@ -232,11 +239,12 @@ def assert_answers_end(episode: Trajectory, stops: tuple[int, ...], limit: int) 
 
 
 def assert_trained_once(batches: list[TokenBatch], episodes: dict[int, Trajectory]) -> None:
-    """Every token of the policy is trained in one sequence, behind what was before it; no other."""
+    """Check that each token of the policy is trained in exactly one sequence, after the right
+    tokens, and no other token is."""
     for batch in batches:
         trained: dict[int, Counter[tuple[Before, int, float, int]]] = defaultdict(Counter)
-        places = zip(batch.cu_seqlens_S1, batch.cu_seqlens_S1[1:], strict=False)
-        for number, (start, end) in zip(batch.trajectory_ids_S.tolist(), places, strict=True):
+        bounds = zip(batch.cu_seqlens_S1, batch.cu_seqlens_S1[1:], strict=False)
+        for number, (start, end) in zip(batch.trajectory_ids_S.tolist(), bounds, strict=True):
             ids = batch.token_ids_T[start:end].tolist()
             paths = [path_of(episodes[number], turn) for turn in episodes[number].turns]
             assert any(ids == path[: len(ids)] for path in paths)
@@ -251,23 +259,26 @@ def assert_trained_once(batches: list[TokenBatch], episodes: dict[int, Trajector
         for number, found in trained.items():
             written = Counter(
                 (before, token, logprob, version.number)
-                for before, (token, logprob, version) in own_tokens(episodes[number], left=False)
+                for before, (token, logprob, version) in own_tokens(
+                    episodes[number], include_abandoned=False
+                )
             )
             assert +found == written
 
 
 def assert_engines_and_store_agree(one: Run, episodes: dict[int, Trajectory]) -> None:
-    """Every request is a branch of its episode; what was sent for it is what is stored."""
+    """Check that each request is the start of a branch of its episode, and that the tokens sent for
+    it are stored after it."""
     for engine in one.engines:
         for request in engine.requests:
             episode = episodes[number_of(request.request_id)]
             if episode.state == "dropped":
                 continue
-            asked = request.input_ids.tolist()
+            input_ids = request.input_ids.tolist()
             sent = [int(t) for c in engine.chunks.get(request.request_id, []) for t in c.token_ids]
             paths = [path_of(episode, turn) for turn in episode.turns]
             assert any(
-                path[: len(asked)] == asked
-                and path[len(asked) :][: len(sent)] == sent[: len(path) - len(asked)]
+                path[: len(input_ids)] == input_ids
+                and path[len(input_ids) :][: len(sent)] == sent[: len(path) - len(input_ids)]
                 for path in paths
             )

@@ -1,4 +1,5 @@
-"""A whole manager over simulated engines, with limits of about a second in place of minutes."""
+"""Provides a complete rollout manager over simulated engines, with time limits of about a second
+instead of minutes."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEn
 from tests.rollout.stand_ins import Engines, Fixed, settings
 from tests.rollout.test_manager import Trainer
 
-# What stands for two minutes. Long against the turns of an event loop on a loaded machine.
-HUNG = 1.0
+# Replaces two minutes. Long compared with an iteration of the event loop on a loaded machine.
+HANG_SECONDS = 1.0
 LIMITS = {
-    "hang_timeout_seconds": HUNG,
+    "hang_timeout_seconds": HANG_SECONDS,
     "max_restarts": 0,
 }
 
@@ -25,7 +26,7 @@ def config_of(preset: str, count: int = 2, **changes: Any) -> RunConfig:
 
 
 class ModelEngines(Engines):
-    """Engines of one kind."""
+    """Launcher of simulated engines of one class and model."""
 
     def __init__(
         self, model: SimulatedEngineModel, kind: type[SimulatedEngine] = SimulatedEngine

@@ -1,4 +1,5 @@
-"""Stand-ins that the tests of the rollout manager share: a task, engines, a manager over both."""
+"""Provides stand-ins for tests of the rollout manager: a task, an engine launcher, and a manager
+over both."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval
 
 
 class Fixed:
-    """A task of numbered prompts that every answer solves; also the scorer."""
+    """Task of numbered prompts, and a scorer that gives every response the reward 1."""
 
     stop_token_ids = (2,)
     size = ScorerCount(1)
@@ -50,7 +51,7 @@ class Fixed:
 
 
 class Engines:
-    """Launches simulated engines. The first starts may fail with `failures`."""
+    """Launcher of simulated engines; the first launches raise the errors in `failures`."""
 
     def __init__(self) -> None:
         self.all: list[SimulatedEngine] = []
@@ -63,7 +64,8 @@ class Engines:
         return self.all[-1]
 
     async def alive(self, index: int) -> bool:
-        """Return whether the newest engine `index` is; that before it has been replaced."""
+        """Return whether the newest engine with this index has not crashed; older ones were
+        replaced."""
         own = [e for e in self.all if e.engine_id.partition(".")[0] == f"engine{index}"]
         return not (own or self.all[index:])[-1]._crash_reason
 
@@ -95,7 +97,7 @@ def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
 def manager_of(
     folder: Path, config: RunConfig, engines: Engines, task: Fixed | None = None
 ) -> RolloutManager:
-    """Its store and its recorded events are in `folder`."""
+    """Return a rollout manager whose store and event record are in `folder`."""
     task = task or Fixed()
     return RolloutManager(
         config,
@@ -108,13 +110,14 @@ def manager_of(
 
 
 def trajectories_in(folder: Path) -> dict[int, Trajectory]:
-    """Every trajectory in the store of `manager_of`, by its id."""
+    """Return every trajectory in the store of `manager_of(folder, ...)`, by its id."""
     with closing(StoreReader(folder / "store.sqlite")) as reader:
         return {s.trajectory_id: reader.trajectory(s.trajectory_id) for s in reader.summaries()}
 
 
 def trainer_logprobs(batch: TokenBatch) -> FloatArray:
-    """What a trainer computes whose policy is that of the simulated engines."""
+    """Return the log-probs that a trainer computes if its policy equals that of the simulated
+    engines."""
     bounds = pairwise(batch.cu_seqlens_S1.tolist())
     sequences = [batch.token_ids_T[start:end] for start, end in bounds]
     values = [MODEL.logprob(int(t), p) for ids in sequences for p, t in enumerate(ids)]

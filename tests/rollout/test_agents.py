@@ -1,4 +1,5 @@
-"""Agents in a run: what engines are asked and send, and what is stored and trained of it."""
+"""Tests agents in a run: the tokens that engines are sent and send, and what is stored and
+trained."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ __all__ = ["LOOPS", "SECONDS", "tokenizer"]
 
 @pytest.mark.parametrize("preset", ["sync", "copris", "pipeline", "async"])
 @pytest.mark.parametrize("program", ["talks_on", "parallel"])
-async def test_what_is_asked_stored_and_trained_are_the_same_tokens(
+async def test_requested_stored_and_trained_tokens_of_episodes_are_equal(
     tmp_path: Path, tokenizer: Path, preset: str, program: str
 ) -> None:
     one = Run(tmp_path, with_agent(tokenizer, tmp_path / "rows.jsonl", program, preset))
@@ -45,9 +46,9 @@ async def test_what_is_asked_stored_and_trained_are_the_same_tokens(
     assert_engines_and_store_agree(one, episodes)
     assert_trained_once(batches, episodes)
     ended = [e for e in episodes.values() if e.state == "batched"]
-    asked = {"talks_on": 4, "parallel": 6}[program]
-    assert {len(e.turns) for e in ended} == {asked}
-    assert {len(e.branches()) for e in ended} == {1 if program == "talks_on" else asked}
+    calls = {"talks_on": 4, "parallel": 6}[program]
+    assert {len(e.turns) for e in ended} == {calls}
+    assert {len(e.branches()) for e in ended} == {1 if program == "talks_on" else calls}
     assert {e.reward for e in ended} == {1.0 if program == "talks_on" else 6.0}
     if program == "parallel":
         assert batches[-1].extra_metrics["rollout/forks_repeated"] > 0
@@ -57,7 +58,7 @@ async def test_what_is_asked_stored_and_trained_are_the_same_tokens(
 
 
 @pytest.mark.parametrize("program", ["talks_on", "drifts"])
-async def test_a_worker_that_dies_costs_no_episode(
+async def test_episodes_survive_when_an_environment_worker_dies(
     tmp_path: Path, tokenizer: Path, program: str
 ) -> None:
     log = tmp_path / "answers"
@@ -82,7 +83,7 @@ async def test_a_worker_that_dies_costs_no_episode(
 
 
 def assert_log_agrees(log: Path, episodes: dict[int, Trajectory]) -> None:
-    """Every answer that a program has logged is stored, of an episode with its prompt."""
+    """Check that every response in a program's log is stored in an episode with the same prompt."""
     stored = {
         (e.prompt.payload["question"], 2 * turn.number + 1, turn.answer["text"])
         for e in episodes.values()
@@ -93,11 +94,11 @@ def assert_log_agrees(log: Path, episodes: dict[int, Trajectory]) -> None:
         e.prompt.payload["question"] for e in episodes.values() if e.state not in ("batched",)
     }
     for line in log.read_text().splitlines():
-        prompt, backend, text = json.loads(line)
-        assert (prompt, backend, text) in stored or prompt in unfinished
+        prompt, position, text = json.loads(line)
+        assert (prompt, position, text) in stored or prompt in unfinished
 
 
-async def test_a_first_call_that_no_engine_takes_is_refused_to_the_program(
+async def test_agent_gets_an_error_when_its_first_call_is_too_long_for_engines(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     one = Run(tmp_path, with_agent(tokenizer, tmp_path / "rows.jsonl", "shortens"))
@@ -110,7 +111,9 @@ async def test_a_first_call_that_no_engine_takes_is_refused_to_the_program(
     assert {(e.reward, len(e.turns), e.finish_reason) for e in ended} == {(200.0, 1, "length")}
 
 
-async def test_other_sampling_is_one_warning(tmp_path: Path, tokenizer: Path) -> None:
+async def test_agent_is_reported_once_when_it_requests_another_temperature(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     one = Run(tmp_path, with_agent(tokenizer, tmp_path / "rows.jsonl", "cool"))
     await one.begin(ResumePoint(0))
     await one.train(range(1))
@@ -120,16 +123,18 @@ async def test_other_sampling_is_one_warning(tmp_path: Path, tokenizer: Path) ->
     await one.manager.stop()
 
 
-def test_an_agent_does_not_go_with_what_has_one_response(tmp_path: Path, tokenizer: Path) -> None:
+def test_settings_are_refused_when_they_contradict_an_agent(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     def refused(sentence: str, **changes: Any) -> None:
         with pytest.raises(UserError, match=re.escape(sentence)):
             with_agent(tokenizer, tmp_path / "rows.jsonl", "solve", **changes)
 
     refused("has one weight for a whole response", algorithm={"recipe": "rapid"})
-    refused("algorithm.overlong shapes", algorithm={"overlong": {"buffer_share": 0.5}})
-    refused("set one of them", agent={"command": ["true"]})
+    refused("it shapes the length", algorithm={"overlong": {"buffer_share": 0.5}})
+    refused("set only one of them", agent={"command": ["true"]})
     refused("agent.name is 'solve'; it must be", agent={"name": "solve"})
-    with pytest.raises(UserError, match=r"episode.max_turns is set and environment.name"):
+    with pytest.raises(UserError, match=r"episode.max_turns is set, but environment.name"):
         configured(tokenizer, environment={"name": ""}, episode={"max_turns": 3})
     with pytest.raises(UserError, match="are both set"):
         configured(tokenizer, agent="agent.py:solve")

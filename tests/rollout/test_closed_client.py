@@ -1,6 +1,6 @@
-"""A client that was closed, or has lost its connection, fails as a call to an engine does.
+"""Tests that a closed client, or one that has lost its connection, raises EngineError.
 
-aiohttp's own RuntimeError would count as a defect and end the run.
+A RuntimeError of aiohttp would count as a defect and end the run.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ META = {
 
 
 def report(wire_id: str, **changes: Any) -> dict[str, Any]:
-    """The first token of a request."""
+    """Return the report of the first token of a request."""
     return {"output_ids": [7], "meta_info": {"id": wire_id, **META, **changes}}
 
 
-async def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
+async def test_client_calls_raise_engine_error_when_the_client_is_closed() -> None:
     client = SGLangClient("engine0", "http://127.0.0.1:9", EngineConfig())
     await client.close()
     for call in (client.version, client.status, client.flush_cache, client.resume):
@@ -49,14 +49,14 @@ async def test_every_call_of_a_closed_client_is_an_engine_error() -> None:
 
 
 @pytest.mark.parametrize("last_words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-async def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: bytes) -> None:
-    """Between two reads, or by bytes that are no part of an answer."""
+async def test_stream_raises_engine_error_when_its_connection_breaks(last_words: bytes) -> None:
+    """The connection breaks between two reads, or after bytes that belong to no HTTP response."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         length = re.search(rb"Content-Length: (\d+)", await reader.readuntil(b"\r\n\r\n"))
-        asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
+        body = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        event = b"data: " + orjson.dumps(report(asked["rid"])) + b"\n\n"
+        event = b"data: " + orjson.dumps(report(body["rid"])) + b"\n\n"
         writer.write(b"%x\r\n%s\r\n" % (len(event), event))
         await writer.drain()
         await lost.wait()
@@ -97,7 +97,7 @@ async def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: b
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nda", False, "failed"),
     ],
 )
-async def test_stream_fails_as_a_refusal_or_an_engine_error_when_its_answer_is_odd(
+async def test_stream_raises_refusal_or_engine_error_when_its_reply_is_malformed(
     answer: bytes, refused: bool, message: str
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,7 +118,8 @@ async def test_stream_fails_as_a_refusal_or_an_engine_error_when_its_answer_is_o
 
 
 class ForgetfulServer:
-    """Answers one call on each connection, and resets the connection at the next."""
+    """Server that replies to one call on each connection and resets the connection at the next
+    call."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -136,8 +137,8 @@ class ForgetfulServer:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 
 
-async def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None:
-    """A server that stood still for a while has closed the connections that were kept."""
+async def test_call_is_retried_when_its_kept_connection_was_reset() -> None:
+    """A server that was stopped for a while has closed the connections that the client kept."""
     forgetful = ForgetfulServer()
     server = await asyncio.start_server(forgetful.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -145,19 +146,21 @@ async def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -
     await client.flush_cache()
     for call in (client.flush_cache, client.version, client.resume):
         await call()
-        await client.version()  # leaves a connection to be reset
+        await client.version()  # leaves a kept connection, which the server resets at the next call
     assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
     with pytest.raises(EngineError, match="release_memory_occupation failed"):
-        await client.release_memory()  # SGLang refuses what it may have done already
+        # This call is not retried, because SGLang fails if it has released its memory already.
+        await client.release_memory()
     await client.close()
     server.close()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
+async def test_request_is_retried_when_its_kept_connection_was_reset(
     aborted: bool,
 ) -> None:
-    """Under another id, since SGLang may still abort the first; not where it was to be aborted."""
+    """The retry has another id, because SGLang may still abort the first id. A request that was to
+    be aborted is not retried."""
     ids: list[str] = []
     kept: list[asyncio.StreamWriter] = []
     news = asyncio.Event()
@@ -165,20 +168,20 @@ async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = re.search(rb"Content-Length: (\d+)", head)
-            asked = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
+            body = orjson.loads(await reader.readexactly(int(length[1]) if length else 0))
             if b"/abort_request" in head:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
                 continue
-            ids.append(asked["rid"])
+            ids.append(body["rid"])
             news.set()
-            if writer in kept:  # it has stood still, and closes what it had kept
+            if writer in kept:  # the second request on a connection: reset all kept connections
                 for connection in kept:
                     connection.transport.abort()
                 return
             kept.append(writer)
-            while len(ids) < 3:  # three connections are kept
+            while len(ids) < 3:  # so that the client opens three connections
                 await asyncio.sleep(0.01)
-            last = report(asked["rid"], finish_reason={"type": "length"})
+            last = report(body["rid"], finish_reason={"type": "length"})
             event = b"data: " + orjson.dumps(last) + b"\n\n"
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(event))
             writer.write(event)
@@ -205,12 +208,12 @@ async def test_a_request_on_a_connection_that_was_reset_meanwhile_is_made_again(
     server.close()
 
 
-async def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
-    asked = 0
+async def test_call_is_tried_twice_and_names_the_call_when_the_server_is_dead() -> None:
+    calls = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
 
@@ -219,14 +222,14 @@ async def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
     client = SGLangClient("engine0", url, EngineConfig())
     with pytest.raises(EngineError, match="POST /flush_cache"):
         await client.flush_cache()
-    assert asked == 2
+    assert calls == 2
     await client.close()
     server.close()
 
 
 @asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[str]:
-    """A server with one answer to everything; yields its URL."""
+    """Run a server that gives the same reply to every request; yield its URL."""
 
     async def serve(_: web.Request) -> web.Response:
         return web.Response(body=answer, content_type="application/json")
@@ -242,20 +245,20 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_call_fails_when_the_answer_is_too_large() -> None:
-    """Also to the calls of a trainer (`EngineCallError`)."""
+async def test_call_fails_when_the_reply_is_too_large() -> None:
+    """Calls of a trainer fail as well, with EngineCallError."""
     async with answering(b"[" * (17 << 20)) as url:
         client = SGLangClient("engine0", url, EngineConfig())
         with pytest.raises(EngineError, match="has more than 16777216 bytes"):
             await client.status()
         await client.close()
-        asked = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
+        call = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
         with pytest.raises(EngineCallError, match="has more than 16777216 bytes"):
-            await asyncio.to_thread(asked)
+            await asyncio.to_thread(call)
 
 
 @pytest.mark.parametrize("checksum", [None, "", 7, ["a"]])
-async def test_checksum_fails_when_it_is_not_a_text(checksum: Any) -> None:
+async def test_checksum_fails_when_the_reply_is_not_a_string(checksum: Any) -> None:
     async with answering(orjson.dumps({"per_engine_checksum": checksum})) as url:
         client = SGLangClient("engine0", url, EngineConfig())
         with pytest.raises(EngineError, match="its weights_checker is invalid: ValueError"):
@@ -267,7 +270,7 @@ async def test_checksum_fails_when_it_is_not_a_text(checksum: Any) -> None:
 async def test_connect_fails_when_the_server_has_another_dtype(
     dtype: str | None,
 ) -> None:
-    """The check of log-probs is exact where all compute in float32, and only there."""
+    """The check of log-probs is exact only if engine and trainer compute in float32."""
     loads = [{"max_total_num_tokens": 1000}]
     answer = orjson.dumps({"loads": loads, "max_req_input_len": 100, "dtype": dtype})
     async with answering(answer) as url:
@@ -275,7 +278,7 @@ async def test_connect_fails_when_the_server_has_another_dtype(
             await SGLangClient.connect("engine0", url, EngineConfig(dtype="float32"))
 
 
-async def test_call_fails_when_the_answer_is_truncated() -> None:
+async def test_call_fails_when_the_reply_is_truncated() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"success": true}')
@@ -283,7 +286,7 @@ async def test_call_fails_when_the_answer_is_truncated() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    asked = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
+    call = partial(call_engine, EngineAddress("engine0", url), "GET", "health", None, 20.0)
     with pytest.raises(EngineCallError, match="IncompleteRead"):
-        await asyncio.to_thread(asked)
+        await asyncio.to_thread(call)
     server.close()

@@ -1,7 +1,8 @@
-"""A further column of tokens, declared in one line, from an engine to a batch through a killed run.
+"""Tests that a token column declared in one line passes from an engine to a batch, also when the
+run is killed.
 
-The simulated engine repeats each token's id in every value, so a value at another token shows.
-That a batch's columns reach a loss: tests/trainer/test_one_upload.py.
+The simulated engine writes each token's id into every value, so a value stored at another token is
+noticed. That the columns of a batch reach a loss is tested in tests/trainer/test_one_upload.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STORE_FILE = "store.sqlite"
 
 
 class Relay(StreamRelay):
-    """The relay of another process: what it reports crosses to this one."""
+    """Relay whose reports are pickled, as if they came from another process."""
 
     async def update(self, started, canceled):  # type: ignore[no-untyped-def, override]
         super().update(started, canceled)
@@ -53,7 +54,7 @@ class Relay(StreamRelay):
 
 
 class RoutingEngines(Engines):
-    """Engines that report routes, read through relays."""
+    """Launcher of engines that report routes and are read through relays."""
 
     async def launch(self, index: int) -> EngineClient:  # type: ignore[override]
         model = replace(MODEL, mean_length=10**9, columns=(ROUTES,))
@@ -71,7 +72,7 @@ def config() -> RunConfig:
 
 
 def live_until_killed(folder: Path) -> None:
-    """Train a step and die by SIGKILL while tokens of running trajectories are in the store."""
+    """Train a step, then die by SIGKILL while tokens of running trajectories are in the store."""
     buffers.CHUNK_TOKENS = 4
 
     async def body() -> None:
@@ -82,7 +83,7 @@ def live_until_killed(folder: Path) -> None:
         await trainer.manager.checkpoint_finalized(0, 1, [])
         print(json.dumps({"position": position}), flush=True)
         with closing(StoreReader(folder / STORE_FILE)) as reader:
-            for step in itertools.count(1):  # each batch makes room for another group
+            for step in itertools.count(1):  # after each batch another group may start
                 await trainer.batch()
                 await trainer.publish(0, step + 1)
                 for _ in range(LENGTH):
@@ -95,7 +96,7 @@ def live_until_killed(folder: Path) -> None:
 
 
 def expected(token_ids: np.ndarray) -> np.ndarray:
-    """Both bytes of a value are the token's id."""
+    """Return the expected routes: both bytes of each value are the token's id."""
     return np.broadcast_to(257 * token_ids[:, None, None], (len(token_ids), 2, 4))
 
 
@@ -107,15 +108,17 @@ def check(trajectory: Trajectory) -> None:
         np.testing.assert_array_equal(column["routes"], expected(segment.token_ids))
 
 
-def test_a_column_declared_in_one_line_comes_from_the_engine_to_a_batch(tmp_path: Path) -> None:
+def test_token_column_reaches_a_batch_from_the_engine_when_the_run_is_killed(
+    tmp_path: Path,
+) -> None:
     command = f"from {__name__} import *; live_until_killed(Path({str(tmp_path)!r}))"
     life = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert life.returncode == -signal.SIGKILL, life.stderr
     position = json.loads(life.stdout)["position"]
     with closing(StoreReader(tmp_path / STORE_FILE)) as reader:
-        left = [summary for summary in reader.summaries() if summary.tokens]
-        assert any(summary.tokens < LENGTH for summary in left)
-        for summary in left:
+        unfinished = [summary for summary in reader.summaries() if summary.tokens]
+        assert any(summary.tokens < LENGTH for summary in unfinished)
+        for summary in unfinished:
             found = reader.trajectory(summary.trajectory_id)
             check(found)
             assert found.response_length == summary.tokens

@@ -1,7 +1,7 @@
-"""A live driver: the metrics of its batches, what it records of its scheduler, and its end.
+"""Tests a running driver: the metrics of its batches, the record of its scheduler, and its close.
 
-Metrics are lag, waste, load and warnings, also of a resumed run. Nothing follows from what ends
-while the driver closes, and nothing is hidden.
+The metrics are lag, waste, load and warnings, also of a resumed run. Requests and scores that end
+while the driver closes start nothing, and their errors are not hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from tests.rollout.test_manager import Trainer
 
 BATCH = 2
 STRAGGLER = 2
-"""The trajectory that is still written when all others of its time have been trained."""
+"""Id of the trajectory that is still being generated when all others of its time have been
+trained."""
 
 
 def changed(preset: str, **changes: Any) -> RunConfig:
@@ -50,7 +51,8 @@ def with_straggler() -> RunConfig:
 
 
 def lag_in_samples(batch: TokenBatch) -> list[int]:
-    """Counted anew: every batch has trained `BATCH` samples."""
+    """Return the lag of each sequence in samples, computed independently: every batch trains
+    `BATCH` samples."""
     index_T = np.repeat(np.arange(batch.num_sequences), batch.lengths_S())
     trained_T = batch.loss_mask_T > 0
     oldest = [batch.version_T[trained_T & (index_T == s)].min() for s in range(batch.num_sequences)]
@@ -58,7 +60,7 @@ def lag_in_samples(batch: TokenBatch) -> list[int]:
 
 
 @pytest.mark.parametrize("resumed_at", [None, 3])
-async def test_lag_counts_the_samples_trained_since_a_trajectory_began(
+async def test_lag_counts_the_samples_trained_since_a_trajectory_started(
     tmp_path: Path, resumed_at: int | None
 ) -> None:
     batches: list[TokenBatch] = []
@@ -82,28 +84,29 @@ async def test_lag_counts_the_samples_trained_since_a_trajectory_began(
             await trainer.manager.start()
             await trainer.begin(ResumePoint(1, step, parent=0, store_position=position))
     await trainer.manager.stop()
-    assert len(batches) > 5, "it is trained after a resume, and began before it"
+    assert len(batches) > 5, "the straggler must be trained after the resume"
     for batch in batches:
         expected = lag_in_samples(batch)
         assert batch.extra_metrics["rollout/lag_samples_mean"] == np.mean(expected)
         assert batch.extra_metrics["rollout/lag_samples_max"] == max(expected)
-    assert max(lag_in_samples(batches[-1])) == BATCH * batches[-1].step, "it began under version 0"
+    assert max(lag_in_samples(batches[-1])) == BATCH * batches[-1].step, "not from version 0"
 
 
 class EveryOtherGroup(Fixed):
-    """Both answers of a group get the same reward, or only the first one is right, in turns."""
+    """Scorer that gives the responses of even prompts equal rewards, and of odd prompts only the
+    first a reward of 1."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, int] = {}
+        self._scored: dict[int, int] = {}
 
     async def score(self, prompt: Prompt, response_ids: Any) -> tuple[float, dict[str, float]]:
         number = int(prompt.token_ids[1])
-        before = self._asked.setdefault(number, 0)
-        self._asked[number] += 1
+        before = self._scored.setdefault(number, 0)
+        self._scored[number] += 1
         return float(number % 2 == 0 or before == 0), {}
 
 
-async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
+async def test_tokens_are_counted_when_groups_without_reward_variance_are_dropped(
     tmp_path: Path,
 ) -> None:
     batches: list[TokenBatch] = []
@@ -127,7 +130,7 @@ async def test_what_was_generated_for_groups_without_reward_variance_is_counted(
     assert total("dropped_filtered") == len(dropped)
 
 
-async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(
+async def test_run_ends_with_an_error_when_every_group_is_filtered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`Fixed` gives every response the same reward."""
@@ -142,7 +145,7 @@ async def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(
 
 
 class Storming(SimulatedEngine):
-    """Reports that it has preempted `preempted` more requests at every report."""
+    """Simulated engine that reports `preempted` more preemptions in every load report."""
 
     preempted = 0
     reports = 0
@@ -156,10 +159,11 @@ class Storming(SimulatedEngine):
 
 
 @pytest.mark.parametrize("preempted", [0, 9])
-async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
+async def test_engine_load_and_its_warnings_reach_the_trainer(
     tmp_path: Path, preempted: int
 ) -> None:
-    """1,000 preemptions that it counted for somebody else before are no news."""
+    """The 1,000 preemptions that the engine counted before its first report here are not
+    counted."""
     warnings: list[tuple[str, str]] = []
 
     config = changed("copris")
@@ -176,8 +180,8 @@ async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     warnings.extend((await trainer.publish(0, 1)).warnings)
     batches.append(await trainer.batch())
     repeated = len((await trainer.publish(0, 2)).warnings)
-    assert repeated == 0, "each warning is handed out once"
-    metrics = batches[1].extra_metrics  # the first may be older than the first report
+    assert repeated == 0, "a warning was returned twice"
+    metrics = batches[1].extra_metrics  # the first batch may precede the first load report
     assert metrics["rollout/kv_usage"] == 0.75
     assert metrics["rollout/concurrency"] == 4
     seen = sum(batch.extra_metrics["rollout/preemptions"] for batch in batches)
@@ -187,7 +191,7 @@ async def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     assert [name for name, _ in warnings] == (["recomputation_storm"] if preempted else [])
 
 
-async def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path) -> None:
+async def test_warnings_arrive_with_an_update_when_stale_engines_cause_it(tmp_path: Path) -> None:
     trainer = await Trainer(tmp_path, settings("copris", engines=2, max_restarts=1)).started()
     trainer.engines.all[1].crash("injected crash")
     warnings: tuple[tuple[str, str], ...] = ()
@@ -200,7 +204,7 @@ async def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path
 
 
 class Defective(Scheduler):
-    """Does not know that batches are taken."""
+    """Scheduler that raises LookupError when a batch is taken."""
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         if isinstance(event, ev.BatchTaken):
@@ -208,7 +212,7 @@ class Defective(Scheduler):
         return super().step(event)
 
 
-async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once(
+async def test_event_is_recorded_at_once_when_the_scheduler_raises_on_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(tmp_path, settings("async"))
@@ -219,12 +223,12 @@ async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once
     await trainer.publish(0, 0)
     with pytest.raises(LookupError):
         await trainer.batch()
-    # the process may die now: nothing was closed or flushed yet
+    # Read before `stop`, because the process may die at this point.
     last = list(read_record(tmp_path / "events" / "0.jsonl")[1])[-1]
     await trainer.manager.stop()
     assert isinstance(last.event, ev.BatchTaken)
     assert last.actions == (Raised("LookupError('a defect of the scheduler')"),)
-    # today's scheduler has no such defect: the replay names the event at which there was one
+    # The current scheduler has no such defect, so the replay names the event that raised.
     with pytest.raises(ComponentFailure, match=r"BatchTaken.*is the exception LookupError"):
         replay_command(tmp_path, None, timeline=True)
     assert (
@@ -232,10 +236,10 @@ async def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once
     )
 
 
-async def test_a_long_run_keeps_the_newest_steps_and_replays_them(
+async def test_record_keeps_and_replays_only_the_newest_steps_when_a_run_is_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step a file here; four files are kept beside the one that is written."""
+    """Each file has one step here; four files are kept in addition to the one that is written."""
     monkeypatch.setattr(record, "KEPT_STEPS", 1)
     trainer = await Trainer(tmp_path, settings("copris")).started()
     for step in range(10):
@@ -252,10 +256,11 @@ async def test_a_long_run_keeps_the_newest_steps_and_replays_them(
     assert "batch 9 emitted" in output and "batch 0 emitted" not in output
 
 
-async def test_a_resume_reports_all_recovered_groups_before_anything_follows(
+async def test_first_event_of_a_resume_contains_all_recovered_groups(
     tmp_path: Path,
 ) -> None:
-    """One after the other, a batch would be emitted while an older group is not known yet."""
+    """If groups were reported one by one, a batch could be emitted before an older group is
+    known."""
     config = settings("async")
 
     trainer = await Trainer(tmp_path, config).started()
@@ -274,8 +279,8 @@ async def test_a_resume_reports_all_recovered_groups_before_anything_follows(
     assert events[0] == found and len(found.groups) > 1
 
 
-async def test_what_has_ended_early_is_reported_before_its_engine_is_lost(tmp_path: Path) -> None:
-    """Else the scheduler would submit to an engine that is not there any more."""
+async def test_aborted_requests_are_reported_before_their_engine_is_down(tmp_path: Path) -> None:
+    """Otherwise the scheduler would submit requests to an engine that is no longer registered."""
     manager, seen = manager_of(tmp_path, settings("copris"), Engines()), list[object]()
 
     await manager.start()
@@ -291,7 +296,7 @@ async def test_what_has_ended_early_is_reported_before_its_engine_is_lost(tmp_pa
 
 
 class Lingering(SimulatedEngine):
-    """Trajectory 0 never ends, and to cancel its request takes a while."""
+    """Simulated engine on which trajectory 0 never ends and takes 0.1 s to be canceled."""
 
     sent: list[str]
     canceling: asyncio.Event
@@ -309,24 +314,27 @@ class Lingering(SimulatedEngine):
 
 
 class Late(Fixed):
-    """Every score waits for the event; then `outcome` makes it."""
+    """Scorer that waits for the event `until` before each score and then returns the result of
+    `outcome`."""
 
     def __init__(self, until: asyncio.Event, outcome: Callable[[], float | None]) -> None:
         self._until, self._outcome = until, outcome
-        self.asked = 0
+        self.calls = 0
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
-        self.asked += 1
+        self.calls += 1
         await self._until.wait()
         return self._outcome(), {}
 
 
 async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -> list[str]:
-    """Stops when all that it generates but trajectory 0 is being scored.
+    """Stop a run while every generated response but trajectory 0 is being scored; the scores end
+    during the stop.
 
-    Returns the requests that were sent while it stopped. The scores end meanwhile.
+    Returns:
+        The ids of requests that were sent during the stop.
     """
     canceling, sent = asyncio.Event(), list[str]()
     trainer = Trainer(folder, settings("async"), scorer := Late(canceling, outcome))
@@ -336,23 +344,24 @@ async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -
     assert isinstance(engine, Lingering)
     engine.sent, engine.canceling = sent, canceling
     await trainer.begin(ResumePoint(0))
-    while not sent or scorer.asked < len(sent) - 1:
+    while not sent or scorer.calls < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)
     await trainer.manager.stop()
-    assert canceling.is_set(), "there was nothing to wait for"
+    assert canceling.is_set(), "the stop canceled no request"
     return sent[before:]
 
 
-async def test_a_score_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
-    """One without a reward makes room for another group. It is made again after the next start."""
+async def test_score_starts_no_request_when_it_ends_while_the_driver_closes(tmp_path: Path) -> None:
+    """A score without a reward would let another group start. The score is made again after the
+    next start."""
     assert await stop_under_scores(tmp_path, lambda: None) == []
     first, *others = [one.state for one in trajectories_in(tmp_path).values()]
-    assert first is TrajectoryState.RUNNING  # to the next start that is a partial one
+    assert first is TrajectoryState.RUNNING  # the next start treats it as partial
     assert set(others) == {TrajectoryState.FINISHED}
 
 
-async def test_a_defect_that_shows_meanwhile_is_in_the_log(
+async def test_exception_is_logged_when_a_scorer_raises_while_the_driver_closes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def defect() -> None:

@@ -1,7 +1,9 @@
-"""No healthy engine is given up; those that answer, and still do not work, are.
+"""Tests that no healthy engine is taken out of service, and that an engine which replies but does
+not work is.
 
-Healthy ones are idle, paused, refuse, or answer at length; the run goes on with the others. A whole
-manager over simulated engines, with limits of about a second in place of minutes.
+Healthy engines are idle, paused, refuse requests or generate long responses; the run continues with
+them. Each test has a complete manager over simulated engines, with limits of about a second instead
+of minutes.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from megatron_async.engines.simulated.server import SimulatedServer
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.trajectory.types import PolicyVersion, Prompt
-from tests.rollout.short_limits import HUNG, ModelEngines, config_of, in_service, trainer_of
+from tests.rollout.short_limits import HANG_SECONDS, ModelEngines, config_of, in_service, trainer_of
 from tests.rollout.stand_ins import Engines, Fixed
 
 
 @pytest.mark.parametrize("preset", ["copris", "sync"])
-async def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
+async def test_engines_stay_in_service_when_they_were_idle_during_training(
     tmp_path: Path, preset: str
 ) -> None:
     model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
     trainer = await trainer_of(tmp_path, config_of(preset), ModelEngines(model)).started()
     await trainer.batch()
-    await asyncio.sleep(1.5 * HUNG)  # no request meanwhile, and the first chunk takes 0.5 s
+    await asyncio.sleep(1.5 * HANG_SECONDS)  # no request meanwhile, and the first chunk takes 0.5 s
     await trainer.publish(0, 1)
     await trainer.batch()
     assert in_service(trainer) == (2, {})
@@ -47,7 +49,7 @@ async def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
 
 
 class Unanswering(SimulatedEngine):
-    """Its scheduler receives weights: whoever asks it for its load waits."""
+    """Simulated engine that does not reply to load polls while it receives weights."""
 
     receiving = False
 
@@ -58,7 +60,9 @@ class Unanswering(SimulatedEngine):
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "copris"])
-async def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) -> None:
+async def test_engines_stay_in_service_when_they_receive_weights_slowly(
+    tmp_path: Path, preset: str
+) -> None:
     model = SimulatedEngineModel(mean_length=200, step_seconds=0.002, stream_interval=4)
     config = config_of(preset, weights={"timeout_seconds": 30.0})
     trainer = await trainer_of(tmp_path, config, ModelEngines(model, Unanswering)).started()
@@ -66,7 +70,7 @@ async def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset:
     addresses = await trainer.manager.begin_update(0, 1)
     for engine in trainer.engines.all:
         engine.receiving = True
-    await asyncio.sleep(2 * HUNG)
+    await asyncio.sleep(2 * HANG_SECONDS)
     for engine in trainer.engines.all:
         engine.receiving = False
         engine.set_weights(PolicyVersion(0, 1))
@@ -78,7 +82,8 @@ async def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset:
 
 
 class Endless(SimulatedEngine):
-    """Members of a group end at different lengths, so that some run on when one has its reward."""
+    """Simulated engine on which members of a group have different lengths, so that some still run
+    when one has its reward."""
 
     def _advance(self, running: Any) -> Any:
         super()._advance(running)
@@ -87,25 +92,26 @@ class Endless(SimulatedEngine):
 
 
 class Failing(Fixed):
-    """Scores of what it is asked to hold have no result."""
+    """Scorer whose scores wait and then fail while `fail` is true."""
 
     def __init__(self) -> None:
-        self.hold = False
+        self.fail = False
         self.waiting = 0
-        self.go_on = asyncio.Event()
+        self.proceed = asyncio.Event()
 
     async def score(self, prompt: Prompt, response_ids: Any) -> Any:
-        if not self.hold:
+        if not self.fail:
             return 1.0, {}
         self.waiting += 1
-        await self.go_on.wait()
+        await self.proceed.wait()
         return None, {}
 
 
-async def test_engines_that_end_no_request_while_they_are_paused_in_place(
+async def test_engine_stays_in_service_when_it_ends_no_request_during_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group is dropped during a long transfer; SGLang ends its requests after the pause."""
+    """A group is dropped during a long weight transfer. SGLang ends the requests of that group only
+    after the pause."""
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
 
     model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
@@ -118,13 +124,13 @@ async def test_engines_that_end_no_request_while_they_are_paused_in_place(
     task = Failing()
     trainer = await trainer_of(tmp_path, config, ModelEngines(model, Endless), task).started()
     await trainer.batch()
-    task.hold = True
+    task.fail = True
     while task.waiting < 2:
         await asyncio.sleep(0.005)
     addresses = await trainer.manager.begin_update(0, 1)
-    task.go_on.set()
-    task.hold = False
-    await asyncio.sleep(1.0)  # twenty times as long as ten aborts may take
+    task.proceed.set()
+    task.fail = False
+    await asyncio.sleep(1.0)  # twice as long as ten tries of an abort take
     generation = trainer.manager._driver._generation
     assert any(request.abort_wanted for request in generation._requests.values())
     trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
@@ -137,8 +143,11 @@ async def test_engines_that_end_no_request_while_they_are_paused_in_place(
     await trainer.manager.stop()
 
 
-async def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
-    """Over HTTP: every stream lasts three times the silence that is allowed."""
+async def test_engine_stays_in_service_when_streams_outlast_the_hang_timeout(
+    tmp_path: Path,
+) -> None:
+    """The engine is used over HTTP. Every stream lasts three times as long as the permitted
+    silence."""
 
     class Served(Engines):
         async def launch(self, index: int) -> Any:
@@ -175,10 +184,10 @@ async def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> 
     await engines.runner.cleanup()
 
 
-async def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
+async def test_run_ends_and_engine_is_kept_when_open_files_are_exhausted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of open files: the run ends with the remedy, and no engine is given up."""
+    """At the limit of open files the run ends with a remedy, and the engine stays in service."""
     config = config_of("copris", count=1)
     client = SGLangClient("engine0", "http://127.0.0.1:9", config.engines)
 
@@ -205,8 +214,9 @@ async def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
     await trainer.manager.stop()
 
 
-async def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
-    """`drain`: as long as for a batch, whatever `weights.timeout_seconds` allows a transfer."""
+async def test_update_waits_when_a_response_outlasts_the_transfer_timeout(tmp_path: Path) -> None:
+    """With `drain` an update waits as long as for a batch, whatever `weights.timeout_seconds`
+    allows for a transfer."""
     model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.01, stream_interval=4)
     config = config_of(
         "sync",
@@ -222,8 +232,9 @@ async def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
     await trainer.manager.stop()
 
 
-async def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: Path) -> None:
-    """A connection that was reset is no evidence about the engine, which is asked."""
+async def test_engine_stays_in_service_when_streams_break_and_it_replies(tmp_path: Path) -> None:
+    """A connection that was reset is no evidence about the engine, which is then asked for its
+    version."""
 
     class Dropping(SimulatedEngine):
         requests = 0
@@ -248,7 +259,7 @@ async def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_p
     await trainer.manager.stop()
 
 
-async def test_an_engine_that_fails_is_given_up_though_another_has_not_answered(
+async def test_failed_engine_is_removed_when_another_engine_has_not_replied(
     tmp_path: Path,
 ) -> None:
     trainer = await trainer_of(tmp_path, config_of("copris", count=2), Engines()).started()
@@ -272,8 +283,9 @@ NO_TOKENS = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.02, stream_interval=4)
 
 
-class Odd(SimulatedEngine):
-    """Sends no load report that can be read, or aborts what it is asked for, or neither."""
+class Malfunctioning(SimulatedEngine):
+    """Simulated engine that can send unreadable load reports, abort requests by itself, or stop
+    sending tokens."""
 
     unreadable = silent = aborts = False
 
@@ -294,20 +306,20 @@ class Odd(SimulatedEngine):
 
 
 @pytest.mark.parametrize(
-    ("oddity", "why"),
+    ("malfunction", "why"),
     [
-        ({"unreadable": True}, "sent no load report that can be read for"),
+        ({"unreadable": True}, "sent no readable load report for"),
         ({"unreadable": True, "silent": True}, "engine0.0 "),
         ({"aborts": True}, "made no token for"),
     ],
 )
-async def test_an_engine_that_answers_and_does_not_work_is_given_up(
-    tmp_path: Path, oddity: dict[str, bool], why: str
+async def test_engine_is_removed_when_it_replies_but_does_not_work(
+    tmp_path: Path, malfunction: dict[str, bool], why: str
 ) -> None:
     config = config_of("copris", schedule={"groups_per_batch": 8})  # a step takes seconds
-    trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Odd)).started()
+    trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Malfunctioning)).started()
     await trainer.batch()
-    for name, value in oddity.items():
+    for name, value in malfunction.items():
         setattr(trainer.engines.all[0], name, value)
     step = 0
     while in_service(trainer)[0] == 2:

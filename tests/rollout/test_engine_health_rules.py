@@ -1,4 +1,5 @@
-"""What counts against an engine, a request or a prompt: silences, and the table of the docs."""
+"""Tests whether a failure counts against an engine, a request or a prompt, including each row of
+the table in docs/failures.md."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.trajectory.types import PolicyVersion
 
 
-def test_a_request_that_the_engine_aborts_unasked_does_not_end_it() -> None:
+def test_silence_continues_when_the_engine_aborts_a_request_by_itself() -> None:
     engine = EngineHealth()
     for second in (0.0, 10.0, 20.0):
-        engine.request_began(second)
-        engine.request_ended(second + 5.0, unasked=True)
+        engine.request_started(second)
+        engine.request_ended(second + 5.0, spontaneous=True)
     assert engine.silence(100.0) == 15.0
     engine.token(100.0)
     assert engine.silence(100.0) == 0.0
 
 
-def test_load_reports_are_missed_from_the_first_that_cannot_be_read_to_the_next_that_can() -> None:
+def test_missing_report_time_runs_until_a_load_report_is_readable() -> None:
     engine = EngineHealth()
     assert engine.unreported(500.0) == 0.0
     engine.queue(None, 500.0)
@@ -39,12 +40,12 @@ def test_load_reports_are_missed_from_the_first_that_cannot_be_read_to_the_next_
     engine.suspend("update", 512.0)
     engine.release("update", 600.0)
     assert engine.unreported(603.0) == 15.0
-    assert engine.request_clock(603.0) == 0.0, "its queue is not known"
+    assert engine.request_clock(603.0) == 0.0, "the engine's queue is unknown"
     engine.queue(0, 603.0)
     assert engine.unreported(700.0) == 0.0
 
 
-HAPPENINGS = st.lists(
+EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["begin", "end", "token", "hold", "release", "store", "stored", "queue"]),
         st.integers(0, 20),
@@ -54,20 +55,21 @@ HAPPENINGS = st.lists(
 )
 
 
-@given(HAPPENINGS)
-def test_silence_and_holds_are_what_counting_second_by_second_gives(
-    event_timeline: list[tuple[str, int, int]],
+@given(EVENTS)
+def test_silence_and_suspensions_equal_a_count_by_seconds(
+    events: list[tuple[str, int, int]],
 ) -> None:
-    """Two hold it for reasons of their own; a release of what does not hold it changes nothing."""
+    """Two reasons suspend the engine independently. The release of a reason that does not suspend
+    it changes nothing."""
     engine, now = EngineHealth(), 0
-    requests, storing, free, silence, clock = 0, 0, False, 0, 0
-    holds: set[str] = set()
+    requests, storing, queue_empty, silence, clock = 0, 0, False, 0, 0
+    reasons: set[str] = set()
     released_at = float("-inf")
-    for what, seconds, number in event_timeline:
+    for what, seconds, number in events:
         why = ("pause", "update")[number]
         if what == "begin":
             requests += 1
-            engine.request_began(now)
+            engine.request_started(now)
         elif what == "end" and requests:
             requests -= 1
             engine.request_ended(now)
@@ -76,33 +78,33 @@ def test_silence_and_holds_are_what_counting_second_by_second_gives(
             silence = 0
             engine.token(now)
         elif what == "hold":
-            holds.add(why)
+            reasons.add(why)
             engine.suspend(why, now)
         elif what == "release":
-            if holds == {why}:
+            if reasons == {why}:
                 silence, released_at = 0, now
-            holds.discard(why)
+            reasons.discard(why)
             engine.release(why, now)
         elif what == "store":
             storing += 1
-            engine.store_begins(now)
+            engine.store_wait_started(now)
         elif what == "stored" and storing:
             storing -= 1
-            engine.store_ends(now)
+            engine.store_wait_ended(now)
         elif what == "queue":
-            free = number == 0
+            queue_empty = number == 0
             engine.queue(number, now)
-        assert engine.suspended == bool(holds)
+        assert engine.suspended == bool(reasons)
         for since in (now, now - seconds, released_at + 1):
-            assert engine.suspended_since(since) == (bool(holds) or released_at >= since)
+            assert engine.suspended_since(since) == (bool(reasons) or released_at >= since)
         now += seconds
-        silence += seconds * (requests > 0 and not holds and not storing)
-        clock += seconds * (free and not holds and not storing)
+        silence += seconds * (requests > 0 and not reasons and not storing)
+        clock += seconds * (queue_empty and not reasons and not storing)
         assert (engine.silence(now), engine.request_clock(now)) == (silence, clock)
 
 
-def test_a_token_clears_the_count_of_engines_that_a_prompt_ended() -> None:
-    """Of eleven engines the sixth made tokens for it before it died."""
+def test_count_of_engine_deaths_is_cleared_when_the_prompt_gets_a_token() -> None:
+    """Eleven engines die on the prompt, and the sixth made tokens for it before it died."""
     prompts = PromptFailures()
     found = [prompts.engine_died({3}, tokens) for tokens in range(1, 6)]
     prompts.token(12, 3)
@@ -111,7 +113,7 @@ def test_a_token_clears_the_count_of_engines_that_a_prompt_ended() -> None:
     assert prompts.engine_died({3}, 11) == {3}
 
 
-def test_failures_that_were_a_lost_engines_are_no_longer_those_of_its_requests() -> None:
+def test_request_failures_are_forgotten_when_the_engine_is_lost() -> None:
     prompts = PromptFailures()
     found = [prompts.failed(7) for _ in range(5)]
     prompts.engine_lost([7])
@@ -123,20 +125,23 @@ DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 
 
 def working() -> EngineHealth:
-    """An engine with a request since second 0, and an empty queue."""
+    """Return the health of an engine with a request since second 0 and an empty queue."""
     engine = EngineHealth()
     engine.queue(0, 0.0)
-    engine.request_began(0.0)
+    engine.request_started(0.0)
     return engine
 
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 class Engine:
-    """Answers each question for its version, and for its load, by the next of `answers`.
+    """Engine that replies to each call for its version or load as the next element of `answers`
+    says.
 
-    None: it never answers. `paused`: a pause begins and ends while it is asked.
+    Args:
+        answers: True to reply, False to raise EngineError, None to never reply.
+        paused: Whether a pause starts and ends during each call.
     """
 
     engine_id = "e"
@@ -147,7 +152,7 @@ class Engine:
         self.tracked = TrackedEngine(cast(EngineClient, self), lambda: self.now)
         self.tracked.up = True
         self.tracked.health.queue(0, 0.0)
-        self.tracked.health.request_began(0.0)
+        self.tracked.health.request_started(0.0)
 
     async def _answer(self) -> None:
         if self.paused:
@@ -171,12 +176,12 @@ class Engine:
 def given_up(
     engine: Engine,
     act: Callable[[EngineMonitor, TrackedEngine], Awaitable[object]],
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
 ) -> bool:
-    """Return whether the monitor gives the engine up."""
+    """Run `act` and return whether the monitor takes the engine out of service."""
     found: list[str] = []
     monitor = EngineMonitor(
-        EngineConfig(hang_timeout_seconds=patience),
+        EngineConfig(hang_timeout_seconds=timeout),
         {"e": engine.tracked},
         RolloutStatistics(overlap=True),
         lambda _: None,
@@ -193,7 +198,8 @@ def given_up(
 
 
 def after_a_break(*answers: bool, paused: bool = False) -> bool:
-    """A stream breaks, and the engine answers the two questions for its version like this."""
+    """Return whether an engine is removed after a broken stream, if it replies to the two version
+    calls as in `answers`."""
     return given_up(
         Engine([*answers], paused=paused),
         lambda monitor, tracked: monitor.suspect(tracked, "it broke"),
@@ -201,35 +207,40 @@ def after_a_break(*answers: bool, paused: bool = False) -> bool:
 
 
 def without_report(*, paused: bool) -> bool:
-    """Its load report never comes."""
-    return given_up(Engine([None], paused=paused), lambda monitor, _: monitor.look(), 0.01)
+    """Return whether an engine is removed if its load report never arrives."""
+    return given_up(Engine([None], paused=paused), lambda monitor, _: monitor.poll(), 0.01)
 
 
 def silent_for(seconds: float, *, reports: bool = True, released_at: float | None = None) -> bool:
-    """It makes no token; its load reports can be read, or it answers that there is none.
+    """Return whether an engine is removed if it makes no token, or sends no readable report, for
+    `seconds`.
 
-    `released_at`: a pause of it ends.
+    Args:
+        reports: Whether load reports are readable; otherwise the engine makes tokens but reports
+            fail.
+        released_at: Time at which a pause ends; None if there is no pause.
     """
     engine = Engine([True] if reports else [False, True, False, True])
 
-    async def looks(monitor: EngineMonitor, tracked: TrackedEngine) -> None:
+    async def poll(monitor: EngineMonitor, tracked: TrackedEngine) -> None:
         if released_at is not None:
             tracked.suspend("pause")
             engine.now = released_at
             tracked.release("pause")
         if not reports:
-            await monitor.look()
+            await monitor.poll()
             tracked.health.token(engine.now)
         engine.now = seconds
         if not reports:
             tracked.health.token(engine.now)
-        await monitor.look()
+        await monitor.poll()
 
-    return given_up(engine, looks)
+    return given_up(engine, poll)
 
 
 def broken_by(*groups: int | None) -> bool:
-    """Requests of these groups fail on an engine, one after the other; None: a token comes."""
+    """Return whether an engine counts as broken after failed requests of these groups; None stands
+    for a token."""
     engine, shown = working(), False
     for group in groups:
         if group is None:
@@ -240,7 +251,8 @@ def broken_by(*groups: int | None) -> bool:
 
 
 def own_fault(*tokens_between: bool) -> bool:
-    """A request fails once more than there are elements; True: a token comes in between."""
+    """Return whether a request is at fault after one more failure than arguments; True stands for a
+    token in between."""
     prompts = PromptFailures()
     shown = prompts.failed(7)
     for token in tokens_between:
@@ -251,7 +263,7 @@ def own_fault(*tokens_between: bool) -> bool:
 
 
 def ended_engines(*others_made_tokens: bool) -> bool:
-    """Engines fail one after the other before the first token of group 1."""
+    """Return whether group 1 is at fault after engines died one by one before its first token."""
     prompts, tokens, fatal = PromptFailures(), 0, set[int]()
     for made in others_made_tokens:
         tokens += made
@@ -265,11 +277,12 @@ def refused(groups: int, accepted_at: int = -1) -> bool:
         if group == accepted_at:
             prompts.token(99, 99)
         in_row = prompts.refused(group) or in_row
-        assert prompts.refused(group) is None, "its other requests are no second refusal"
+        assert prompts.refused(group) is None, "another request of the group was counted"
     return too_many_refusals(in_row)
 
 
-# Each row of the table: what is enough, and what is nearly enough; or the test that shows it.
+# For each row of the table: evidence that suffices and evidence that just does not, or else the
+# test that shows the rule.
 ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     "its process has ended": (
         "engines/test_sglang_host.py::test_a_killed_engine_is_noticed_at_once_and_leaves_nothing"
@@ -287,12 +300,12 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         lambda: without_report(paused=True),
     ),
     "no load report that can be read comes for `engines.hang_timeout_seconds`": (
-        lambda: silent_for(PATIENCE + 0.1, reports=False),
-        lambda: silent_for(PATIENCE, reports=False),
+        lambda: silent_for(TIMEOUT + 0.1, reports=False),
+        lambda: silent_for(TIMEOUT, reports=False),
     ),
     "it makes no token for `engines.hang_timeout_seconds` although it has requests": (
-        lambda: silent_for(PATIENCE + 0.1) and silent_for(PATIENCE + 9.1, released_at=9.0),
-        lambda: silent_for(PATIENCE) or silent_for(PATIENCE + 9.0, released_at=9.0),
+        lambda: silent_for(TIMEOUT + 0.1) and silent_for(TIMEOUT + 9.1, released_at=9.0),
+        lambda: silent_for(TIMEOUT) or silent_for(TIMEOUT + 9.0, released_at=9.0),
     ),
     "it answers, but requests of three different prompts in a row fail on it": (
         lambda: broken_by(1, 1, 2, 3),
@@ -300,10 +313,10 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     ),
     "a pause, a weight update or a checksum fails on it": (
         "rollout/test_manager.py::"
-        "test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor"
+        "test_late_error_of_a_replaced_engine_does_not_affect_the_new_engine"
     ),
     "its checksum or its log-probs are not the trainer's, twice": (
-        "rollout/test_weight_checks.py::test_after_the_second_the_engine_is_replaced"
+        "rollout/test_weight_checks.py::test_engine_is_replaced_when_it_fails_a_second_check"
     ),
     "it refuses a request": (lambda: refused(64), lambda: refused(127, accepted_at=64)),
     "a prompt is too long for the engines": (
@@ -319,22 +332,22 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         lambda: ended_engines(*[True] * 5, False),
     ),
     "one response is silent for five times `engines.hang_timeout_seconds`": (
-        "rollout/test_generation.py::test_a_silent_response_is_cut_off_and_its_engine_stays"
+        "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_it_is_silent"
     ),
     "a request does not end when it is aborted": (
-        "rollout/test_generation.py::test_what_is_not_aborted_is_cut_off_and_its_engine_stays"
+        "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored"
     ),
     "its answer to the question for its parameters": (
         "weight_sync/test_transport_failures.py::"
         "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
     ),
     "it generates nothing for `weights.timeout_seconds`": (
-        "rollout/test_probe.py::test_an_engine_that_does_not_sample_the_version_in_time_fails"
+        "rollout/test_probe.py::test_sample_fails_when_the_engine_is_silent_or_has_another_version"
     ),
 }
 
 
-def test_the_table_of_the_docs_is_this_one() -> None:
+def test_table_in_the_docs_has_the_rows_of_the_test_table() -> None:
     section = DOCS.read_text().partition("## What an engine is given up for")[2]
     table = section.partition("| what is seen |")[2].partition("\n\n")[0]
     seen = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
@@ -344,7 +357,7 @@ def test_the_table_of_the_docs_is_this_one() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_row_holds_and_a_little_less_shows_nothing(row: str) -> None:
+def test_rule_applies_exactly_when_its_evidence_suffices(row: str) -> None:
     shown = ROWS[row]
     if isinstance(shown, str):
         path, _, name = shown.partition("::")

@@ -1,9 +1,11 @@
-"""Hundreds of conversations, from templates of four families: what is asked, stored, trained.
+"""Tests hundreds of conversations with the chat templates of several families: what is requested,
+stored and trained.
 
-Environments send several messages, nothing, much; agents edit, forget, ask twice and at once, so
-that episodes fork; both have tools, where the template can show them. Requests break off, are
-aborted and resumed under newer weights; environments are restored in the middle. What engines sent,
-and what they were sent, is written down beside the store.
+Environments send several messages, none, or long ones. Agents edit and forget messages and make
+equal and concurrent calls, so that episodes fork. Both have tools if the template can show them.
+Requests break off, or are aborted and resumed with newer weights, and environments are restored in
+the middle of an episode. What engines were sent and have sent is recorded separately from the
+store.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from tests.environments.templates import family_tokenizer
 from tests.rollout.episode_runs import (
     LOOPS,
     SECONDS,
-    Noting,
+    RecordingEngine,
     Run,
     assert_answers_end,
     assert_requests_are_prefixes,
@@ -43,18 +45,19 @@ from tests.rollout.episode_runs import (
 
 __all__ = ["LOOPS", "SECONDS"]
 
-BREAKS_AT = 41  # every so many requests one breaks off
+BREAKS_AT = 41
 GROUPS, FORKED_GROUPS, MEMBERS, BATCHES = 25, 2, 4, 5
 ROLES = {"qwen3": ("user", "tool")}
 CALLS = {
     "qwen3": ("qwen25", '<tool_call>\n{"name": "%s", "arguments": {"a": %s}}\n</tool_call>'),
     "llama3_1": ("llama3", '<|python_tag|>{"name": "%s", "parameters": {"a": %s}}'),
 }
-"""Of families whose templates show tools: a parser, and a call of a tool with its argument."""
+"""For each family whose template shows tools: a parser, and the text of a tool call with its
+argument."""
 
 
-class Breaking(Noting):
-    """An engine on which some requests break off behind their first tokens."""
+class Breaking(RecordingEngine):
+    """Simulated engine on which every `BREAKS_AT`-th request breaks off after its first tokens."""
 
     numbers = itertools.count(1)
 
@@ -67,7 +70,11 @@ class Breaking(Noting):
 
 
 def family_folder(folder: Path, family: str, tool: str = "") -> Path:
-    """A model's folder; `tool`: much of its vocabulary is calls of this, right and wrong ones."""
+    """Write the tokenizer of a model family to a folder and return the folder.
+
+    Args:
+        tool: Tool of which right and wrong calls make up much of the vocabulary; empty for none.
+    """
     folder.mkdir()
     tokenizer, stops = family_tokenizer(family)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stops[0])
@@ -82,7 +89,8 @@ def family_folder(folder: Path, family: str, tool: str = "") -> Path:
 
 
 async def played(folder: Path, config: RunConfig, batches: int) -> tuple[Run, list[TokenBatch]]:
-    """A run on engines of which some requests break off, and workers of environments that die."""
+    """Train `batches` batches on engines whose requests sometimes break off, with environment
+    workers that die."""
     tokenizer = load_tokenizer(config.model.path)
     one = Run(folder, config, backend=InProcessBackend(before=211, after=307))
     engine_model = SimulatedEngineModel(
@@ -100,7 +108,8 @@ async def played(folder: Path, config: RunConfig, batches: int) -> tuple[Run, li
 
 
 def assert_every_token_is_kept(one: Run, batches: list[TokenBatch]) -> dict[int, Trajectory]:
-    """Check what was asked, stored and trained against what engines sent; return the episodes."""
+    """Check what was requested, stored and trained against what engines sent; return the
+    episodes."""
     config, episodes = one.config, episodes_of(one)
     members = config.schedule.groups_per_batch * config.schedule.group_size
     assert [len(set(batch.trajectory_ids_S.tolist())) for batch in batches] == [members] * BATCHES
@@ -108,12 +117,12 @@ def assert_every_token_is_kept(one: Run, batches: list[TokenBatch]) -> dict[int,
     stops = stop_tokens(config.model.path, load_tokenizer(config.model.path))
     assert_requests_are_prefixes(one, episodes)
     for episode in episodes.values():
-        for before, token in own_tokens(episode, left=True):
+        for before, token in own_tokens(episode, include_abandoned=True):
             assert token in arrived[episode.trajectory_id][before]
         assert_answers_end(episode, stops, config.sampling.max_new_tokens)
     assert_trained_once(batches, episodes)
     resumed = [e for e in episodes.values() if len({s.version for s in e.segments}) > 2]
-    assert resumed, "some answers are of two versions"
+    assert resumed, "no response has tokens of two versions"
     return episodes
 
 
@@ -128,7 +137,9 @@ def changes_of(groups: int, concurrency: int = 32) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-async def test_conversations_keep_every_token(tmp_path: Path, family: str) -> None:
+async def test_every_token_of_conversations_is_stored_and_trained(
+    tmp_path: Path, family: str
+) -> None:
     model = family_folder(tmp_path / "model", family)
     game = {"arguments": {"turns": 6, "roles": ROLES.get(family, ("user",))}}
     config = configured(model, game="Talkative", environment=game, **changes_of(GROUPS))
@@ -139,7 +150,9 @@ async def test_conversations_keep_every_token(tmp_path: Path, family: str) -> No
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("family", list(CALLS))
-async def test_conversations_with_calls_keep_every_token(tmp_path: Path, family: str) -> None:
+async def test_every_token_of_conversations_with_tool_calls_is_trained(
+    tmp_path: Path, family: str
+) -> None:
     model = family_folder(tmp_path / "model", family, "look")
     tools = {"tool_parser": CALLS[family][0], "max_turns": 6}
     config = configured(model, game="Tools", episode=tools, **changes_of(GROUPS))
@@ -157,7 +170,9 @@ async def test_conversations_with_calls_keep_every_token(tmp_path: Path, family:
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "llama3_1"])
-async def test_conversations_that_fork_keep_every_token(tmp_path: Path, family: str) -> None:
+async def test_every_token_of_forking_conversations_is_stored_and_trained(
+    tmp_path: Path, family: str
+) -> None:
     tools = family in CALLS
     model = family_folder(tmp_path / "model", family, "add" if tools else "")
     arguments = {"system": family != "gemma3", "tools": tools}

@@ -1,4 +1,5 @@
-"""Episodes on simulated engines: what is asked, stored and trained, and what outlives a death."""
+"""Tests episodes on simulated engines: what is requested, stored and trained, and what survives a
+kill."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.models.tiny_model import TinyModel, build_tiny_model, write_character_tokenizer
 from megatron_async.process_backends.local import local_backend
 from megatron_async.rollout import probe
-from megatron_async.rollout.episodes import PLAYED
+from megatron_async.rollout.episodes import PLAYED_SECONDS
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store import buffers
 from megatron_async.trajectory.batch import TokenBatch
@@ -40,7 +41,7 @@ __all__ = ["LOOPS", "SECONDS", "tokenizer"]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the store write after four tokens."""
+    """Make the store write a chunk after four tokens."""
     monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
 
 
@@ -48,7 +49,7 @@ SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ff
 
 
 @pytest.mark.parametrize("preset", ["sync", "rapid", "copris", "pipeline", "async"])
-async def test_what_is_asked_stored_and_trained_are_the_same_tokens(
+async def test_requested_stored_and_trained_tokens_of_episodes_are_equal(
     tmp_path: Path, tokenizer: Path, preset: str
 ) -> None:
     config = configured(tokenizer, preset)
@@ -80,7 +81,7 @@ async def test_what_is_asked_stored_and_trained_are_the_same_tokens(
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "restart", "mask"])
-async def test_with_slow_tools_no_trained_token_is_beyond_the_bound(
+async def test_trained_tokens_are_within_the_staleness_bound_when_tools_are_slow(
     tmp_path: Path, tokenizer: Path, on_stale: str
 ) -> None:
     environment = {"arguments": {"turns": 3, "seconds": 0.15}}
@@ -95,7 +96,7 @@ async def test_with_slow_tools_no_trained_token_is_beyond_the_bound(
     await one.manager.stop()
     lags = [int((b.step - b.version_T[b.loss_mask_T > 0]).max()) for b in batches]
     assert lags == [int(b.lag_T[b.loss_mask_T > 0].max()) for b in batches]
-    assert max(lags) == 1, "the tools are slow enough for the bound to matter"
+    assert max(lags) == 1, "the tools are too fast for the bound to matter"
     masked = sum(b.extra_metrics["rollout/stale_masked_tokens"] for b in batches)
     happened = {
         "wait": True,
@@ -107,10 +108,11 @@ async def test_with_slow_tools_no_trained_token_is_beyond_the_bound(
 
 
 @pytest.mark.parametrize("checkpoint", [2, 1])
-async def test_sync_has_no_lag_with_episodes_that_outlived_a_kill(
+async def test_sync_has_no_lag_when_episodes_survive_a_kill(
     tmp_path: Path, tokenizer: Path, checkpoint: int
 ) -> None:
-    """Killed while version 2 plays, and resumed from its checkpoint or from the one before."""
+    """The run is stopped while version 2 generates, and resumed from its checkpoint or from the one
+    before."""
     environment = {"arguments": {"turns": 4, "seconds": 0.05}}
     config = configured(tokenizer, "sync", environment=environment)
     steps = range(checkpoint, checkpoint + 4)
@@ -145,16 +147,16 @@ async def test_sync_has_no_lag_with_episodes_that_outlived_a_kill(
                     lineage, made = segment.version
                     older += lineage == 0
                     assert (made if lineage else min(made, checkpoint)) == batch.step
-    assert older, "tokens from before the kill are trained"
+    assert older, "no token from before the kill was trained"
 
 
-async def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(
+async def test_engines_are_verified_when_prompts_of_episodes_have_no_tokens(
     tmp_path: Path,
 ) -> None:
-    """As SGLang does, the simulated engine refuses a request without a token."""
+    """The simulated engine refuses a request without a token, as SGLang does."""
     weights = {"transport": "tensor", "verify": "every"}
     build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
-    kind = {"kind": "sglang"}  # of which only its check after an update is wanted
+    kind = {"kind": "sglang"}  # only so that engines are verified after an update
     run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
     await run_.manager.start()
     await run_.manager.attach(ResumePoint(0))
@@ -166,7 +168,9 @@ async def test_engines_are_verified_though_prompts_of_episodes_have_no_tokens(
     await run_.manager.stop()
 
 
-async def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path) -> None:
+async def test_turn_returns_reach_the_batch_when_credit_is_by_turn(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     one = Run(tmp_path, configured(tokenizer, environment={"credit": "turn", "discount": 0.5}))
     await one.begin(ResumePoint(0))
     (batch,) = await one.train(range(1))
@@ -186,7 +190,9 @@ async def test_credit_by_turn_reaches_the_batch(tmp_path: Path, tokenizer: Path)
 
 
 @pytest.mark.parametrize("limit", ["max_turns", "context"])
-async def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, limit: str) -> None:
+async def test_episode_ends_as_length_when_a_limit_is_reached(
+    tmp_path: Path, tokenizer: Path, limit: str
+) -> None:
     changes: dict[str, Any] = {"environment": {"arguments": {"turns": 1000}}}
     if limit == "max_turns":
         changes["episode"] = {"max_turns": 2}
@@ -206,7 +212,7 @@ async def test_a_full_episode_ends_as_length(tmp_path: Path, tokenizer: Path, li
 
 
 @pytest.mark.parametrize("game", ["Count", "KeptCount", "AsynchronousCount"])
-async def test_a_worker_that_dies_costs_no_episode(
+async def test_episodes_survive_when_an_environment_worker_dies(
     tmp_path: Path, tokenizer: Path, game: str
 ) -> None:
     log = tmp_path / "calls"
@@ -227,7 +233,7 @@ async def test_a_worker_that_dies_costs_no_episode(
 
 
 def assert_plays_agree(log: Path, episodes: Mapping[int, Trajectory]) -> None:
-    """Every answer that an environment saw is stored under its turn."""
+    """Check that every response that an environment got is stored in the turn with its number."""
     stored: dict[tuple[int, int], set[str]] = {}
     for episode in episodes.values():
         seed = episode.prompt.payload["metadata"]["seed"]
@@ -245,13 +251,13 @@ def assert_plays_agree(log: Path, episodes: Mapping[int, Trajectory]) -> None:
             assert text in stored.get((seed, turn), set()) or seed in unfinished
 
 
-async def test_open_episodes_go_on_after_the_manager_has_died(
+async def test_open_episodes_are_restored_when_the_manager_has_died(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     arguments = {"turns": 6, "seconds": 0.05}
     config = configured(tokenizer, environment={"arguments": arguments})
     open_ids: dict[int, list[list[int]]] = {}
-    asked: set[int] = set()
+    stepped: set[int] = set()
 
     async def first() -> None:
         one = Run(tmp_path, config)
@@ -261,7 +267,7 @@ async def test_open_episodes_go_on_after_the_manager_has_died(
         await one.manager.stop()
         found = episodes_of(one)
         ended = {i for i, e in found.items() if e.state == "waiting" and e.turns[-1].end}
-        asked.update(ended)
+        stepped.update(ended)
         open_ids.update(
             {
                 i: [b.token_ids.tolist() for b in e.branches()]
@@ -276,26 +282,28 @@ async def test_open_episodes_go_on_after_the_manager_has_died(
         await one.train(range(2, 6))
         counts = one.manager._driver.statistics.counts.episodes
         assert counts["restored"] > 0
-        # Those that waited for a reply: their environments may have had the answer.
-        assert counts["steps_repeated"] == len(asked)
+        # The environments of episodes that waited for a reply may have received the response.
+        assert counts["steps_repeated"] == len(stepped)
         assert counts["replay_mismatches"] == counts["environment_failures"] == 0
         await one.manager.stop()
         after = episodes_of(one)
         for i, branches in open_ids.items():
             if after[i].state == "batched":
                 (now,) = (b.token_ids.tolist() for b in after[i].branches())
-                assert now[: len(branches[0])] == branches[0], "it did not start again"
+                assert now[: len(branches[0])] == branches[0], (
+                    "the episode restarted from its prompt"
+                )
 
     await first()
     assert open_ids
-    assert asked
+    assert stepped
     await second()
 
 
-async def test_the_time_of_an_episode_goes_on_after_a_death(
+async def test_played_time_of_an_episode_continues_when_the_manager_has_died(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    """Else one that begins anew in every life would never be late."""
+    """Otherwise an episode whose time restarts with every manager would never reach its limit."""
     environment = {"arguments": {"turns": 1000, "seconds": 0.05}}
     config = configured(
         tokenizer,
@@ -306,7 +314,7 @@ async def test_the_time_of_an_episode_goes_on_after_a_death(
     )
 
     def times(episode: Trajectory) -> list[float]:
-        return [turn.answer[PLAYED] for turn in episode.turns if turn.answer]
+        return [turn.answer[PLAYED_SECONDS] for turn in episode.turns if turn.answer]
 
     async def life(number: int, until: float) -> None:
         one = Run(tmp_path, config)
@@ -332,10 +340,10 @@ async def test_the_time_of_an_episode_goes_on_after_a_death(
     await last()
 
 
-async def test_an_environment_that_cannot_be_restored_ends_no_run(
+async def test_run_continues_when_many_environments_cannot_be_restored(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    """More than may fail in a row are open when their worker dies."""
+    """When the worker dies, more episodes are open than calls may fail in a row."""
     schedule = {"concurrency": 80, "open_episodes": 80, "groups_per_batch": 20}
     config = configured(
         tokenizer,
@@ -355,7 +363,7 @@ async def test_an_environment_that_cannot_be_restored_ends_no_run(
     await one.manager.stop()
 
 
-async def test_with_resume_restart_open_episodes_begin_anew(
+async def test_open_episodes_restart_from_scratch_when_resume_is_restart(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     environment = {"arguments": {"turns": 6, "seconds": 0.01}}
@@ -372,7 +380,7 @@ async def test_with_resume_restart_open_episodes_begin_anew(
 
 
 @pytest.mark.parametrize("on_failure", ["regenerate", "zero", "drop"])
-async def test_a_hostile_environment_costs_its_own_episodes(
+async def test_only_its_own_episodes_are_lost_when_an_environment_raises(
     tmp_path: Path, tokenizer: Path, on_failure: str
 ) -> None:
     schedule = {"concurrency": 24, "max_regenerations": 1}
@@ -396,7 +404,7 @@ async def test_a_hostile_environment_costs_its_own_episodes(
             assert (episode.finish_reason, episode.reward) == ("length", 0.0)
 
 
-async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(
+async def test_run_ends_with_an_error_when_every_environment_call_fails(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     environment = {"arguments": {"always": True}}
@@ -411,7 +419,7 @@ async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(
 @pytest.mark.parametrize(
     ("game", "why"), [("TrulyRandom", "sent other messages"), ("RaisesInRestore", "gone")]
 )
-async def test_an_environment_that_cannot_be_restored_begins_anew(
+async def test_episode_restarts_when_its_environment_cannot_be_restored(
     tmp_path: Path, tokenizer: Path, game: str, why: str
 ) -> None:
     schedule = {"max_regenerations": 20}
@@ -433,7 +441,7 @@ MOST_STEPS = 40
 
 
 def ends_by_kind(one: Run) -> dict[str, set[str]]:
-    """Return the states of the episodes of each kind; of dropped ones the reason."""
+    """Return the states of the episodes of each kind; for a dropped episode the reason."""
     ends: dict[str, set[str]] = {}
     for episode in episodes_of(one).values():
         kind = episode.prompt.payload["metadata"]["how"]
@@ -442,7 +450,9 @@ def ends_by_kind(one: Run) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-async def test_a_run_of_villains_goes_on(tmp_path: Path) -> None:
+async def test_run_continues_when_environments_exit_hang_raise_and_use_memory(
+    tmp_path: Path,
+) -> None:
     write_character_tokenizer(tmp_path)
     rows = tmp_path / "rows.jsonl"
     problems = [

@@ -1,4 +1,5 @@
-"""Evaluation: sets by name, estimates of several responses, samples, request names, episodes."""
+"""Tests evaluation: named sets, estimates from several responses, samples, request names and
+episodes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ VERSION = PolicyVersion(0, 0)
 
 
 @given(st.integers(1, 8), st.data())
-def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(
     samples: int, data: st.DataObject
 ) -> None:
     solved, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
@@ -53,25 +54,25 @@ def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(
     assert pass_at_k(samples, solved, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_the_majority_decides_and_no_answer_has_no_vote() -> None:
+def test_majority_ignores_responses_without_an_answer() -> None:
     assert majority_is_right(["4", None, None, None, "4"], [True, False, False, False, True])
     assert not majority_is_right(["4", "5", "5"], [True, False, False])
     assert majority_is_right(["4", "5"], [True, False])
     assert not majority_is_right([None], [False])
 
 
-def test_intervals_are_wilsons_and_never_empty() -> None:
-    # Agresti and Coull 1998: 0 of 20 gives an upper end of 0.161
+def test_confidence_interval_is_wilsons_and_not_empty() -> None:
+    # Agresti and Coull 1998: 0 of 20 gives an upper end of 0.161.
     none = Estimate.of([0.0] * 20)
     assert (none.value, none.low) == (0, 0) and none.high == pytest.approx(0.161, abs=5e-4)
     half = Estimate.of([0.0, 1.0] * 200)
     assert half.value == 0.5 and half.high - half.low == pytest.approx(2 * 0.049, abs=1e-3)
-    # The same mean from problems that are each half solved is known much better.
+    # The same mean has a narrower interval if every problem is solved about half the time.
     assert Estimate.of([0.4, 0.6] * 200).high - 0.5 < 0.02
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_an_estimate_lies_in_its_interval(values: list[float]) -> None:
+def test_estimate_is_within_its_confidence_interval(values: list[float]) -> None:
     found = Estimate.of(values)
     assert 0 <= found.low <= found.value + 1e-9 and found.value - 1e-9 <= found.high <= 1
 
@@ -80,7 +81,7 @@ def answered(*texts: str, right: str) -> list[EvalResponse]:
     return [EvalResponse(text, float(text == right), {}, len(text), False) for text in texts]
 
 
-def test_several_responses_give_pass_and_majority() -> None:
+def test_estimates_include_pass_and_majority_when_samples_are_several() -> None:
     found = estimates(
         [
             answered("4", "4", "5", "4", right="4"),
@@ -96,7 +97,7 @@ def test_several_responses_give_pass_and_majority() -> None:
 
 
 class Echo:
-    """An engine that repeats the prompt's last token, as often as the request may be long."""
+    """Engine that repeats the last token of the prompt up to the limit of the request."""
 
     engine_id = "echo"
 
@@ -110,7 +111,7 @@ class Echo:
 
 
 class Sets(Fixed):
-    """Prompts that name their set; odd ones are answered right."""
+    """Task whose prompts contain the name of their set; responses to odd prompts are right."""
 
     def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
         return [
@@ -124,7 +125,7 @@ class Sets(Fixed):
         return float(response_ids[0] % 2), {"part": 0.5}
 
 
-def alone(engine: Echo) -> EnginePool:
+def pool_of(engine: Echo) -> EnginePool:
     return EnginePool(lambda: [engine])  # type: ignore[list-item]
 
 
@@ -132,10 +133,10 @@ def evaluated(**settings: Any) -> tuple[Evaluation, Echo]:
     config = RunConfig.model_validate({"eval": settings, "sampling": {"max_new_tokens": 3}})
     engine, task = Echo(), Sets()
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    return asyncio.run(evaluator.evaluate(alone(engine), VERSION)), engine
+    return asyncio.run(evaluator.evaluate(pool_of(engine), VERSION)), engine
 
 
-def test_sets_have_settings_and_metrics_of_their_own() -> None:
+def test_evaluation_sets_have_separate_settings_and_metrics() -> None:
     aime = {"path": "unused", "samples": 4, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 7}
     found, engine = evaluated(prompts=4, save_samples=1, sets={"aime": aime})
     metrics = found.metrics()
@@ -148,21 +149,23 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     assert (by_length[7].temperature, by_length[7].top_p) == (0.6, 0.95)
     assert [sample["question"] for sample in found.samples()] == ["heldout 0"] + ["aime 0"] * 4
     assert found.samples()[0]["parts"] == {"part": 0.5}
-    assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "as the model gets it"
+    assert found.samples()[0]["prompt"] == Sets().text([7, 0]), (
+        "the prompt is not that of the model"
+    )
     assert (metrics["eval/reward_mean"], metrics["eval/reward_max"]) == (0.5, 1.0)
     assert (metrics["eval/temperature"], metrics["eval/aime/temperature"]) == (0.0, 0.6)
     assert "aime: accuracy 40.0 % (" in found.results[1].message()
-    assert ", temperature 0.6; mean reward 0.400; 20 answers, " in found.results[1].message()
+    assert ", temperature 0.6; mean reward 0.400; 20 responses, " in found.results[1].message()
 
 
-def test_an_unreached_threshold_is_named_in_the_result() -> None:
+def test_message_names_solved_at_when_no_reward_reaches_it() -> None:
     result = evaluated(prompts=4, solved_at=1.5)[0].results[0]
     assert (result.accuracy, result.reward_mean) == (0.0, 0.5)
     assert "the largest reward is 1, below eval.solved_at 1.5" in result.message()
     assert "below" not in evaluated(prompts=4)[0].results[0].message()
 
 
-def test_without_held_out_problems_there_are_the_named_sets_only() -> None:
+def test_only_named_sets_exist_when_no_problem_is_held_out() -> None:
     config = RunConfig.model_validate(
         {
             "task": {"path": "a", "heldout_share": 0, "name": "exact"},
@@ -177,40 +180,42 @@ def test_without_held_out_problems_there_are_the_named_sets_only() -> None:
     [
         ({"sets": {"heldout": {"path": "a"}}}, "eval.sets has the name 'heldout'"),
         ({"sets": {"a b": {"path": "a"}}}, "eval.sets has the name 'a b'"),
-        ({"sets": {"a": {}}}, "an evaluation set needs a path"),
+        ({"sets": {"a": {}}}, "an evaluation set has no path"),
         ({"sets": {"a": {"path": "a", "temperature": 1e-9}}}, "eval.sets.a.temperature must be 0"),
-        ({"top_k": 1}, r"eval.top_k must be -1 \(off\) or at least 2"),
+        ({"top_k": 1}, r"eval.top_k must be -1 \(all tokens\) or at least 2"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_eval_settings_are_refused_when_they_are_invalid(
+    settings: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         RunConfig.model_validate({"eval": settings})
 
 
-def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
+def test_group_reward_gets_all_responses_to_an_evaluation_problem() -> None:
     class Groups(Sets):
         async def score_group(
             self, prompt: Prompt, responses: Sequence[Sequence[int]]
         ) -> list[tuple[float | None, dict[str, float]]]:
-            return [(float(backend == 0), {}) for backend in range(len(responses))]
+            return [(float(index == 0), {}) for index in range(len(responses))]
 
     settings_ = {"eval": {"prompts": 3, "samples": 4}, "reward": {"name": "exact", "group": True}}
     config = RunConfig.model_validate(settings_)
     task = Groups()
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    (result,) = asyncio.run(evaluator.evaluate(alone(Echo()), VERSION)).results
+    (result,) = asyncio.run(evaluator.evaluate(pool_of(Echo()), VERSION)).results
     assert (result.accuracy, result.responses) == (0.25, 12)
 
 
 class Abandons:
-    """A program of two calls: when it ends, it has never got the answer of the second."""
+    """Environment of two turns whose program never gets the response of the second turn."""
 
     async def begin(
         self, number: int, payload: Mapping[str, Any], room: int | None
     ) -> EpisodeStart:
         return EpisodeStart(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
 
-    async def step(self, *of_episode: Any, **given: Any) -> StepResult:
+    async def step(self, *of_episode: Any, **named: Any) -> StepResult:
         turn = of_episode[2][-1].number
         answer = {"text": str(turn), "truncated": False}
         if turn:
@@ -222,7 +227,7 @@ class Abandons:
         return None
 
 
-def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either() -> None:
+def test_turn_is_left_out_of_an_evaluation_when_the_agent_never_got_it() -> None:
     wanted = ResponseSpec(SamplingConfig(), 2, (1,))
     engines = EnginePool(lambda: [Echo()])  # type: ignore[list-item]
     found = asyncio.run(
@@ -230,11 +235,11 @@ def test_answers_that_a_program_never_got_do_not_count_in_an_evaluation_either()
     )
     assert found is not None
     assert [turn.left for turn in found.turns] == [False, True]
-    assert found.token_ids == [7, 7], "the answer that is scored"
+    assert found.token_ids == [7, 7], "another response was scored"
     assert [m["content"] for m in conversation_of(found.turns)] == ["a", "0"]
 
 
-numbers = st.sampled_from([1, 7, 10, 71, 100, 101, 710])  # of which some begin as others do
+numbers = st.sampled_from([1, 7, 10, 71, 100, 101, 710])  # some start with the digits of others
 keys = st.builds(RequestKey, st.integers(0, 9), numbers, numbers)
 
 
@@ -243,14 +248,14 @@ def ambiguous(names: list[str]) -> bool:
 
 
 @given(st.lists(keys, max_size=30))
-def test_no_request_of_a_trajectory_is_a_prefix_of_another(requests: list[RequestKey]) -> None:
+def test_request_name_is_never_a_prefix_of_another_name(requests: list[RequestKey]) -> None:
     assert not ambiguous([request.name for request in requests])
 
 
-class Asked:
-    """An engine that records the names, and refuses every other request."""
+class RecordingEngine:
+    """Engine that records the request ids and refuses every other request."""
 
-    engine_id = "asked"
+    engine_id = "recording"
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -258,13 +263,13 @@ class Asked:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self.names.append(request.request_id)
         if len(self.names) % 2:
-            raise RequestRefused("asked: too long")
+            raise RequestRefused("recording: too long")
         one = np.array([7], np.int32)
         yield TokenChunk(one, np.zeros(1, np.float32), PolicyVersion(0, 0), "stop")
 
 
-def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> None:
-    engine, task = Asked(), Fixed()
+def test_evaluation_response_counts_as_wrong_when_engines_refuse_it() -> None:
+    engine, task = RecordingEngine(), Fixed()
     config = RunConfig.model_validate({"eval": {"prompts": 12}})
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
     engines = EnginePool(lambda: [engine])  # type: ignore[list-item]
@@ -272,7 +277,9 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
     assert (result.accuracy, result.responses) == (0.5, 12)
-    assert (result.score_failures, result.refused) == (0, 6), "no scorer has failed"
+    assert (result.score_failures, result.refused) == (0, 6), (
+        "a refusal counted as a failure of the scorer"
+    )
     assert "6 prompts were too long for the engines" in result.message()
 
 
@@ -286,7 +293,7 @@ def whole(sample):
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_samples_of_an_evaluation_are_conversations_that_the_reward_has_read(
+def test_evaluation_samples_contain_the_conversation_that_was_scored(
     tmp_path: Path, group: bool
 ) -> None:
     write_character_tokenizer(tmp_path)
@@ -322,6 +329,6 @@ def test_samples_of_an_evaluation_are_conversations_that_the_reward_has_read(
         own = sum(0.25 * (len(answer["content"]) % 3) for answer in answers)
         assert sample["reward"] == pytest.approx(10.0 * len(messages) + own)
         assert sample["parts"]["last"] == 1.0
-        assert sample["parts"]["seen"] == len(answers), "the environment's parts, added up"
+        assert sample["parts"]["seen"] == len(answers), "components of turns were not added up"
         assert sample["versions"] == ["0.3"]
     assert len({len(sample["messages"]) for sample in samples}) > 1

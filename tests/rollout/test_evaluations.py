@@ -1,7 +1,8 @@
-"""Evaluations beside training and exact ones: what they measure, and what they may not disturb.
+"""Tests blocking evaluations and evaluations concurrent with training: what they measure, and that
+they do not disturb.
 
-Simulated engines: their tokens follow from the tokens before, so that a response that is cut off
-and goes on elsewhere must equal one that never was.
+The tokens of a simulated engine depend only on the tokens before them, so a response that is cut
+off and resumed elsewhere must equal an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LONG = SimulatedEngineModel(mean_length=400, step_seconds=0.001, stream_interval
 
 
 class Watched(SimulatedEngine):
-    """Records how many evaluation requests run, and whether one does while weights change."""
+    """Simulated engine that records how many evaluation requests run, and whether any runs while
+    weights change."""
 
     most = 0
     changed_under_one = False
@@ -55,12 +57,12 @@ class LongEngines(Engines):
 
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an evaluation beside training run two requests on an engine."""
+    """Limit a concurrent evaluation to two requests on an engine."""
     monkeypatch.setattr(evaluate, "REQUESTS_PER_ENGINE", 2)
 
 
 def settings(preset: str, engines: int = 1, steps: int = 10_000, **evaluation: Any) -> RunConfig:
-    """Rollouts of 16 tokens, evaluation responses of up to 40."""
+    """Return settings with rollouts of at most 16 tokens and evaluation responses of at most 40."""
     config = stand_in_settings(preset, engines, max_restarts=3)
     own = {"prompts": 4, "every_steps": 1, "max_new_tokens": 40, **evaluation}
     tree = config.model_dump(mode="json") | {"eval": config.eval.model_dump() | own}
@@ -72,8 +74,8 @@ def texts(evaluation: Evaluation) -> list[str]:
     return [sample["response"] for sample in evaluation.samples()]
 
 
-async def begun(trainer: Trainer) -> tuple[Evaluation, ...]:
-    """The run has begun; its first, exact evaluation."""
+async def started(trainer: Trainer) -> tuple[Evaluation, ...]:
+    """Start the run and return its first evaluation, which is a blocking one."""
     await trainer.manager.start()
     await trainer.manager.attach(ResumePoint(0))
     assert (await trainer.publish(0, 0)).evaluation_due
@@ -81,39 +83,43 @@ async def begun(trainer: Trainer) -> tuple[Evaluation, ...]:
 
 
 @pytest.mark.parametrize("preset", ["copris", "pipeline", "async"])
-async def test_training_goes_on_beside_an_evaluation_which_is_named_by_its_first_version(
+async def test_training_continues_when_an_evaluation_runs_concurrently(
     tmp_path: Path, preset: str
 ) -> None:
     trainer = Trainer(tmp_path, settings(preset), engines=LongEngines())
-    (first,) = await begun(trainer)
+    (first,) = await started(trainer)
     found: list[Evaluation] = []
     number = 0
     while not found:
         assert (await trainer.batch()).step == number
         number += 1
         report = await trainer.publish(0, number)
-        assert not report.evaluation_due, "training is not held up"
+        assert not report.evaluation_due, "training must not wait"
         found += report.evaluations
-    (beside,) = found
-    assert number > 2 and beside.number == 1
-    metrics = beside.metrics()
+    (concurrent,) = found
+    assert number > 2 and concurrent.number == 1
+    metrics = concurrent.metrics()
     ends = metrics["eval/version_oldest"], metrics["eval/version_newest"]
     assert 1 <= ends[0] < metrics["eval/version_mean"] < ends[1] <= number
-    for sample in beside.samples():
+    for sample in concurrent.samples():
         versions = [PolicyVersion(*map(int, text.split("."))) for text in sample["versions"]]
         assert versions == sorted(versions) and versions
-    assert texts(beside) == texts(first), "cut off or not, it is the same response"
+    assert texts(concurrent) == texts(first), "an interruption changed a response"
     (engine,) = trainer.engines.all
     assert isinstance(engine, Watched)
     assert not engine.changed_under_one
     warnings = trainer.manager._driver.statistics.warnings
-    assert "is not evaluated: the evaluation of 0.1 still" in warnings["evaluation_skipped"]
+    assert (
+        "is not evaluated: the evaluation of 0.1 is still running" in warnings["evaluation_skipped"]
+    )
     await trainer.manager.stop()
 
 
-async def test_one_beside_training_takes_few_slots_and_an_exact_one_many(tmp_path: Path) -> None:
+async def test_evaluation_uses_few_slots_when_it_is_concurrent_with_training(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
-    await begun(trainer)
+    await started(trainer)
     (engine,) = trainer.engines.all
     assert isinstance(engine, Watched) and engine.most == 4
     engine.most, number = 0, 0
@@ -127,48 +133,48 @@ async def test_one_beside_training_takes_few_slots_and_an_exact_one_many(tmp_pat
 
 
 @pytest.mark.parametrize(("preset", "blocking"), [("sync", None), ("async", True)])
-async def test_an_exact_evaluation_is_of_one_version_and_the_trainer_waits_for_it(
+async def test_blocking_evaluation_measures_exactly_one_version(
     tmp_path: Path, preset: str, blocking: bool | None
 ) -> None:
     trainer = Trainer(tmp_path, settings(preset, blocking=blocking), engines=LongEngines())
-    await begun(trainer)
+    await started(trainer)
     await trainer.batch()
     assert (await trainer.publish(0, 1)).evaluation_due
     (found,) = await trainer.manager.evaluate(0, 1)
     metrics = found.metrics()
     assert {metrics[f"eval/version_{e}"] for e in ("oldest", "newest", "mean")} == {1.0}
     assert {tuple(sample["versions"]) for sample in found.samples()} == {("0.1",)}
-    assert not (await trainer.publish(0, 1)).evaluation_due, "it has been measured"
+    assert not (await trainer.publish(0, 1)).evaluation_due, "the version was measured already"
     await trainer.manager.stop()
 
 
-async def test_the_last_evaluation_is_exact_and_waits_for_the_one_under_way(tmp_path: Path) -> None:
+async def test_last_evaluation_blocks_and_waits_for_a_running_evaluation(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, settings("async", steps=2), engines=LongEngines())
-    await begun(trainer)
+    await started(trainer)
     await trainer.batch()
     assert not (await trainer.publish(0, 1)).evaluation_due
     await trainer.batch()
     report = await trainer.publish(0, 2)
     assert report.evaluation_due and not report.evaluations
-    beside, last = await trainer.manager.evaluate(0, 2)
-    assert (beside.number, last.number) == (1, 2)
-    assert beside.metrics()["eval/version_newest"] == 2
+    concurrent, last = await trainer.manager.evaluate(0, 2)
+    assert (concurrent.number, last.number) == (1, 2)
+    assert concurrent.metrics()["eval/version_newest"] == 2
     assert {tuple(sample["versions"]) for sample in last.samples()} == {("0.2",)}
     await trainer.manager.stop()
 
 
-async def test_an_engine_that_dies_beside_training_costs_the_evaluation_no_response(
+async def test_concurrent_evaluation_is_complete_when_an_engine_dies(
     tmp_path: Path,
 ) -> None:
     trainer = Trainer(tmp_path, settings("async", engines=2), engines=LongEngines())
-    (first,) = await begun(trainer)
+    (first,) = await started(trainer)
     await trainer.batch()
     await trainer.publish(0, 1)
     trainer.engines.all[1].crash()
     found: list[Evaluation] = []
     number = 1
     while not found:
-        batch = await trainer.manager.next_batch(0)  # None: the restarted one wants weights
+        batch = await trainer.manager.next_batch(0)  # None: the restarted engine needs weights
         number += batch is not None
         found += (await trainer.publish(0, number)).evaluations
     assert texts(found[0]) == texts(first)
@@ -182,7 +188,7 @@ async def test_an_engine_that_dies_beside_training_costs_the_evaluation_no_respo
         (True, "the evaluation of 0.1 failed: no evaluation today"),
     ],
 )
-async def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
+async def test_run_continues_with_a_warning_when_a_concurrent_evaluation_fails(
     tmp_path: Path, fails: bool, why: str
 ) -> None:
     class Broken(Watched):
@@ -196,7 +202,7 @@ async def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
 
     evaluation = {"timeout_seconds": 5.0 if fails else 0.2, "max_new_tokens": 1}
     trainer = Trainer(tmp_path, settings("async", **evaluation), engines=LongEngines())
-    await begun(trainer)
+    await started(trainer)
     trainer.engines.all[0].__class__ = Broken
     warnings: list[tuple[str, str]] = []
     number = 0
@@ -214,7 +220,7 @@ async def test_one_beside_training_that_fails_is_reported_and_the_run_goes_on(
     await trainer.manager.stop()
 
 
-async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
+async def test_evaluation_request_is_cut_off_when_its_engine_ignores_the_abort(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.responses._END_SECONDS", 0.1)
@@ -224,7 +230,7 @@ async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
             await super().abort([name for name in request_ids if not name.startswith("eval")])
 
     trainer = Trainer(tmp_path, settings("async"), engines=LongEngines())
-    (first,) = await begun(trainer)
+    (first,) = await started(trainer)
     trainer.engines.all[0].__class__ = Deaf
     await trainer.batch()
     await trainer.publish(0, 1)
@@ -238,7 +244,7 @@ async def test_a_stream_that_an_engine_does_not_end_is_cut_off(
     await trainer.manager.stop()
 
 
-def test_a_schedule_that_drains_evaluates_exactly_unless_it_is_asked_not_to() -> None:
+def test_evaluations_block_by_default_when_the_schedule_drains() -> None:
     def exactly(**tree: Any) -> bool:
         return build_config(tree).evaluates_blocking
 

@@ -1,4 +1,4 @@
-"""What a manager holds does not grow with the steps that it has made."""
+"""Tests that the number of objects in a manager does not grow with its training steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OF_A_STEP = ("Event", "deque", "PolicyVersion", "BatchRow", "TrajectoryRecord", 
 
 
 async def after(trainer: Trainer, steps: range) -> Counter[str]:
-    """Objects by kind, of those that a step makes."""
+    """Train `steps` and return the number of objects of each class in `OF_A_STEP`."""
     for step in steps:
         await trainer.batch()
         await trainer.publish(0, step + 1)
@@ -26,7 +26,7 @@ async def after(trainer: Trainer, steps: range) -> Counter[str]:
     return Counter({kind: kinds[kind] for kind in OF_A_STEP})
 
 
-async def test_no_kind_of_object_is_kept_for_each_step(tmp_path: Path) -> None:
+async def test_number_of_objects_does_not_grow_with_steps(tmp_path: Path) -> None:
     config = settings("async").model_copy(update={"steps": 10 * STEPS})
     trainer = await Trainer(tmp_path, config).started()
     before = await after(trainer, range(STEPS))

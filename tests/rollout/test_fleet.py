@@ -1,4 +1,4 @@
-"""The fleet from one driver to the next: which engines come back, and when the run is over."""
+"""Tests the fleet across drivers: which engines are restarted, and when the run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_async.rollout.fleet import Fleet
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A client whose `close` waits for `closing`."""
+    """Engine client whose `close` waits for the event `closing`."""
 
     engine_id: str
     closing: asyncio.Event
@@ -26,7 +26,7 @@ class Engine:
 
 
 class Driver:
-    """Records what the fleet reports to it."""
+    """Stand-in for a driver that records what the fleet reports to it."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
@@ -53,7 +53,8 @@ class Driver:
 
 
 class Launcher:
-    """Starts fail for the engines in `broken`, and wait for good for those in `slow`."""
+    """Launcher whose launches fail for the engines in `broken` and never end for those in
+    `slow`."""
 
     def __init__(self) -> None:
         self.broken: set[int] = set()
@@ -78,7 +79,7 @@ class Launcher:
 
 
 class Run:
-    """A fleet, its launcher and the driver of the trainer that is there now."""
+    """A fleet, its launcher, and the driver of the current trainer."""
 
     def __init__(self, count: int, max_restarts: int) -> None:
         self.launcher = Launcher()
@@ -100,7 +101,8 @@ class Run:
         return self.driver
 
     async def lose_trainer_in_restart_of(self, index: int) -> Driver:
-        """The successor's driver; the restart would have taken for ever."""
+        """Lose an engine and then, during its restart, the trainer; return the next trainer's
+        driver."""
         self.launcher.slow = {index}
         waiting = self.launcher.waiting
         self.lose_engine(index)
@@ -119,8 +121,8 @@ def names(driver: Driver) -> list[str]:
     return sorted(engine.engine_id for engine in driver.engines)
 
 
-async def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> None:
-    """Engine 0 is out for good; engine 1 was being restarted when the trainer was lost."""
+async def test_next_trainer_waits_when_an_engine_may_still_be_restarted() -> None:
+    """Engine 0 has no restarts left. Engine 1 was being restarted when the trainer was lost."""
     it = Run(count=2, max_restarts=1)
     await it.start()
     it.launcher.broken = {0}
@@ -131,7 +133,7 @@ async def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> No
     it.driver.cancel()
 
 
-async def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
+async def test_every_trainer_gets_the_reason_when_no_engine_is_left() -> None:
     it = Run(count=2, max_restarts=1)
     driver = await it.start()
     it.launcher.broken = {0, 1}
@@ -148,7 +150,7 @@ async def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
     it.driver.cancel()
 
 
-async def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
+async def test_restart_counts_once_when_trainers_were_lost_during_it() -> None:
     it = Run(count=1, max_restarts=1)
     await it.start()
     for _ in range(3):
@@ -164,11 +166,12 @@ async def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turns: int) -> None:
-    """Wherever its news is, after so many turns of the event loop, when the trainer is lost."""
+async def test_engine_is_not_restarted_for_a_trainer_when_both_are_lost(turns: int) -> None:
+    """The trainer is lost some iterations of the event loop after the engine, at different stages
+    of the report."""
     it = Run(count=1, max_restarts=1)
     driver = await it.start()
-    await asyncio.sleep(0.01)  # it waits for news
+    await asyncio.sleep(0.01)  # the fleet waits for lost engines
     it.lose_engine(0)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -180,12 +183,12 @@ async def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turn
     it.driver.cancel()
 
 
-async def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_successor() -> None:
+async def test_next_trainer_gets_a_new_client_when_the_old_one_was_closing() -> None:
     it = Run(count=1, max_restarts=1)
     [half_closed] = (await it.start()).engines
     it.launcher.closing.clear()
     it.lose_engine(0)
-    await asyncio.sleep(0.01)  # it waits in `close`
+    await asyncio.sleep(0.01)  # the fleet waits in the client's `close`
     driver = it.next_trainer()
     await until(lambda: bool(driver.engines))
     assert half_closed not in driver.engines and names(driver) == ["engine0"]
@@ -193,8 +196,9 @@ async def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_
     it.driver.cancel()
 
 
-async def test_lost_engines_are_mended_side_by_side() -> None:
-    """A lost node with four engines costs one start: all of them are under way at once."""
+async def test_lost_engines_are_restarted_concurrently() -> None:
+    """The loss of a node with four engines costs the time of one start, because all four start at
+    once."""
     it = Run(count=4, max_restarts=1)
     driver = await it.start()
     it.launcher.slow = {0, 1, 2, 3}

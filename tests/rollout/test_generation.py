@@ -1,6 +1,8 @@
-"""The end of a response: it is never lost behind its last token, and nothing is asked for after it.
+"""Tests the end of a response: it is never lost after the last token, and nothing is requested
+after it.
 
-`Generation` alone with a scripted engine, then a whole manager over a store that a kill left.
+Most tests have only `Generation` with a scripted engine; the last has a manager over the store of a
+killed run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from tests.rollout.test_manager import Trainer
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the store write after each token."""
+    """Make the store write a chunk after each token."""
     monkeypatch.setattr(buffers, "CHUNK_TOKENS", 1)
 
 
@@ -66,14 +68,14 @@ def chunk(*token_ids: int, end: Any = None) -> TokenChunk:
 
 @dataclass
 class Scripted:
-    """An engine that yields one scripted item after the other, to any request."""
+    """Engine that yields one scripted item after the other for every request."""
 
     script: list[TokenChunk | EngineError]
     engine_id: str = "scripted"
-    asked: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        self.asked.append(request)
+        self.requests.append(request)
         for item in self.script:
             if isinstance(item, EngineError):
                 raise item
@@ -83,8 +85,8 @@ class Scripted:
         return None
 
 
-def verified_slot(engine: Any, clock: Callable[[], float] = time.monotonic) -> TrackedEngine:
-    """Of an engine that serves version `V0`."""
+def verified_engine(engine: Any, clock: Callable[[], float] = time.monotonic) -> TrackedEngine:
+    """Return the tracked state of an engine that is verified for version `V0`."""
     tracked = TrackedEngine(engine, clock)
     tracked._accepted[V0] = None
     return tracked
@@ -92,7 +94,8 @@ def verified_slot(engine: Any, clock: Callable[[], float] = time.monotonic) -> T
 
 @dataclass
 class Bench:
-    """`Generation` with one running trajectory of prompt (5, 0)."""
+    """`Generation` with one trajectory, whose prompt is (5, 0), and records of everything it
+    reports."""
 
     store: TrajectoryStore
     generation: Generation
@@ -115,7 +118,8 @@ class Bench:
         suspected, given_up, refused = list[str](), list[str](), list[str]()
 
         class Seen:
-            """Admission and monitor: what is reported to them; the engine answers."""
+            """Admission and monitor that record what is reported to them; the engine counts as
+            alive."""
 
             failures = PromptFailures()
 
@@ -134,7 +138,7 @@ class Bench:
             config, store, statistics, (STOP,), seen, seen, background, events.append
         )
         engine = Scripted(list(script))
-        tracked = verified_slot(engine)
+        tracked = verified_engine(engine)
         trajectory_id = group.trajectories[0].trajectory_id
         return cls(
             store, generation, tracked, events, trajectory_id, statistics, engine,
@@ -142,14 +146,14 @@ class Bench:
         )  # fmt: skip
 
     async def one_request(self) -> Trajectory:
-        """Run it to its end; what is kept then."""
+        """Run one request of the trajectory to its end and return the stored trajectory."""
         self.generation.submit(self.trajectory_id, self.tracked)
-        await asyncio.sleep(0)  # it begins
+        await asyncio.sleep(0)  # so that the request starts
         (request,) = self.generation._requests.values()
         assert request.task is not None
         await asyncio.wait_for(asyncio.wait([request.task]), 10)
         if not request.task.cancelled() and (error := request.task.exception()) is not None:
-            raise error  # here, as in a run, it must not vanish
+            raise error  # otherwise the error would be lost
         return self.store.load_trajectory(self.trajectory_id)
 
     @property
@@ -173,7 +177,7 @@ ENDS = {
 }
 
 
-async def test_a_wait_in_the_engines_queue_is_reported_before_the_first_tokens(
+async def test_queue_wait_is_reported_before_the_first_tokens(
     tmp_path: Path,
 ) -> None:
     first = replace(chunk(7), queued_seconds=0.5)
@@ -186,27 +190,27 @@ async def test_a_wait_in_the_engines_queue_is_reported_before_the_first_tokens(
 
 
 @pytest.mark.parametrize(("script", "reason"), ENDS.values(), ids=ENDS)
-async def test_a_response_is_finished_when_it_has_ended_and_partial_when_not(
+async def test_trajectory_is_finished_exactly_when_its_response_has_ended(
     tmp_path: Path, script: list[TokenChunk | EngineError], reason: FinishReason | None
 ) -> None:
     bench = Bench.of(tmp_path, config_of(), *script)
-    kept = await bench.one_request()
+    stored = await bench.one_request()
     i = bench.trajectory_id
     if reason is None:
-        assert (kept.state, bench.outcomes) == (TrajectoryState.PARTIAL, [ev.Aborted(i)])
+        assert (stored.state, bench.outcomes) == (TrajectoryState.PARTIAL, [ev.Aborted(i)])
     else:
-        assert (kept.state, bench.outcomes) == (TrajectoryState.FINISHED, [ev.Finished(i)])
-    assert kept.finish_reason is reason
+        assert (stored.state, bench.outcomes) == (TrajectoryState.FINISHED, [ev.Finished(i)])
+    assert stored.finish_reason is reason
     await bench.store.close()
 
 
-async def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> None:
+async def test_response_reaches_its_forced_length_when_it_has_a_stop_token(tmp_path: Path) -> None:
     config = config_of(experiment={"forced_lengths": [4]})
     bench = Bench.of(tmp_path, config, chunk(7, STOP, end="abort"))
     assert (await bench.one_request()).state is TrajectoryState.PARTIAL
-    kept = await bench.one_request()
-    assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.LENGTH)
-    assert [(r.max_new_tokens, r.ignore_eos) for r in bench.engine.asked] == [
+    stored = await bench.one_request()
+    assert (stored.state, stored.finish_reason) == (TrajectoryState.FINISHED, FinishReason.LENGTH)
+    assert [(r.max_new_tokens, r.ignore_eos) for r in bench.engine.requests] == [
         (4, True),
         (2, True),
     ]
@@ -214,10 +218,11 @@ async def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path
 
 
 @pytest.mark.parametrize("last", [chunk(7, STOP, end="stop"), chunk(7, 8, end="stop")])
-async def test_no_await_is_between_the_last_tokens_and_their_end(
+async def test_last_tokens_and_their_end_are_stored_without_an_await_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: TokenChunk
 ) -> None:
-    """Also when the tokens alone do not show it: who is killed or closed here must leave both."""
+    """This also holds if the tokens alone do not show the end: a kill or close at this point must
+    leave both or neither."""
     bench = Bench.of(tmp_path, config_of(), last)
     committed, states = bench.store.sync, []
 
@@ -234,10 +239,11 @@ async def test_no_await_is_between_the_last_tokens_and_their_end(
 @pytest.mark.parametrize(
     "more", [chunk(9, end="stop"), chunk(9), LOST], ids=["end", "token", "error"]
 )
-async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_again(
+async def test_old_stream_is_ignored_when_its_trajectory_runs_on_another_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: TokenChunk | EngineError
 ) -> None:
-    """It had reported that the response is complete, which was then restarted on another engine."""
+    """The lost engine had reported a complete response, and the trajectory was then restarted on
+    another engine."""
     bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end="stop"), more)
     committed = bench.store.sync
 
@@ -249,16 +255,16 @@ async def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_
         return await committed()
 
     monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
-    kept = await bench.one_request()
-    assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
+    stored = await bench.one_request()
+    assert (stored.state, stored.segments) == (TrajectoryState.RUNNING, ())
     assert bench.tracked.health.failed_prompts == set()
     await bench.store.close()
 
 
-async def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended(
+async def test_stream_is_closed_before_the_end_of_its_request_is_reported(
     tmp_path: Path,
 ) -> None:
-    """The engine lets go of it in this order: its successor may be submitted at once."""
+    """After the report, the scheduler may submit the next request of the trajectory at once."""
     unexpected = TokenChunk(
         np.array([7], np.int32), np.full(1, -1.0, np.float32), PolicyVersion(0, 1), None
     )
@@ -266,14 +272,14 @@ async def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has
     order: list[str] = []
     generate = bench.engine.generate
 
-    async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def recording(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         try:
             async for one in generate(request):
                 yield one
         finally:
             order.append("closed")
 
-    bench.engine.generate = noting  # type: ignore[method-assign]
+    bench.engine.generate = recording  # type: ignore[method-assign]
     feed = bench.generation._feed
     bench.generation._feed = lambda event: (  # type: ignore[method-assign]
         order.append(type(event).__name__),
@@ -281,11 +287,11 @@ async def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has
     )
     await bench.one_request()
     assert order == ["closed", "Aborted"]
-    assert len(bench.given_up) == 1, "it has not been sent that version"
+    assert len(bench.given_up) == 1, "the engine was not sent that version"
     await bench.store.close()
 
 
-async def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
+async def test_request_is_no_failure_when_it_ends_after_the_last_abort(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass
@@ -301,7 +307,7 @@ async def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
 
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
     bench = Bench.of(tmp_path, config_of())
-    bench.tracked = verified_slot(Slow([]))
+    bench.tracked = verified_engine(Slow([]))
     bench.generation.submit(bench.trajectory_id, bench.tracked)
     await asyncio.sleep(0)
     await bench.generation.abort(bench.generation.mark_for_abort())
@@ -311,10 +317,10 @@ async def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
 
 
 @pytest.mark.parametrize("end", ["stop", None])
-async def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished(
+async def test_trajectory_is_finished_when_its_engine_is_lost_during_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
 ) -> None:
-    """The same whether it had reported the end or not (`end`)."""
+    """The result is the same whether the engine had reported the end (`end`) or not."""
     bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end=end), chunk(9, end="stop"))
     committed = bench.store.sync
 
@@ -325,25 +331,25 @@ async def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_fi
         return await committed()
 
     monkeypatch.setattr(bench.store, "sync", lost_meanwhile)
-    kept = await bench.one_request()
+    stored = await bench.one_request()
     assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
-    assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.STOP)
-    assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
+    assert (stored.state, stored.finish_reason) == (TrajectoryState.FINISHED, FinishReason.STOP)
+    assert [s.token_ids.tolist() for s in stored.segments] == [[7, STOP]]
     await bench.store.close()
 
 
-async def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path: Path) -> None:
+async def test_refused_request_counts_against_its_prompt_only(tmp_path: Path) -> None:
     bench = Bench.of(tmp_path, config_of(), RequestRefused("too long"))
-    kept = await bench.one_request()
+    stored = await bench.one_request()
     assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
-    assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
+    assert stored.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
     assert bench.refused == ["too long"]
     assert bench.suspected == bench.given_up == [] and bench.tracked.health.failed_prompts == set()
     await bench.store.close()
 
 
-async def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
-    """Also when all members of its group fail on one engine, which answers and serves others."""
+async def test_prompt_is_refused_when_only_its_requests_fail_repeatedly(tmp_path: Path) -> None:
+    """The engine replies and serves other prompts, so it stays in service."""
     bench = Bench.of(tmp_path, config_of(), LOST)
     for times in range(1, 6):
         await bench.one_request()
@@ -357,8 +363,8 @@ async def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
     await bench.store.close()
 
 
-async def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: Path) -> None:
-    """It answers, but whatever is asked of it fails."""
+async def test_engine_is_removed_when_several_prompts_in_a_row_fail_on_it(tmp_path: Path) -> None:
+    """The engine replies, but every request fails on it."""
     bench = Bench.of(tmp_path, config_of(), LOST)
     for prompts in range(1, 4):
         assert bench.given_up == []
@@ -372,7 +378,7 @@ async def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_
 
 
 class Quiet(Scripted):
-    """Yields what is scripted, and then neither anything more nor an end."""
+    """Engine that yields its scripted items and then neither a token nor an end."""
 
     aborts = 0
 
@@ -386,18 +392,19 @@ class Quiet(Scripted):
 
 
 async def quiet(bench: Bench) -> TrackedEngine:
-    """A request that has generated (7) on a `Quiet` engine with a clock in `bench.now`."""
-    tracked = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
+    """Submit a request to a `Quiet` engine with the clock `bench.now`, and wait until token 7 is
+    stored."""
+    tracked = verified_engine(Quiet([chunk(7)]), lambda: bench.now)
     tracked.health.queue(0, 0.0)
     bench.generation.submit(bench.trajectory_id, tracked)
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
     while tracked.health.request_clock(2.0) == tracked.health.request_clock(1.0):
-        await asyncio.sleep(0)  # its clock stands still until the token is stored
+        await asyncio.sleep(0)  # the request clock is stopped until the token is stored
     return tracked
 
 
-async def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> None:
+async def test_request_is_cut_off_and_its_engine_kept_when_it_is_silent(tmp_path: Path) -> None:
     bench = Bench.of(tmp_path, config_of())
     tracked = await quiet(bench)
     tracked.health.suspend("pause", 100.0)
@@ -416,7 +423,7 @@ async def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path)
     await bench.store.close()
 
 
-async def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
+async def test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
@@ -424,17 +431,17 @@ async def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
     bench.tracked = await quiet(bench)
     await bench.generation.abort(bench.generation.mark_for_abort())
     assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
-    assert "did not end it" in bench.statistics.warnings["abort_ignored"]
+    assert "did not end the request" in bench.statistics.warnings["abort_ignored"]
     assert bench.given_up == bench.suspected == []
     engine = bench.tracked.client._client  # type: ignore[attr-defined]
-    assert engine.aborts == 1  # it has answered
+    assert engine.aborts == 1  # not repeated, because the engine accepted it
     await bench.store.close()
 
 
-async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
+async def test_abort_waits_for_late_ends_while_some_requests_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine they come one by one, behind the tokens before them."""
+    """On a busy machine the ends arrive one by one, after the tokens before them."""
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 3)
 
@@ -451,7 +458,7 @@ async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
 
     bench = Bench.of(tmp_path, config_of())
     engine = Busy([])
-    tracked = verified_slot(engine)
+    tracked = verified_engine(engine)
     group = bench.store.add_group(Prompt(np.array([5, 1], np.int32), "fixed"), 8)
     for trajectory in group.trajectories:
         bench.generation.submit(trajectory.trajectory_id, tracked)
@@ -464,10 +471,10 @@ async def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
 
 
 @pytest.mark.parametrize("error", [EngineError("no answer"), None])
-async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
+async def test_abort_is_retried_when_it_fails_or_the_engine_was_suspended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError | None
 ) -> None:
-    """It fails, or the engine is held meanwhile and may have lost it."""
+    """An engine that is suspended during the abort may have lost it."""
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
 
     class Deaf(Quiet):
@@ -481,7 +488,7 @@ async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
 
     bench = Bench.of(tmp_path, config_of())
     engine = Deaf([chunk(7)])
-    tracked = verified_slot(engine)
+    tracked = verified_engine(engine)
     bench.generation.submit(bench.trajectory_id, tracked)
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
@@ -492,7 +499,7 @@ async def test_an_abort_is_repeated_until_the_engine_has_heard_it(
 
 
 @pytest.mark.parametrize("then", ["released", "given up"])
-def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: str) -> None:
+def test_abort_waits_for_release_when_the_engine_is_suspended(tmp_path: Path, then: str) -> None:
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of())
         tracked = await quiet(bench)
@@ -517,16 +524,16 @@ def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: s
     run(body())
 
 
-def spied(engine: SimulatedEngine, asked: list[GenerationRequest]) -> None:
-    """Note what `engine` is asked for."""
+def record_requests(engine: SimulatedEngine, requests: list[GenerationRequest]) -> None:
+    """Make `engine` append each request that it gets to `requests`."""
     generate = engine.generate
 
-    async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        asked.append(request)
+    async def recording(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        requests.append(request)
         async for one in generate(request):
             yield one
 
-    engine.generate = noting  # type: ignore[method-assign]
+    engine.generate = recording  # type: ignore[method-assign]
 
 
 KILLED = {
@@ -537,28 +544,28 @@ KILLED = {
 
 
 @pytest.mark.parametrize(("tokens", "reason"), KILLED.values(), ids=KILLED)
-async def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
+async def test_complete_response_is_finished_when_the_manager_died_before_its_end(
     tmp_path: Path, tokens: list[int], reason: FinishReason
 ) -> None:
-    """Such a file is what a version before this one left."""
+    """An earlier version could leave a store with all tokens of a response but without its end."""
     config = config_of()
     store = TrajectoryStore.open(tmp_path / "store.sqlite", config.store)
     group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 2)
     ended = group.trajectories[0].trajectory_id
     request = store.begin_request(ended)
     store.append(request, tokens, [-1.0] * len(tokens), V0, "engine0")
-    await store.close()  # killed for real in tests/crash
+    await store.close()  # tests/crash kills the process instead
 
     trainer = Trainer(tmp_path, config)
     await trainer.manager.start()
-    asked: list[GenerationRequest] = []
-    spied(trainer.engines.all[0], asked)
+    requests: list[GenerationRequest] = []
+    record_requests(trainer.engines.all[0], requests)
     await trainer.begin(ResumePoint(0))
     batch = await trainer.batch()
-    place = batch.trajectory_ids_S.tolist().index(ended)
-    start, end = batch.cu_seqlens_S1[place : place + 2]
+    index = batch.trajectory_ids_S.tolist().index(ended)
+    start, end = batch.cu_seqlens_S1[index : index + 2]
     assert batch.token_ids_T[start:end].tolist() == [5, 0, *tokens]
-    assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in asked}
-    assert all(request.max_new_tokens > 0 for request in asked)
+    assert f"t{ended}" not in {request.request_id.partition("-")[0] for request in requests}
+    assert all(request.max_new_tokens > 0 for request in requests)
     assert trajectories_in(tmp_path)[ended].finish_reason is reason
     await trainer.manager.stop()

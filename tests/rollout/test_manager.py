@@ -1,6 +1,7 @@
-"""The manager between trainers that come and go: attach, resume, and engines that are left over.
+"""Tests the manager with one trainer after another: attach, resume, and engines that a trainer left
+behind.
 
-Simulated engines in this process, a trainer that only makes the calls of a real one.
+The simulated engines run in this process; the trainer only makes the calls of a real one.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings, trajectories_in
 
 
-class Noting(Fixed):
-    """Also records which part of the task was asked for."""
+class RecordingTask(Fixed):
+    """Task that also records which ranges of prompts were read."""
 
-    def __init__(self, asked: list[range]) -> None:
-        self._asked = asked
+    def __init__(self, read: list[range]) -> None:
+        self._read = read
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        self._asked.append(range(position, position + count))
+        self._read.append(range(position, position + count))
         return super().train_prompts(position, count)
 
 
 class Trainer:
-    """Calls a manager as `train_loop/loop.py` does."""
+    """Trainer that calls a manager as `train_loop/loop.py` does, without training."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Trainer:
         return await self.manager.verify_update(lineage, number, None, False)
 
     async def started(self) -> Self:
-        """Start the manager and begin a new run."""
+        """Start the manager and a new run."""
         await self.manager.start()
         await self.begin(ResumePoint(0))
         return self
@@ -83,19 +84,21 @@ class Trainer:
 
 
 def prompts_of(batch: TokenBatch) -> dict[int, int]:
-    """Trajectory -> the task's number of its prompt (`Fixed` writes it into the second token)."""
+    """Return the number of each trajectory's prompt in the task; `Fixed` writes it into the second
+    token."""
     prompts_S = batch.token_ids_T[batch.cu_seqlens_S1[:-1] + 1]
     return dict(zip(batch.trajectory_ids_S.tolist(), prompts_S.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("lost", ["trainer", "everything"])
 @pytest.mark.parametrize("preset", ["sync", "copris", "async"])
-async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
+async def test_resumed_run_continues_after_the_last_admitted_prompt(
     tmp_path: Path, preset: str, lost: str
 ) -> None:
-    """None twice and none left out, though the checkpoint is older than what was admitted."""
-    asked: list[range] = []
-    consumed: dict[int, dict[int, int]] = {}  # by step, of the lineage that survives
+    """No prompt is used twice and none is skipped, although prompts were admitted after the
+    checkpoint."""
+    read: list[range] = []
+    consumed: dict[int, dict[int, int]] = {}  # by step, on the surviving lineage
     config = settings(preset)
 
     async def train(trainer: Trainer, lineage: int, steps: range) -> None:
@@ -103,20 +106,20 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
             consumed[step] = prompts_of(await trainer.batch())
             await trainer.publish(lineage, step + 1)
 
-    trainer = await Trainer(tmp_path, config, Noting(asked)).started()
+    trainer = await Trainer(tmp_path, config, RecordingTask(read)).started()
     await train(trainer, 0, range(3))
     position = (await trainer.manager.position(0))["store_position"]
     await trainer.manager.checkpoint_finalized(0, 3, [])
     await train(trainer, 0, range(3, 6))
     if lost == "everything":
-        await trainer.manager.stop()  # killed for real in tests/crash
-        trainer = Trainer(tmp_path, config, Noting(asked))
+        await trainer.manager.stop()  # tests/crash kills the process instead
+        trainer = Trainer(tmp_path, config, RecordingTask(read))
         await trainer.manager.start()
     await trainer.begin(ResumePoint(1, 3, parent=0, store_position=position))
     await train(trainer, 1, range(3, 12))
     await trainer.manager.stop()
-    assert [part.start for part in asked] == [0, *(part.stop for part in asked[:-1])]
-    admitted = asked[-1].stop
+    assert [part.start for part in read] == [0, *(part.stop for part in read[:-1])]
+    admitted = read[-1].stop
     trained = {i: prompt for batch in consumed.values() for i, prompt in batch.items()}
     found = trajectories_in(tmp_path)
     waiting = [int(one.prompt.token_ids[1]) for i, one in found.items() if i not in trained]
@@ -124,15 +127,15 @@ async def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitte
     assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
 
 
-async def test_engines_are_heard_while_a_store_is_opened(
+async def test_event_loop_keeps_running_while_a_store_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large file takes seconds."""
-    heard = threading.Event()
+    """Opening a large file takes seconds."""
+    status_read = threading.Event()
     open_store = TrajectoryStore.open
 
     def slowly(*arguments: Any, **named: Any) -> TrajectoryStore:
-        assert heard.wait(20)
+        assert status_read.wait(20)
         return open_store(*arguments, **named)
 
     trainer = Trainer(tmp_path, settings("async"))
@@ -141,14 +144,14 @@ async def test_engines_are_heard_while_a_store_is_opened(
     attaching = asyncio.create_task(trainer.manager.attach(ResumePoint(0)))
     await asyncio.sleep(0.05)
     assert trainer.manager.status() == {}
-    heard.set()
+    status_read.set()
     await attaching
     assert trainer.manager.status()["states"]["pending"] == 0
     await trainer.manager.stop()
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])
-async def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
+async def test_next_trainer_is_served_when_its_predecessor_left_engines_paused(
     tmp_path: Path, preset: str
 ) -> None:
     trainer = await Trainer(tmp_path, settings(preset)).started()
@@ -160,12 +163,12 @@ async def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
     await trainer.manager.stop()
 
 
-async def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_step(
+async def test_restarted_manager_continues_at_the_step_of_the_trainer(
     tmp_path: Path,
 ) -> None:
     first = await Trainer(tmp_path, settings("async")).started()
     trained = set((await first.batch()).trajectory_ids_S.tolist())
-    await first.manager.stop()  # killed for real in tests/crash
+    await first.manager.stop()  # tests/crash kills the process instead
 
     second = Trainer(tmp_path, settings("async"))
     await second.manager.start()
@@ -179,7 +182,9 @@ async def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_ste
     assert {p.name for p in (tmp_path / "events").iterdir()} == {"0.jsonl", "0.1.jsonl"}
 
 
-async def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: Path) -> None:
+async def test_concurrent_attaches_run_in_order_and_an_old_lineage_is_refused(
+    tmp_path: Path,
+) -> None:
     trainer = await Trainer(tmp_path, settings("async")).started()
     await trainer.batch()
     again = [trainer.manager.attach(ResumePoint(n, 0, parent=0)) for n in (1, 2)]
@@ -192,16 +197,17 @@ async def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_
 
 
 @pytest.mark.parametrize("last", [False, True])
-async def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
+async def test_running_call_changes_nothing_when_its_trainer_is_superseded(
     tmp_path: Path, last: bool
 ) -> None:
-    """Its update was being verified when it died; the engine does not hold the successor's."""
-    verifying, go_on = asyncio.Event(), asyncio.Event()
+    """The trainer's update was being verified when it died. The engine has not loaded its
+    successor's weights."""
+    verifying, proceed = asyncio.Event(), asyncio.Event()
 
     class Slow(SimulatedEngine):
         async def checksum(self) -> str:
             verifying.set()
-            await go_on.wait()
+            await proceed.wait()
             return await super().checksum()
 
     trainer = Trainer(tmp_path, settings("async"))
@@ -217,7 +223,7 @@ async def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
     late = asyncio.create_task(manager.end_update(0, number, [engine.engine_id], True))
     await verifying.wait()
     await manager.attach(ResumePoint(1, 0, parent=0))
-    go_on.set()
+    proceed.set()
     with pytest.raises(ComponentFailure, match="lineage 0 is superseded"):
         await late
     assert manager.status()["engines_up"] == 0
@@ -238,7 +244,7 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
 }
 
 
-async def test_a_database_that_somebody_removes_is_named_once(tmp_path: Path) -> None:
+async def test_warning_names_the_database_once_when_it_was_removed(tmp_path: Path) -> None:
     warnings: list[tuple[str, str]] = []
 
     trainer = await Trainer(tmp_path, settings("copris"), None, Engines()).started()
@@ -253,10 +259,10 @@ async def test_a_database_that_somebody_removes_is_named_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("call", LATE)
-async def test_a_call_that_a_replaced_trainer_makes_later_is_refused(
+async def test_later_call_is_refused_when_its_trainer_is_superseded(
     tmp_path: Path, call: str
 ) -> None:
-    """It was at work, outside of any call, when its successor attached."""
+    """The trainer made no call when its successor attached."""
     trainer = Trainer(tmp_path, settings("async"))
     manager = trainer.manager
     await manager.start()
@@ -283,19 +289,19 @@ async def test_a_call_that_a_replaced_trainer_makes_later_is_refused(
     ("end", "why"),
     [
         (lambda manager: manager.attach(ResumePoint(1, 0, parent=0)), "by that of lineage 1"),
-        (lambda manager: manager.attach(ResumePoint(0)), "lineage 0 has attached once more"),
+        (lambda manager: manager.attach(ResumePoint(0)), "lineage 0 has attached again"),
         (lambda manager: manager.stop(), "the rollout manager was stopped"),
     ],
     ids=["replaced", "attached again", "stopped"],
 )
-async def test_a_wait_for_a_batch_that_cannot_come_any_more_ends_at_once(
+async def test_wait_for_a_batch_ends_at_once_when_its_session_ends(
     tmp_path: Path, end: Callable[[RolloutManager], Any], why: str
 ) -> None:
     manager = Trainer(tmp_path, settings("async")).manager
     await manager.start()
     await manager.attach(ResumePoint(0))
     assert await manager.next_batch(0) is None
-    manager._driver._stale.clear()  # as if there were none: nothing but a batch will do
+    manager._driver._stale.clear()  # so that `next_batch` waits for a batch
     late = asyncio.create_task(manager.next_batch(0))
     await asyncio.sleep(0.05)
     await end(manager)
@@ -305,7 +311,7 @@ async def test_a_wait_for_a_batch_that_cannot_come_any_more_ends_at_once(
     await manager.stop()
 
 
-async def test_a_batch_that_is_there_when_its_trainer_is_replaced_is_not_given_to_it(
+async def test_batch_is_not_returned_when_its_trainer_was_just_superseded(
     tmp_path: Path,
 ) -> None:
     trainer = Trainer(tmp_path, settings("async"))
@@ -322,8 +328,11 @@ async def test_a_batch_that_is_there_when_its_trainer_is_replaced_is_not_given_t
     await manager.stop()
 
 
-async def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Path) -> None:
-    """Nobody is attached, or only the trainer before it: its link attaches again at this."""
+async def test_call_raises_not_attached_when_the_manager_does_not_know_the_trainer(
+    tmp_path: Path,
+) -> None:
+    """No trainer is attached, or only an earlier one. The caller's client attaches again on this
+    error."""
     manager = Trainer(tmp_path, settings("async")).manager
     await manager.start()
     with pytest.raises(NotAttached, match="no trainer of lineage 0"):
@@ -334,7 +343,7 @@ async def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Pa
     await manager.stop()
 
 
-async def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(
+async def test_evaluation_has_a_separate_time_limit(
     tmp_path: Path,
 ) -> None:
     class NeverDone(SimulatedEngine):
@@ -365,7 +374,7 @@ async def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own
         ([ComponentFailure("no such model")], 1, False),
     ],
 )
-async def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
+async def test_engine_is_started_again_when_it_is_killed_during_the_start(
     tmp_path: Path, failures: list[ComponentFailure], max_restarts: int, starts: bool
 ) -> None:
     trainer = Trainer(tmp_path, settings("async", max_restarts=max_restarts))
@@ -380,10 +389,11 @@ async def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
     await trainer.manager.stop()
 
 
-async def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_leaves_it(
+async def test_update_waits_at_a_boundary_when_an_ended_request_is_not_removed(
     tmp_path: Path,
 ) -> None:
-    """SGLang would refuse the update; flushing its cache waits for the request."""
+    """SGLang would refuse the update. Flushing the engine's cache waits until the request is
+    removed."""
     leaving = asyncio.Event()
 
     class Leaving(SimulatedEngine):
@@ -408,28 +418,28 @@ async def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_st
     await trainer.manager.stop()
 
 
-async def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor(
+async def test_late_error_of_a_replaced_engine_does_not_affect_the_new_engine(
     tmp_path: Path,
 ) -> None:
-    """It has the same id."""
-    asked, go_on = asyncio.Event(), asyncio.Event()
+    """Both engines have the same id."""
+    polled, proceed = asyncio.Event(), asyncio.Event()
 
     class Slow(SimulatedEngine):
         async def status(self) -> EngineStatus:
-            asked.set()
-            await go_on.wait()
+            polled.set()
+            await proceed.wait()
             raise EngineError("the old engine0 has gone")
 
     trainer = Trainer(tmp_path, settings("async", max_restarts=5))
     await trainer.manager.start()
     trainer.engines.all[0].__class__ = Slow
     await trainer.begin(ResumePoint(0))
-    await asked.wait()
+    await polled.wait()
     driver = trainer.manager._driver
     driver.engine_failed("engine0", "killed")
     while not driver.engines():
         await asyncio.sleep(0.01)
-    go_on.set()
+    proceed.set()
     await asyncio.sleep(0.05)
     [tracked] = driver._tracked_engines.values()
     assert not tracked.given_up and tracked.check is None

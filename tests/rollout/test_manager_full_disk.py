@@ -1,4 +1,5 @@
-"""A manager whose disk is full: a sentence for its trainer, and nothing is left open or running."""
+"""Tests a manager whose disk is full: its trainer gets an error message, and nothing stays open or
+running."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.small_disk import SmallDisk
 
 
 class Stopped(Engines):
-    """Records which engines were ended."""
+    """Launcher that records which engines were stopped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,14 +35,14 @@ def trainer_on(folder: Path) -> tuple[Trainer, Stopped]:
 
 
 async def failure_of(manager: RolloutManager) -> str:
-    """The status once the disk has refused a write."""
+    """Wait until the disk has refused a write, and return the failure in the manager's status."""
     async with asyncio.timeout(20):
         while not (found := manager.status()["failure"]):
             await asyncio.sleep(0.01)
     return str(found)
 
 
-async def test_a_full_disk_is_reported_in_a_sentence_and_stopping_ends_the_engines_all_the_same(
+async def test_manager_reports_the_error_and_stops_engines_when_the_disk_is_full(
     disk: SmallDisk,
 ) -> None:
     trainer, engines = trainer_on(disk.path)
@@ -56,13 +57,14 @@ async def test_a_full_disk_is_reported_in_a_sentence_and_stopping_ends_the_engin
         await manager.stop()
     assert engines.ended == [0]
     disk.make_room()
-    store = TrajectoryStore.open(disk.path / "store.sqlite", lineage=1)  # its lock is free
+    # Opening the store succeeds only if its lock is released.
+    store = TrajectoryStore.open(disk.path / "store.sqlite", lineage=1)
     assert store.recovery is None
     await store.close()
 
 
-async def test_a_trainer_that_comes_when_there_is_room_again_goes_on(disk: SmallDisk) -> None:
-    """torchrun has restarted the ranks; the failure of the session before is not theirs."""
+async def test_new_trainer_continues_when_the_disk_has_free_space_again(disk: SmallDisk) -> None:
+    """torchrun has restarted the ranks, which must not get the failure of the previous session."""
     trainer, _ = trainer_on(disk.path)
     await trainer.started()
     disk.fill()
@@ -73,7 +75,7 @@ async def test_a_trainer_that_comes_when_there_is_room_again_goes_on(disk: Small
     await trainer.manager.stop()
 
 
-async def test_events_that_cannot_be_recorded_leave_the_store_free(disk: SmallDisk) -> None:
+async def test_store_is_unlocked_when_the_event_record_cannot_be_opened(disk: SmallDisk) -> None:
     (disk.path / "events").write_text("in the place of the directory")
     manager = trainer_on(disk.path)[0].manager
     await manager.start()
@@ -84,7 +86,7 @@ async def test_events_that_cannot_be_recorded_leave_the_store_free(disk: SmallDi
     await manager.stop()
 
 
-async def test_a_record_on_a_full_disk_ends_with_a_whole_line(
+async def test_event_record_ends_with_a_whole_line_when_the_disk_is_full(
     tmp_path: Path, disk: SmallDisk
 ) -> None:
     trainer, engines = trainer_on(tmp_path)

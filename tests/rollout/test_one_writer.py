@@ -1,7 +1,8 @@
-"""A trajectory has one writer, whatever becomes of the engines: no response mixes two streams.
+"""Tests that a trajectory has one writer whatever happens to its engines: no response mixes two
+streams.
 
-Engines that are given up live on and go on streaming. What a simulated engine writes follows from
-the token before and the place, so that a mixture shows in the tokens themselves.
+Engines that were taken out of service stay alive and continue to stream. A token of a simulated
+engine depends on the token before it and its position, so mixed streams are visible in the tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.rollout.test_manager import Trainer
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the store write after four tokens."""
+    """Make the store write a chunk after four tokens."""
     monkeypatch.setattr(buffers, "CHUNK_TOKENS", 4)
 
 
@@ -32,17 +33,19 @@ STOP = 2
 
 
 def mixed(trajectory: Trajectory, model: SimulatedEngineModel) -> int | None:
-    """The first place whose token does not follow from the one before; None if all do."""
+    """Return the first position whose token does not follow from the token before it; None if all
+    do."""
     prompt = trajectory.prompt.token_ids
     ids = np.concatenate([prompt, *(s.token_ids for s in trajectory.segments)]).tolist()
-    for backend in range(len(prompt), len(ids)):
-        if ids[backend] not in (STOP, model.next_token(ids[backend - 1], backend, (STOP,))):
-            return backend
+    for position in range(len(prompt), len(ids)):
+        if ids[position] not in (STOP, model.next_token(ids[position - 1], position, (STOP,))):
+            return position
     return None
 
 
 async def give_up_some(trainer: Trainer, seed: int) -> None:
-    """Both engines, now and then, at moments in which a response is about to be finished."""
+    """Mark random engines as stale six times, each at a moment when a response on the engine is
+    being finished."""
     chosen = random.Random(seed)
     driver = trainer.manager._driver
     generation: Generation = driver._generation
@@ -56,7 +59,9 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
         driver.engine_stale(tracked.engine_id, "its weights are suspect (a test asks for it)")
         owned = {request.task for request in generation._requests.values()}
         running = {t for t in asyncio.all_tasks() if "Generation._run" in repr(t)}
-        assert not [t for t in running - owned if not t.cancelling()], "a stream of no request"
+        assert not [t for t in running - owned if not t.cancelling()], (
+            "a stream runs without a request"
+        )
         await asyncio.sleep(chosen.random() * 0.05)
         if driver.stale_engines():
             await trainer.publish(0, 0)
@@ -64,7 +69,7 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
 
 @pytest.mark.parametrize("slow_disk", [0.0, 0.02])
 @pytest.mark.parametrize("seed", range(3))
-async def test_engines_that_are_given_up_and_live(
+async def test_responses_have_one_writer_when_removed_engines_keep_streaming(
     tmp_path: Path, seed: int, slow_disk: float
 ) -> None:
     model = SimulatedEngineModel(
@@ -87,15 +92,15 @@ async def test_engines_that_are_given_up_and_live(
     await give_up_some(trainer, seed)
     driver = trainer.manager._driver
     assert driver.background.failure is None
-    assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
+    assert "superseded_append" not in driver.statistics.warnings, "an old stream reached the store"
     await trainer.manager.stop()
     found = trajectories_in(tmp_path).values()
     assert sum(t.state is not TrajectoryState.PENDING for t in found) > 12
     assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []
 
 
-async def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) -> None:
-    """The last line of defense by itself: streams of a given-up engine are not canceled."""
+async def test_store_refuses_tokens_when_an_old_stream_was_not_canceled(tmp_path: Path) -> None:
+    """The store is the last protection: here the streams of the removed engine are not canceled."""
     model = SimulatedEngineModel(
         mean_length=200, step_seconds=0.002, stream_interval=4, vocab_size=5000
     )

@@ -1,4 +1,5 @@
-"""What engines are verified by: their own tokens, sampled as the run samples, before all else."""
+"""Tests the samples that verify an engine: its own tokens, sampled as the run samples, before all
+other requests."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def sequences(batch: TokenBatch) -> list[IntArray]:
     return np.split(batch.token_ids_T, batch.cu_seqlens_S1[1:-1])
 
 
-async def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequences() -> None:
+async def test_samples_have_equal_lengths_and_are_packed_as_sequences() -> None:
     engine = SimulatedEngine("one", MODEL, VERSION)
     samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
     await engine.close()
@@ -46,7 +47,7 @@ async def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_
     assert errors(samples, logprobs_T) == {"one": RatioError(0, 0)}
 
 
-def test_errors_are_separated_by_engine() -> None:
+def test_ratio_errors_are_computed_for_each_engine() -> None:
     def one(engine_id: str, logprobs: list[float]) -> ProbeSample:
         ids = np.zeros(len(logprobs), np.int32)
         return ProbeSample(engine_id, np.zeros(2, np.int32), ids, np.array(logprobs, np.float32))
@@ -56,7 +57,7 @@ def test_errors_are_separated_by_engine() -> None:
     assert errors(samples, trainer_T) == {"a": RatioError(0.5, 1.0), "b": RatioError(0.5, 1.0)}
 
 
-def test_a_long_prompt_is_cut_so_that_it_fits_every_context() -> None:
+def test_probe_prompt_is_cut_when_it_is_long() -> None:
     [cut] = probe_prompts([np.arange(10_000, dtype=np.int32)])
     assert len(cut) == 256 and cut[0] == 0
 
@@ -68,7 +69,7 @@ def test_a_long_prompt_is_cut_so_that_it_fits_every_context() -> None:
         (VERSION, 0.05, r"generated nothing for 0\.05 s in the check of 5\.2"),
     ],
 )
-async def test_an_engine_that_does_not_sample_the_version_in_time_fails(
+async def test_sample_fails_when_the_engine_is_silent_or_has_another_version(
     version: PolicyVersion, seconds: float, why: str
 ) -> None:
     slow = SimulatedEngineModel(step_seconds=0.03)
@@ -79,8 +80,9 @@ async def test_an_engine_that_does_not_sample_the_version_in_time_fails(
     await engine.close()
 
 
-async def test_an_engine_that_is_slow_and_goes_on_is_waited_for() -> None:
-    """The limit is one of silence: late answers and a busy machine are no fault of the engine."""
+async def test_sample_waits_when_the_engine_is_slow_but_makes_tokens() -> None:
+    """The time limit is a limit on silence: late replies and a busy machine are not the engine's
+    fault."""
     slow = SimulatedEngineModel(step_seconds=0.05, stream_interval=1)
     engine = SimulatedEngine("one", slow, VERSION)
     samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 120, 0.3)
@@ -89,7 +91,7 @@ async def test_an_engine_that_is_slow_and_goes_on_is_waited_for() -> None:
 
 
 class Breaking(SimulatedEngine):
-    """Its first `broken` streams break off."""
+    """Simulated engine whose first `broken` streams break off."""
 
     broken = 0
 
@@ -102,20 +104,21 @@ class Breaking(SimulatedEngine):
 
 
 @pytest.mark.parametrize(("broken", "fails"), [(2, False), (3, True)])
-async def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: bool) -> None:
-    """As for a trajectory: it is no evidence about its engine. Three in a row are."""
+async def test_sample_retries_when_a_stream_breaks_off(broken: int, fails: bool) -> None:
+    """A single broken stream is no evidence about its engine, as for a trajectory; three in a row
+    are."""
     engine = Breaking("one", MODEL, VERSION)
     engine.broken = broken
-    asked = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
+    sampling = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
     if fails:
         with pytest.raises(EngineError, match="broke off"):
-            await asked
+            await sampling
     else:
-        assert [len(one.token_ids) for one in await asked] == [3]
+        assert [len(one.token_ids) for one in await sampling] == [3]
     await engine.close()
 
 
-async def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
+async def test_sample_omits_a_prompt_when_the_engine_refuses_it() -> None:
     engine = SimulatedEngine("one", replace(MODEL, max_sequence_tokens=6), VERSION)
     samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
     assert [len(one.prompt_ids) for one in samples] == [1, 3, 2], "4 + 3 tokens are too many"
@@ -125,7 +128,8 @@ async def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
 
 
 def _trainer(engine: EngineUnderTest, model: str, batch: TokenBatch, temperature: float) -> Any:
-    """What a trainer with these weights computes, at this temperature."""
+    """Return the log-probs that a trainer with the weights of `model` computes at this
+    temperature."""
     values: list[FloatArray] = []
     for ids in sequences(batch):
         found = reference_logprobs(engine.models[model], ids.tolist(), temperature)
@@ -136,10 +140,10 @@ def _trainer(engine: EngineUnderTest, model: str, batch: TokenBatch, temperature
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_real_engines_tokens_have_ratio_one_at_the_runs_own_temperature(
+def test_real_engine_samples_have_ratio_one_at_the_temperature_of_the_run(
     sglang_engine: EngineUnderTest, temperature: float
 ) -> None:
-    """Other weights, and log-probs at another temperature, are far from it."""
+    """With other weights, or with log-probs at another temperature, the ratio is far from 1."""
     engine = sglang_engine
     engine.hold("a", VERSION)
     sampling = SamplingConfig(temperature=temperature)
@@ -156,7 +160,9 @@ def test_the_real_engines_tokens_have_ratio_one_at_the_runs_own_temperature(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_full_engine_samples_before_it_takes_what_waits(sglang_engine: EngineUnderTest) -> None:
+def test_probe_requests_precede_queued_requests_when_the_engine_is_full(
+    sglang_engine: EngineUnderTest,
+) -> None:
     engine = sglang_engine
     engine.hold("a", VERSION)
     prompt, long = PROMPTS[0].tolist(), 1900
@@ -177,7 +183,9 @@ def test_a_full_engine_samples_before_it_takes_what_waits(sglang_engine: EngineU
         ]
         deadline = asyncio.get_running_loop().time() + 20
         while (await client.status()).queued_requests < len(waiting):
-            assert asyncio.get_running_loop().time() < deadline, "nothing waits in the engine"
+            assert asyncio.get_running_loop().time() < deadline, (
+                "no request is queued in the engine"
+            )
             await asyncio.sleep(0.05)
         await sample(client, PROMPTS, SamplingConfig(), VERSION, 48, 30.0)
         seen = [list(into) for into in waiting]
@@ -185,4 +193,4 @@ def test_a_full_engine_samples_before_it_takes_what_waits(sglang_engine: EngineU
         await asyncio.gather(*tasks)
         return seen
 
-    assert engine.run(check) == [[], [], [], []], "what waited was let in before the samples"
+    assert engine.run(check) == [[], [], [], []], "a queued request ran before the samples"

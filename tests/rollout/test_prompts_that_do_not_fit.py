@@ -1,6 +1,6 @@
-"""Prompts that engines refuse, that are too long, or that end engine after engine.
+"""Tests prompts that engines refuse, that are too long, or on which engine after engine dies.
 
-They cost themselves, never a healthy engine or the run.
+Such prompts are dropped; a healthy engine and the run continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tests.rollout.test_manager import Trainer
 
 
 class Refusing(SimulatedEngine):
-    """Takes the fourth prompt of the task (and whatever else is named) for invalid."""
+    """Simulated engine that refuses the fourth prompt of the task, or the prompts in `bad`, as
+    invalid."""
 
     bad: ClassVar[set[int]] = {3}
 
@@ -45,7 +46,7 @@ class Refusing(SimulatedEngine):
 
 
 def dropped(folder: Path) -> dict[int, set[int]]:
-    """Prompt number -> trajectories that were dropped because an engine refuses them."""
+    """Return the trajectories that were dropped as refused, by prompt number."""
     found: dict[int, set[int]] = {}
     for number, trajectory in trajectories_in(folder).items():
         if trajectory.state is TrajectoryState.DROPPED:
@@ -55,7 +56,8 @@ def dropped(folder: Path) -> dict[int, set[int]]:
 
 
 async def six_steps(folder: Path, lineage: int, refused: int) -> dict[str, str]:
-    """Warnings of a run on two engines that refuse the fourth prompt, which costs no engine."""
+    """Run six steps on two engines that refuse the fourth prompt; check that both stay and return
+    the warnings."""
     model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
     config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
     trainer = trainer_of(folder, config, ModelEngines(model, Refusing))
@@ -71,20 +73,21 @@ async def six_steps(folder: Path, lineage: int, refused: int) -> dict[str, str]:
     return warnings
 
 
-async def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
-    """And it stays dropped when the run is resumed."""
+async def test_only_its_group_is_dropped_when_engines_refuse_a_prompt(tmp_path: Path) -> None:
+    """The group stays dropped when the run is resumed."""
     warnings = await six_steps(tmp_path, lineage=0, refused=4)
     assert list(warnings) == ["prompt_refused"]
-    assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
+    assert "dropped group 3 of fixed, whose prompt has 2 tokens" in warnings["prompt_refused"]
     assert "--show 12" in warnings["prompt_refused"]
     assert await six_steps(tmp_path, lineage=1, refused=0) == {}
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-async def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
+async def test_only_its_group_is_dropped_when_a_resumed_prompt_is_refused(
     tmp_path: Path,
 ) -> None:
-    """The life before had engines that took it: two of its group have tokens, two never ran."""
+    """Engines of the previous session accepted the prompt: two members of its group have tokens,
+    two never ran."""
     group = range(12, 16)  # of the fourth prompt
     model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
     config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
@@ -100,11 +103,11 @@ async def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_gr
     assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
     warnings = await six_steps(tmp_path, lineage=1, refused=4)
     assert list(warnings) == ["prompt_refused"]
-    assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+    assert "dropped group 3 of fixed" in warnings["prompt_refused"]
     assert dropped(tmp_path) == {3: set(group)}
 
 
-async def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+async def test_run_ends_with_an_error_when_every_prompt_is_refused(tmp_path: Path) -> None:
     class RefusingAll(Refusing):
         bad: ClassVar[set[int]] = set(range(1000))
 
@@ -118,10 +121,11 @@ async def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_pat
 
 
 @pytest.mark.parametrize("limit", [34, None])
-async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
+async def test_run_continues_when_one_engine_reports_a_lower_length_limit(
     tmp_path: Path, limit: int | None
 ) -> None:
-    """Its answer may be damaged, and it would refuse what it really does not take."""
+    """The engine's report may be wrong, and if it is right, the engine itself refuses longer
+    requests."""
 
     class Damaged(ForwardingClient):
         max_sequence_tokens = 1
@@ -142,7 +146,8 @@ async def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run
 
 
 class Dying(SimulatedEngine):
-    """The fourth prompt ends the process a while after it has come; meanwhile others are served."""
+    """Simulated engine whose process dies 0.1 s after it gets a prompt in `fatal`; it serves other
+    requests meanwhile."""
 
     fatal: ClassVar[range] = range(3, 4)
 
@@ -157,12 +162,12 @@ class Dying(SimulatedEngine):
 def trainer_of_dying_engines(folder: Path, kind: type[Dying], group_size: int = 4) -> Trainer:
     model = SimulatedEngineModel(mean_length=100, step_seconds=0.002, stream_interval=4)
     batch = {"group_size": group_size, "groups_per_batch": 12 // group_size}
-    schedule = {"concurrency": 24, **batch}  # a batch takes longer than an engine to die
+    schedule = {"concurrency": 24, **batch}  # an engine dies before a batch is complete
     changes = {"engines": {"max_restarts": 8}, "schedule": schedule}
     return trainer_of(folder, config_of("copris", count=2, **changes), ModelEngines(model, kind))
 
 
-async def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
+async def test_prompt_is_dropped_when_engine_after_engine_dies_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
@@ -174,13 +179,13 @@ async def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
         await trainer.publish(0, step + 1)
     up, warnings = in_service(trainer)
     assert up == 2
-    assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+    assert "dropped group 3 of fixed" in warnings["prompt_refused"]
     assert "6 engines in a row failed before its first token" in warnings["prompt_refused"]
     await trainer.manager.stop()
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-async def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
+async def test_no_prompt_is_dropped_when_engines_die_on_every_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
@@ -203,20 +208,21 @@ async def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
 
 
 class SomeTooLong(Fixed):
-    """An epoch of `size` prompts, of which the first `too_long` are longer than 34 tokens allow."""
+    """Task with epochs of `size` prompts, of which the first `too_long` do not fit into 34
+    tokens."""
 
     def __init__(self, size: int | None, too_long: int) -> None:
         self._size, self._too_long = size, too_long
-        self.asked = 0
+        self.read = 0
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         return self._size, heldout
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        if position >= self.asked:  # the manager also asks for its probe sequence
-            self.asked = position + count
-        places = [(position + i) % (self._size or 1000) for i in range(count)]
-        lengths = [8 if backend < self._too_long else 1 for backend in places]
+        if position >= self.read:  # false for the manager's probe prompts
+            self.read = position + count
+        positions = [(position + i) % (self._size or 1000) for i in range(count)]
+        lengths = [8 if number < self._too_long else 1 for number in positions]
         return [
             Prompt(np.array([5, position + i, *[7] * length], np.int32), "long")
             for i, length in enumerate(lengths)
@@ -229,30 +235,33 @@ def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
     return trainer_of(folder, config_of("copris", count=1, **changes), ModelEngines(model), task)
 
 
-async def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path) -> None:
-    """However many: of a file that is sorted by length they come one after the other."""
+async def test_too_long_prompts_are_skipped_until_one_fits(tmp_path: Path) -> None:
+    """Any number may be skipped: in a file sorted by length all of them come in a row."""
     trainer = await trainer_with(tmp_path, SomeTooLong(size=150, too_long=140)).started()
-    for step in range(12):  # in the second epoch by then
+    for step in range(12):  # reaches the second epoch
         batch = await trainer.batch()
         assert (batch.prompt_lengths_S == 3).all()
         await trainer.publish(0, step + 1)
     up, warnings = in_service(trainer)
-    assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+    assert up == 1 and "exceeds the 34 tokens" in warnings["prompt_refused"]
     counted = trainer.manager._driver.statistics.counts.dropped["refused"]
     await trainer.manager.stop()
     assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
 
 
 @pytest.mark.parametrize(("size", "taken"), [(50, 100), (20, 64), (None, 64)])
-async def test_data_of_which_no_prompt_fits_ends_the_run(
+async def test_run_ends_when_no_prompt_of_the_data_fits(
     tmp_path: Path, size: int | None, taken: int
 ) -> None:
-    """After an epoch, wherever it begins among the prompts; of data without an end after 64."""
+    """The run ends once a whole epoch must be among the prompts; for endless data after 64
+    prompts."""
     task = SomeTooLong(size, too_long=1000)
     trainer = await trainer_with(tmp_path, task).started()
-    sentence = f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it is"
+    sentence = (
+        f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it exceeds"
+    )
     with pytest.raises(ComponentFailure, match=sentence):
         await trainer.batch()
-    assert task.asked < taken + 16
+    assert task.read < taken + 16
     assert trainer.manager.status()["engines_up"] == 1
     await trainer.manager.stop()

@@ -1,7 +1,7 @@
-"""A live driver whose rewards fail, take whole groups, or are slower than any generation.
+"""Tests a running driver whose rewards fail, score whole groups, or are slower than generation.
 
-Rewards that hang, crash, raise or are unavailable are counted and stop nothing; a group is scored
-once, when it is whole; lag stays bounded.
+Rewards that hang, crash, raise or are unavailable are counted and do not stop the run. A group is
+scored once, when it is complete. Lag stays bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILING_STEPS = 3
 
 
 class Pooled(Fixed):
-    """The numbered prompts, scored by a pool of scorer processes."""
+    """Task of numbered prompts that a pool of scorer processes scores."""
 
     def __init__(self, pool: LocalScorerPool) -> None:
         self.pool = pool
@@ -45,10 +45,10 @@ class Pooled(Fixed):
 
 
 @pytest.mark.slow
-def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Path) -> None:
+def test_run_continues_and_counts_faults_when_rewards_fail(tmp_path: Path) -> None:
     names = ("scorer_that_hangs", "sleeps", "dies", "fails", "not_there")
     rewards = [{"name": f"{OWN}:{name}", "label": name, "timeout_seconds": 0.2} for name in names]
-    waits = {"trainer": {"wait_for_batch_seconds": 120}}  # processes are started again and again
+    waits = {"trainer": {"wait_for_batch_seconds": 120}}  # scorer processes restart often
     config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
     write_character_tokenizer(tmp_path)
     pool = LocalScorerPool(config.scorers, str(tmp_path))
@@ -80,15 +80,16 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
         assert counts[f"rollout/scorer_{kind}"] >= each, counts
     kinds = ("errors", "timeouts", "crashes", "unavailable")
     assert {f"scorer_{kind}" for kind in kinds} <= warnings.keys()
-    backend = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
-    assert re.search(backend, warnings["scorer_errors"])
+    message = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
+    assert re.search(message, warnings["scorer_errors"])
 
 
 GROUP_STEPS = 4
 
 
 class Ranks(Fixed):
-    """The reward is the place by length; one member of every other prompt fails at first."""
+    """Scorer of groups whose reward is the rank by length; with `fails`, one member of every other
+    prompt fails at first."""
 
     def __init__(self, group_size: int, fails: bool) -> None:
         self.group_size = group_size
@@ -98,7 +99,7 @@ class Ranks(Fixed):
     async def score_group(
         self, prompt: Prompt, responses: Sequence[Sequence[int]]
     ) -> list[tuple[float | None, dict[str, float]]]:
-        assert len(responses) == self.group_size, "scored before it was whole"
+        assert len(responses) == self.group_size, "the group was scored before it was complete"
         number = int(prompt.token_ids[1])
         self.calls[number] += 1
         order = sorted(range(self.group_size), key=lambda i: len(responses[i]))
@@ -112,7 +113,7 @@ class Ranks(Fixed):
 
 
 @pytest.mark.parametrize("policy", ["zero", "regenerate", "drop"])
-async def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
+async def test_group_is_scored_once_when_it_is_complete(tmp_path: Path, policy: str) -> None:
     config = build_config(
         merge(
             settings("copris").model_dump(),
@@ -145,9 +146,11 @@ _POLL_SECONDS = 0.001
 
 
 class Slowest(Fixed):
-    """One scorer that works only while no request runs and the batch of `step` is not complete.
+    """Scorer that works on one response at a time, only while no request runs and the batch of
+    `step` is not complete.
 
-    So generation always outruns it, and it never gets ahead while the trainer works.
+    So generation is always faster than scoring, and scoring never gets ahead while the trainer
+    works.
     """
 
     def __init__(self) -> None:
@@ -170,13 +173,13 @@ class Slowest(Fixed):
 
 
 def config(preset: str) -> RunConfig:
-    """As many requests in flight as one batch has."""
+    """Return settings with as many concurrent requests as one batch has trajectories."""
     sizes = {"groups_per_batch": GROUPS, "group_size": SIZE, "concurrency": GROUPS * SIZE}
     return build_config(merge(settings(preset).model_dump(), {"schedule": sizes}))
 
 
 @pytest.mark.parametrize("preset", ["copris", "pipeline"])
-async def test_lag_stays_bounded_however_slow_scores_are(tmp_path: Path, preset: str) -> None:
+async def test_lag_stays_bounded_when_scores_are_slow(tmp_path: Path, preset: str) -> None:
     lags: list[float] = []
     queues: list[float] = []
     waited: list[float] = []
@@ -195,9 +198,10 @@ async def test_lag_stays_bounded_however_slow_scores_are(tmp_path: Path, preset:
         report = await trainer.publish(0, step + 1)
         warnings.extend(name for name, _ in report.warnings)
     await trainer.manager.stop()
-    in_flight = 1  # batches' worth
-    assert max(lags) <= 1 + in_flight + (preset == "pipeline"), lags  # one more is being trained
-    assert max(queues) > GROUPS * SIZE, "scores were not what it waited for"
+    in_flight = 1  # batches' worth of running requests
+    # With `pipeline` one more batch is being trained meanwhile.
+    assert max(lags) <= 1 + in_flight + (preset == "pipeline"), lags
+    assert max(queues) > GROUPS * SIZE, "the run did not wait for scores"
     assert max(waited) > 0
     if preset == "copris":
-        assert "scoring_backlog" in warnings  # how often depends on how fast the machine is
+        assert "scoring_backlog" in warnings  # how often depends on the machine's speed

@@ -1,4 +1,5 @@
-"""Engines that share the trainer's devices: awake only while the trainer holds nothing of them."""
+"""Tests engines that share the trainer's devices: they are loaded only while the trainer uses no
+device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ALL = frozenset({"weights", "rest"})
 
 
 class MemoryEngine(SimulatedEngine):
-    """Keeps account of the memory that it has, and of what it was asked."""
+    """Simulated engine that records the device memory it has and the calls it got."""
 
     def __init__(self, engine_id: str) -> None:
         super().__init__(engine_id, MODEL)
@@ -32,7 +33,7 @@ class MemoryEngine(SimulatedEngine):
         await super().pause(mode)
 
     async def resume(self) -> None:
-        assert self.memory == ALL, "an engine without memory was let go on"
+        assert self.memory == ALL, "an engine without memory was resumed"
         self.calls.append("resume")
         await super().resume()
 
@@ -74,7 +75,7 @@ def settings(preset: str, **engines: Any) -> RunConfig:
 
 
 class Run:
-    """A manager with engines, and the trainer's calls."""
+    """Manager with engines, and the calls of its trainer."""
 
     def __init__(self, folder: Path, config: RunConfig, verify: bool = True) -> None:
         self.launcher = MemoryEngines()
@@ -89,20 +90,22 @@ class Run:
         await self.manager.start()
         await self.manager.attach(ResumePoint(0))
 
-    def all_hold(self, memory: frozenset[str]) -> bool:
+    def all_have(self, memory: frozenset[str]) -> bool:
         return all(engine.memory == memory for engine in self.engines)
 
     async def publish(self, number: int) -> None:
         addresses = await self.manager.begin_update(0, number)
-        assert self.all_hold(frozenset({"weights"})), "the trainer still holds its weights"
-        assert len(addresses) == len(self.engines), "memory that is given back loses its weights"
+        assert self.all_have(frozenset({"weights"})), (
+            "the trainer's weights are still on the devices"
+        )
+        assert len(addresses) == len(self.engines), "an engine without weights was left out"
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
         ids = [address.engine_id for address in addresses]
         samples = await self.manager.end_update(0, number, ids, self.verify)
         logprobs_T = None
         if samples is not None:
-            assert self.all_hold(frozenset({"weights"})), "the trainer computes now"
+            assert self.all_have(frozenset({"weights"})), "the trainer is computing"
             logprobs_T = trainer_logprobs(samples)
         if (await self.manager.verify_update(0, number, logprobs_T, True)).evaluation_due:
             await self.manager.evaluate(0, number)
@@ -110,40 +113,40 @@ class Run:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])
-async def test_engines_rest_whenever_the_trainer_works(
+async def test_engines_are_offloaded_whenever_the_trainer_works(
     tmp_path: Path, preset: str, verify: bool
 ) -> None:
     it = Run(tmp_path, settings(preset, count=2), verify)
     await it.begin()
-    assert it.all_hold(frozenset()), "the trainer is built while engines rest"
+    assert it.all_have(frozenset()), "the trainer is being built"
     await it.publish(0)
     for step in range(3):
-        assert it.all_hold(ALL)
+        assert it.all_have(ALL)
         batch = await it.manager.next_batch(0)
         assert batch is not None and batch.step == step
-        assert it.all_hold(frozenset()), "the trainer trains now"
+        assert it.all_have(frozenset()), "the trainer is training"
         await it.manager.position(0)
         await it.publish(step + 1)
-    assert it.all_hold(frozenset()), "after the last step the trainer exports"
+    assert it.all_have(frozenset()), "the trainer exports after the last step"
     for engine in it.engines:
         assert engine.calls[:5] == ["pause retract", "release", "weights", "all", "resume"]
     await it.manager.stop()
 
 
-async def test_a_checkpoint_in_the_middle_of_generation_puts_engines_to_rest(
+async def test_engines_are_offloaded_when_a_checkpoint_interrupts_generation(
     tmp_path: Path,
 ) -> None:
-    """A run that is asked to stop: what was begun is kept, and the trainer gets the memory."""
+    """A run that is asked to stop keeps what it has generated, and the trainer gets the memory."""
     it = Run(tmp_path, settings("rapid"))
     await it.begin()
     await it.publish(0)
-    assert it.all_hold(ALL)
+    assert it.all_have(ALL)
     await it.manager.position(0)
-    assert it.all_hold(frozenset())
+    assert it.all_have(frozenset())
     await it.manager.stop()
 
 
-async def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_others(
+async def test_restarted_engine_is_offloaded_with_the_others_before_an_update(
     tmp_path: Path,
 ) -> None:
     it = Run(tmp_path, settings("rapid", count=2))
@@ -154,13 +157,13 @@ async def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_othe
         await asyncio.sleep(0.01)
     del it.launcher.all[1]
     batch = await it.manager.next_batch(0)
-    if batch is None:  # the news came before the batch
+    if batch is None:  # the restarted engine was reported before the batch
         await it.publish(0)
         batch = await it.manager.next_batch(0)
     assert batch is not None
-    assert it.all_hold(frozenset())
+    assert it.all_have(frozenset())
     await it.publish(1)
-    assert it.all_hold(ALL)
+    assert it.all_have(ALL)
     await it.manager.stop()
 
 
@@ -172,7 +175,9 @@ async def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_othe
         ({"parallel": {"ranks": 2, "nodes": 2}}, r"parallel\.nodes 1, got 2"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], message: str) -> None:
+def test_settings_are_refused_when_they_contradict_colocated_engines(
+    changes: dict[str, Any], message: str
+) -> None:
     base: dict[str, Any] = {
         "schedule": {"preset": "rapid"},
         "engines": {"placement": "colocated"},

@@ -1,6 +1,7 @@
-"""A batch's metrics: times, news since the batch before, and only what was measured.
+"""Tests the metrics of a batch: times, differences since the batch before, and only what was
+measured.
 
-Generation time is the time in which requests may run: paused and waiting time do not count.
+Generation time is the time in which requests may run; pauses and waits do not count.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def metrics_of(
     return statistics.batch_metrics(batch, view, ScorerCount(8, count=3, seconds=0.2))
 
 
-def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -> None:
+def test_generation_time_stops_between_batch_and_update_when_overlap_is_off() -> None:
     clock = Clock()
     statistics = RolloutStatistics(overlap=False, clock=clock)
     statistics.running_changed(4)
@@ -68,9 +69,9 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     assert first["rollout/seconds"] == pytest.approx(2)
     assert first["rollout/slots_busy_share"] == pytest.approx(1)
 
-    clock.now += 3  # aborted requests are still leaving, the trainer works
+    clock.now += 3  # aborted requests are ending and the trainer works
     statistics.running_changed(0)
-    statistics.update_began()
+    statistics.update_started()
     clock.now += 1
     statistics.update_ended()
     statistics.running_changed(2)
@@ -79,13 +80,14 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     second = metrics_of(statistics, batch(1), view())
     assert second["rollout/seconds"] == pytest.approx(4)
     assert second["rollout/tokens_per_second"] == pytest.approx(25)
-    assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 of 4
+    assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 requests, at most 4
     assert second["rollout/seconds_since_last_batch"] == pytest.approx(8)
     assert second["rollout/update_pause_seconds"] == pytest.approx(1)
 
 
-def test_the_rate_of_generation_is_measured_over_the_time_generated() -> None:
-    """A batch that was ready before its turn has none; its tokens count for the next rate."""
+def test_token_rate_is_measured_over_generation_time() -> None:
+    """A batch that was complete before the trainer asked for it has no generation time; its tokens
+    count for the next rate."""
     clock = Clock()
     statistics = RolloutStatistics(overlap=True, clock=clock)
     rates = []
@@ -96,14 +98,14 @@ def test_the_rate_of_generation_is_measured_over_the_time_generated() -> None:
     assert rates == [pytest.approx(50), None, pytest.approx(540 / 3.001)]
 
 
-def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
+def test_generation_time_excludes_only_update_pauses_when_overlap_is_on() -> None:
     clock = Clock()
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(4)
     clock.now += 2
     metrics_of(statistics, batch(), view())
     clock.now += 3
-    statistics.update_began()
+    statistics.update_started()
     clock.now += 1
     statistics.update_ended()
     clock.now += 2
@@ -114,7 +116,7 @@ def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
 
 
-def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
+def test_kv_usage_is_the_mean_of_new_reports_or_else_of_the_last_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     assert "rollout/kv_usage" not in metrics_of(statistics, batch(), view()), (
         "no engine reported it"
@@ -128,7 +130,7 @@ def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_ne
     assert metrics_of(statistics, batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
 
 
-def test_what_a_dropped_batch_held_is_no_longer_counted_as_trained() -> None:
+def test_trajectories_of_a_dropped_batch_are_not_counted_as_trained() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     metrics_of(statistics, batch(), view())
     old = replace(batch(1), version_T=np.array([-1, 0], np.int32))
@@ -138,7 +140,7 @@ def test_what_a_dropped_batch_held_is_no_longer_counted_as_trained() -> None:
     assert metrics["rollout/dropped_nonfinite"] == 1
 
 
-def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
+def test_busy_share_is_relative_to_a_concurrency_that_was_lowered() -> None:
     clock = Clock()
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(8)
@@ -151,7 +153,7 @@ def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
 
 
-def test_turns_and_calls_of_environments_are_those_since_the_batch_before() -> None:
+def test_environment_metrics_count_since_the_batch_before() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     for seconds, turns in ((0.5, 7), (0.1, 2)):
         statistics.environment_called(seconds, Counter())

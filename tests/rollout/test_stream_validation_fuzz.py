@@ -1,10 +1,10 @@
-"""Whatever an engine sends: the run goes on, and nothing impossible is stored.
+"""Tests that the run continues and no invalid token is stored, whatever an engine sends.
 
-A manager and a sender of weights over engines behind SGLang's endpoints, of which each message may
-have one field changed at random: tokens, loads, versions, limits, checksums, and the answers to
-aborts, pauses and updates. By hand, longer:
+A manager and a sender of weights use engines behind SGLang's endpoints. Each message of an engine
+may have one field changed at random: tokens, loads, versions, limits, checksums, and the replies to
+aborts, pauses and updates. A longer test, to be run by hand:
 
-    MEGATRON_ASYNC_DOOR_FUZZ=10000 pytest --timeout 0 tests/rollout/test_door_fuzz.py
+    MEGATRON_ASYNC_DOOR_FUZZ=10000 pytest --timeout 0 tests/rollout/test_stream_validation_fuzz.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tests.rollout.short_limits import config_of
 from tests.rollout.stand_ins import Engines, trainer_logprobs
 from tests.rollout.test_manager import Trainer
 
-PRESETS = ("copris", "pipeline")  # aborts at a boundary, pauses for an update
+# `copris` aborts requests at a boundary; `pipeline` pauses engines for an update.
+PRESETS = ("copris", "pipeline")
 MUTATIONS = int(os.environ.get("MEGATRON_ASYNC_DOOR_FUZZ", "200")) // len(PRESETS)
 SHARE, SHARE_OF_NEW = 0.02, 0.3
 NAMES = ["embed.weight", "head.weight"]
@@ -52,7 +53,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def fields(value: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Every field below a JSON value, also within lists: its name, its container and its key."""
+    """Yield the name, container and key of every field below a JSON value, also within lists."""
     if isinstance(value, dict):
         keys = [(key, f"{name}.{key}") for key in value]
     else:
@@ -63,9 +64,10 @@ def fields(value: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 class Changer:
-    """Changes a field of some messages, those more often that it has never changed; and counts.
+    """Changes one field of some messages, preferably a field that it has not changed yet, and
+    counts the changes.
 
-    The name of a field begins with the message's path; of a text without JSON there is one.
+    A field's name starts with the path of its message. A text that is not JSON counts as one field.
     """
 
     def __init__(self, seed: int) -> None:
@@ -74,16 +76,16 @@ class Changer:
         self.changes: Counter[str] = Counter()
 
     @property
-    def left(self) -> bool:
-        """Return whether there are changes to make: too few so far, or a field without any."""
+    def incomplete(self) -> bool:
+        """Whether more changes are needed: there were too few, or some field was never changed."""
         return self.changes.total() < MUTATIONS or not self.seen <= self.changes.keys()
 
     def of(self, path: str) -> int:
-        """Return how many messages of this path were changed."""
+        """Return the number of changed messages of this path."""
         return sum(n for name, n in self.changes.items() if name.partition(" ")[0] == path)
 
     def __call__(self, path: str, data: bytes) -> bytes:
-        """The message, or the message with one change."""
+        """Return the message, possibly with one change."""
         try:
             whole = [json.loads(data)]
         except ValueError:
@@ -93,7 +95,7 @@ class Changer:
         names = {name for name, _, _ in found}
         self.seen |= names
         new = names - self.changes.keys()
-        if self._random.random() >= (SHARE_OF_NEW if new else SHARE) or not self.left:
+        if self._random.random() >= (SHARE_OF_NEW if new else SHARE) or not self.incomplete:
             return data
         name = self._random.choice(sorted(new or names))
         self.changes[name] += 1
@@ -114,7 +116,7 @@ class Changer:
 
 
 class ChangingServer(SimulatedServer):
-    """A server whose messages may be changed on their way."""
+    """Server whose messages may be changed before they are sent."""
 
     def __init__(self, change: Changer, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -140,7 +142,7 @@ class ChangingServer(SimulatedServer):
 
 
 class ChangingEngines(Engines):
-    """Launches engines behind HTTP."""
+    """Launcher of simulated engines behind HTTP servers that may change messages."""
 
     def __init__(self, change: Changer, config: Any) -> None:
         super().__init__()
@@ -173,7 +175,8 @@ class ChangingEngines(Engines):
 
 
 class SendingTrainer(Trainer):
-    """Sends files, and computes the log-probs that it is asked for."""
+    """Trainer that sends weights through files and computes the log-probs that the manager asks
+    for."""
 
     def __init__(self, folder: Path, config: RunConfig, engines: ChangingEngines) -> None:
         super().__init__(folder, config, None, engines)
@@ -181,14 +184,16 @@ class SendingTrainer(Trainer):
 
     async def publish(self, lineage: int, number: int) -> UpdateReport:
         self.lineage = lineage
-        left = await self.manager.begin_update(lineage, number)
-        while left:  # as `WeightPublisher` does
+        receivers = await self.manager.begin_update(lineage, number)
+        while receivers:  # as `WeightPublisher` does
             try:
-                await asyncio.to_thread(self._send, left, PolicyVersion(lineage, number))
+                await asyncio.to_thread(self._send, receivers, PolicyVersion(lineage, number))
                 break
             except EngineCallError as error:
-                left = [engine for engine in left if engine.engine_id not in error.engine_ids]
-        ids = [engine.engine_id for engine in left]
+                receivers = [
+                    engine for engine in receivers if engine.engine_id not in error.engine_ids
+                ]
+        ids = [engine.engine_id for engine in receivers]
         batch = await self.manager.end_update(lineage, number, ids, True)
         logprobs = None if batch is None else trainer_logprobs(batch)
         return await self.manager.verify_update(lineage, number, logprobs, True)
@@ -201,7 +206,7 @@ class SendingTrainer(Trainer):
 
 
 def stored(file: Path) -> list[Trajectory]:
-    """Every trajectory of a store."""
+    """Return every trajectory of a store."""
 
     async def load() -> list[Trajectory]:
         with closing(StoreReader(file)) as reader:
@@ -217,7 +222,7 @@ def stored(file: Path) -> list[Trajectory]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.timeout(0 if MUTATIONS > 200 else 300)
-def test_no_changed_message_ends_a_run_or_leaves_what_cannot_be(
+def test_run_continues_and_stores_only_valid_tokens_when_messages_are_corrupt(
     tmp_path: Path, preset: str
 ) -> None:
     change = Changer(seed=MUTATIONS)
@@ -242,7 +247,7 @@ def test_no_changed_message_ends_a_run_or_leaves_what_cannot_be(
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         step = 0
-        while change.left:
+        while change.incomplete:
             batch = await trainer.manager.next_batch(0)
             if batch is not None:
                 assert batch.step == step
@@ -266,7 +271,7 @@ def test_no_changed_message_ends_a_run_or_leaves_what_cannot_be(
         stops = [2 in segment.token_ids[:-1] for segment in trajectory.segments]
         assert not any(stops), trajectory.trajectory_id
     assert sorted(kept) == list(range(len(kept))), "a trajectory is lost"
-    assert dropped <= change.of("/generate"), "a change has cost more than its own trajectory"
+    assert dropped <= change.of("/generate"), "a change dropped more than its own trajectory"
     paths = {name.partition(" ")[0] for name in change.changes}
     print(f"{len(change.changes)} fields,", {path: change.of(path) for path in sorted(paths)})
     print(dict(warnings), f"{dropped} of {len(kept)} trajectories dropped")

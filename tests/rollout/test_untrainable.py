@@ -1,4 +1,5 @@
-"""What a store holds and nothing can train is dropped alone, before it is in a batch."""
+"""Tests that a stored trajectory that cannot be trained is dropped, without its group, before it is
+in a batch."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ VOCABULARY = 1000
 async def store_of_an_earlier_version(
     file: Path, token: int, logprob: float, state: str, prompt_token: int = 5
 ) -> None:
-    """Two groups of two, trajectories 1 to 4.
+    """Write a store with two groups of two trajectories, numbered 1 to 4.
 
-    The first response has this token, the prompt of the second group `prompt_token`.
+    Args:
+        token: Token in the response of trajectory 1.
+        logprob: Log-prob of that token.
+        state: State of trajectory 1.
+        prompt_token: Prompt of the second group.
     """
     config = config_of("copris")
     store = TrajectoryStore.open(file, config.store, lineage=0, step=0, parent=None)
@@ -47,7 +52,7 @@ async def store_of_an_earlier_version(
 
 
 async def resumed(folder: Path, steps: int) -> tuple[list[int], str]:
-    """What a resumed run trains in so many steps, and its warning."""
+    """Resume the run for `steps` steps; return the trajectories that it trains and its warning."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
     config = config_of("copris", model={"path": str(folder)})
     trainer = Trainer(folder, config, None, ModelEngines(MODEL))
@@ -72,17 +77,17 @@ async def resumed(folder: Path, steps: int) -> tuple[list[int], str]:
         (9, float("nan"), "token 9 has log-prob nan"),
     ],
 )
-async def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
+async def test_invalid_trajectory_is_dropped_and_the_rest_of_its_group_trained(
     tmp_path: Path, token: int, logprob: float, fault: str, state: str
 ) -> None:
     await store_of_an_earlier_version(tmp_path / "store.sqlite", token, logprob, state)
     trained, message = await resumed(tmp_path, steps=3)
     assert {2, 3, 4} <= set(trained) and 1 not in trained
-    assert fault in message and "trajectory 1 " in message and "engine7" in message
+    assert fault in message and "trajectory 1," in message and "engine7" in message
     assert trajectories_in(tmp_path)[1].drop_reason is DropReason.NONFINITE
 
 
-async def test_trajectories_of_a_prompt_with_a_token_that_the_model_lacks_are_dropped(
+async def test_trajectories_are_dropped_when_a_prompt_token_is_not_in_the_vocabulary(
     tmp_path: Path,
 ) -> None:
     await store_of_an_earlier_version(tmp_path / "store.sqlite", 9, -1.0, "partial", VOCABULARY)

@@ -1,4 +1,5 @@
-"""An engine that fails the check of its weights gets them once more, and is replaced after that."""
+"""Tests an engine that fails the check of its weights: it gets them once more, and is replaced if
+it fails again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from tests.rollout.stand_ins import (
 
 
 class WrongEngine(SimulatedEngine):
-    """Lies so many times in one of the answers that are checked."""
+    """Simulated engine that gives a wrong checksum, version or log-prob (`lie`) in `times`
+    updates."""
 
     def __init__(self, engine_id: str, lie: str, times: int) -> None:
         super().__init__(engine_id, MODEL)
@@ -45,7 +47,8 @@ class WrongEngine(SimulatedEngine):
         return about == self._lie and self._times > 0
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Wrong weights show in all that it generates with them, until it is sent them again."""
+        """Generate with wrong log-probs while the engine has wrong weights, that is until it is
+        sent them again."""
         async for chunk in super().generate(request):
             if self._lies("probe") and chunk.version.number >= self.first_wrong:
                 chunk = replace(chunk, logprobs=chunk.logprobs + np.float32(1))
@@ -54,7 +57,7 @@ class WrongEngine(SimulatedEngine):
 
     async def flush_cache(self) -> None:
         await super().flush_cache()
-        if self.lied:  # it was sent them again
+        if self.lied:  # the flush shows that the weights were sent again
             self._times -= 1
             self.lied = []
 
@@ -66,22 +69,23 @@ class WrongEngine(SimulatedEngine):
         return "another" if lies else await super().checksum()
 
     async def version(self) -> PolicyVersion:
-        held, lies = await super().version(), self._lies("version")
+        version, lies = await super().version(), self._lies("version")
         self._times -= lies
-        return PolicyVersion(held.lineage, held.number + 7) if lies else held
+        return PolicyVersion(version.lineage, version.number + 7) if lies else version
 
 
 class WrongEngines(Engines):
-    """Engine 0 lies `times[0]` times, the one that replaces it `times[1]`, ..."""
+    """Launcher whose engine 0 lies `times[0]` times, its replacement `times[1]` times, and so
+    on."""
 
     def __init__(self, lie: str, times: list[int]) -> None:
         super().__init__()
         self._lie = lie
-        self._left = list(times)
+        self._remaining = list(times)
         self.now: dict[int, SimulatedEngine] = {}
 
     async def launch(self, index: int) -> SimulatedEngine:
-        times = self._left.pop(0) if index == 0 and self._left else 0
+        times = self._remaining.pop(0) if index == 0 and self._remaining else 0
         engine = WrongEngine(f"engine{index}.{len(self.all)}", self._lie, times)
         self.all.append(engine)
         self.now[index] = engine
@@ -115,7 +119,8 @@ class Run:
         return await self.manager.end_update(0, number, ids, True)
 
     async def train(self, steps: int) -> int:
-        """As the trainer's loop does; the number of publications."""
+        """Train `steps` steps as the trainer's loop does; return the number of published
+        updates."""
         await self.manager.start()
         await self.manager.attach(ResumePoint(0))
         await self.publish(0)
@@ -141,24 +146,24 @@ def restarting(engines: int) -> RunConfig:
 
 
 @pytest.mark.parametrize("lie", ["probe", "version"])
-async def test_after_one_mismatch_the_update_is_repeated_and_the_engine_serves(
+async def test_engine_serves_after_a_repeated_update_when_it_fails_one_check(
     tmp_path: Path, lie: str
 ) -> None:
     it = Run(tmp_path, restarting(1), WrongEngines(lie, [1]))
-    assert await it.train(3) == 5, "one of them twice"
+    assert await it.train(3) == 5, "one update must be repeated"
     assert it.up == ["engine0.0"]
     await it.manager.stop()
 
 
 @pytest.mark.parametrize("lie", ["probe", "version"])
-async def test_after_the_second_the_engine_is_replaced(tmp_path: Path, lie: str) -> None:
+async def test_engine_is_replaced_when_it_fails_a_second_check(tmp_path: Path, lie: str) -> None:
     it = Run(tmp_path, restarting(1), WrongEngines(lie, [2]))
     await it.train(2)
     assert it.up == ["engine0.1"]
     await it.manager.stop()
 
 
-async def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
+async def test_engine_is_replaced_when_its_checksum_differs_from_two_others(tmp_path: Path) -> None:
     it = Run(tmp_path, restarting(3), WrongEngines("checksum", [2]))
     await it.train(3)
     assert len(it.up) == 3 and "engine0.0" not in it.up
@@ -166,15 +171,15 @@ async def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
     await it.manager.stop()
 
 
-async def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wrong(
+async def test_logprobs_decide_when_the_checksums_of_two_engines_differ(
     tmp_path: Path,
 ) -> None:
-    """Its checksum has as many votes as the other's: the trainer's log-probs decide."""
+    """The two checksums are equally common, so the trainer's log-probs decide."""
     it = await Run(tmp_path, restarting(2), WrongEngines("probe", [2])).started()
     report = await it.publish(0)
     assert not report.passed and it.up == ["engine1.1"]
     assert it.manager._suspects == {"engine0.0"}
-    await it.publish(0)  # wrong once more: it is replaced, and the healthy one stays
+    await it.publish(0)  # a second failure, so engine 0 is replaced
     while len(it.engines.all) == 2:
         await asyncio.sleep(0.01)
     while len(it.up) < 2:
@@ -183,10 +188,10 @@ async def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wro
     await it.manager.stop()
 
 
-async def test_two_that_differ_and_both_sample_as_the_trainer_does_are_sent_the_weights_again(
+async def test_both_engines_are_updated_again_when_logprobs_do_not_decide(
     tmp_path: Path,
 ) -> None:
-    """What one of them holds is wrong where a few tokens do not show it."""
+    """One engine has wrong weights that a few tokens do not show."""
     it = await Run(tmp_path, restarting(2), WrongEngines("checksum", [1])).started()
     await it.publish(0)
     assert it.up == []
@@ -195,7 +200,7 @@ async def test_two_that_differ_and_both_sample_as_the_trainer_does_are_sent_the_
     await it.manager.stop()
 
 
-async def test_the_run_ends_with_the_reason_when_no_engine_ever_passes(tmp_path: Path) -> None:
+async def test_run_ends_with_the_reason_when_no_engine_ever_passes_a_check(tmp_path: Path) -> None:
     it = Run(tmp_path, restarting(1), WrongEngines("probe", [99, 99]))
     with pytest.raises(
         ComponentFailure, match=r"no inference engine is left: .*log-probs of its own"
@@ -204,16 +209,17 @@ async def test_the_run_ends_with_the_reason_when_no_engine_ever_passes(tmp_path:
     await it.manager.stop()
 
 
-async def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> None:
+async def test_verification_fails_when_no_engine_has_the_last_version(tmp_path: Path) -> None:
     config = restarting(1).model_copy(update={"steps": 0})
     it = await Run(tmp_path, config, WrongEngines("probe", [1])).started()
-    with pytest.raises(ComponentFailure, match="no engine holds the last version"):
+    with pytest.raises(ComponentFailure, match="no engine has loaded the last version"):
         await it.publish(0)
     await it.manager.stop()
 
 
 def stored(folder: Path) -> list[tuple[int, float]]:
-    """(position, log-prob) error of every token in the store: 0 where the engine did not lie."""
+    """Return the position and the log-prob error of every stored token; the error is 0 if the
+    engine did not lie."""
     tokens = []
     for trajectory in trajectories_in(folder).values():
         at = len(trajectory.prompt.token_ids)
@@ -225,13 +231,11 @@ def stored(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "copris", "sync"])
-async def test_tokens_wait_until_their_engine_is_verified_and_then_all_are_kept(
-    tmp_path: Path, preset: str
-) -> None:
+async def test_tokens_are_stored_when_their_engine_is_verified(tmp_path: Path, preset: str) -> None:
     it = await Run(tmp_path, settings(preset), WrongEngines("nothing", [])).started()
     samples = await it.send(0)
     engine = it.engines.now[0]
-    while engine.tokens_generated < 48 + 4:  # after its samples it does not idle
+    while engine.tokens_generated < 48 + 4:  # it generates after its samples
         await asyncio.sleep(0.001)
     assert it.manager.status()["tokens"] == 0
     assert samples is not None
@@ -244,10 +248,10 @@ async def test_tokens_wait_until_their_engine_is_verified_and_then_all_are_kept(
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])
-async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
+async def test_no_token_is_stored_when_its_engine_fails_its_check(
     tmp_path: Path, preset: str
 ) -> None:
-    """In the middle of a run: the version before was right, and what it made is kept."""
+    """In the middle of a run, the version before was right, and its tokens are kept."""
     config = settings(preset)
     never_idle = {"max_waiting_batches": 100, "max_async_level": None}
     config = config.model_copy(
@@ -262,10 +266,10 @@ async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     engine = it.engines.now[0]
     assert isinstance(engine, WrongEngine)
     engine._times, engine.first_wrong = 2, 1
-    for _ in range(2):  # wrong, sent again and wrong again, replaced
+    for _ in range(2):  # wrong twice, then replaced
         samples = await it.send(1)
         assert samples is not None
-        while len(engine.lied) <= 12:  # chunks of the samples
+        while len(engine.lied) <= 12:  # more chunks than the samples have
             await asyncio.sleep(0.001)
         report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
         assert report.metrics["weights/probe_mean_error"] == pytest.approx(1.0, abs=1e-6)
@@ -283,8 +287,8 @@ async def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
 
 
-async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:
-    """A stream whose tokens wait does not end, and that is not the engine's failure."""
+async def test_abort_waits_when_the_verification_of_an_engine_is_slow(tmp_path: Path) -> None:
+    """A stream whose tokens wait for verification does not end, which is not the engine's fault."""
     it = await Run(tmp_path, settings("pipeline"), WrongEngines("nothing", [])).started()
     samples = await it.send(0)
     driver = it.manager._driver
@@ -294,7 +298,7 @@ async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path
         aborting = asyncio.create_task(
             driver._generation.abort(driver._generation.mark_for_abort())
         )
-        await asyncio.sleep(0.1)  # many times over
+        await asyncio.sleep(0.1)  # much longer than all tries of an abort
         assert it.up == ["engine0.0"] and not aborting.done()
         assert samples is not None
         await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
@@ -304,7 +308,7 @@ async def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async", "copris"])
-async def test_what_runs_at_the_last_update_is_verified_and_then_ended(
+async def test_running_requests_are_verified_and_ended_at_the_last_update(
     tmp_path: Path, preset: str
 ) -> None:
     it = Run(
@@ -318,8 +322,8 @@ async def test_what_runs_at_the_last_update_is_verified_and_then_ended(
     assert max(error for _, error in stored(tmp_path)) < 1e-6
 
 
-class Holding:
-    """An engine that reports a version, whatever it holds."""
+class WeightsEngine:
+    """Engine that reports version 0.1 whatever weights it has."""
 
     dtype = "float32"
 
@@ -333,20 +337,25 @@ class Holding:
         return self._weights
 
 
-async def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_after() -> None:
-    """Else every engine that is sent the right weights is replaced, for ever."""
+async def test_checksum_is_forgotten_when_all_its_engines_had_wrong_weights() -> None:
+    """Otherwise every engine that gets the right weights later would be replaced, forever."""
     checks, version = WeightChecks(settings("async"), list), PolicyVersion(0, 1)
 
-    async def passed(*engines: Holding, error: float) -> list[str]:
-        held = (await checks.held(list(engines), version)).good  # type: ignore[arg-type]
+    async def passed(*engines: WeightsEngine, error: float) -> list[str]:
+        good = (await checks.check_checksums(list(engines), version)).good  # type: ignore[arg-type]
         samples = [
             ProbeSample(e.engine_id, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, -1.0))
-            for e in held
+            for e in good
         ]
         trainer_T = np.tile(np.array([0.0, error - 1.0], np.float32), len(samples))
-        outcome, _ = checks.ratios(held, samples, trainer_T, version, float32=True)
+        outcome, _ = checks.check_ratios(good, samples, trainer_T, version, float32=True)
         return [engine.engine_id for engine in outcome.good]
 
-    assert await passed(Holding("a", "old"), Holding("b", "old"), error=1.0) == []
-    assert await passed(Holding("a", "new"), Holding("b", "new"), error=0.0) == ["a", "b"]
-    assert await passed(Holding("c", "old"), error=0.0) == [], "two that are right hold new"
+    assert await passed(WeightsEngine("a", "old"), WeightsEngine("b", "old"), error=1.0) == []
+    assert await passed(WeightsEngine("a", "new"), WeightsEngine("b", "new"), error=0.0) == [
+        "a",
+        "b",
+    ]
+    assert await passed(WeightsEngine("c", "old"), error=0.0) == [], (
+        "engines a and b have the right weights"
+    )

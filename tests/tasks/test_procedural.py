@@ -283,7 +283,7 @@ def test_seed_problems_refuse_all_held_out_rows_since_they_are_endless() -> None
     [
         ({"task": {"kind": "seeds"}}, "set environment.name"),
         ({"environment": {"name": "Guess"}}, "environment.name is 'Guess'; it must be"),
-        ({"episode": {"max_turns": 3}}, "episode.max_turns is set and"),
+        ({"episode": {"max_turns": 3}}, "episode.max_turns is set, but"),
     ],
 )
 def test_build_config_is_refused_when_environment_settings_do_not_fit(

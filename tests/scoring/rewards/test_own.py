@@ -229,7 +229,7 @@ def test_check_rewards_accepts_good_rewards() -> None:
     ("reward", "message"),
     [
         ("nonsense", "reward is 'nonsense'; it must be package.module:name"),
-        (["exact", "exact"], "reward has 'exact' twice"),
+        (["exact", "exact"], "reward has the name 'exact' twice"),
         (["math", own("rank", label="mean")], "reward/mean is a metric of the sum of all rewards"),
         ({"name": "exact", "wieght": 2}, r"unknown setting reward\.0\.wieght"),
         ({"name": "exact", "weight": 1e9}, r"reward\.0\.weight is 1000000000\.0: .* 1000000"),
