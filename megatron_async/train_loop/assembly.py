@@ -1,6 +1,6 @@
-"""A trainer rank, from the run directory to the run's outcome.
+"""Builds one trainer rank from the run directory, runs its loop, and reports the run's outcome.
 
-Import it after `trainer.device.import_megatron`, on which its own imports depend.
+Import this module after `trainer.device.import_megatron`: its own imports need Megatron.
 """
 
 import json
@@ -40,9 +40,14 @@ from megatron_async.weight_sync.transports.base import seconds_to_give_up
 def train(
     directory: RunDirectory, config: RunConfig, backend: str, stop: StopRequest, cause: str
 ) -> None:
-    """Build this rank's trainer, restore the newest checkpoint, run the loop, export.
+    """Run one trainer rank: build the trainer, restore the newest checkpoint, train, export.
 
-    `cause`: message of the previous attempt's failure; empty if unknown.
+    Args:
+        directory: The run directory.
+        config: The run's settings.
+        backend: Address of the process backend, at which the rollout manager is found.
+        stop: The request to stop, which may come at any time.
+        cause: Message of the previous attempt's failure; empty if unknown.
     """
     with ExitStack() as stack:
         session = parallel_session(
@@ -64,7 +69,7 @@ def train(
                 checkpoints.load(trainer, newest)
             return trainer
 
-        # Side by side with the engines' start; on shared devices only when the engines are off.
+        # Built while the engines start; on shared devices only after the engines have left them.
         colocated = config.engines.placement == "colocated"
         trainer = None if colocated else build()
         link: RolloutLink | None = None
@@ -107,13 +112,20 @@ def train(
 
 
 def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
+    """Return the metrics that were logged for the steps before `step`."""
     return [line for line in read_metrics(directory.metrics_file) if line["step"] < step]
 
 
 def _threshold(
     config: RunConfig, directory: RunDirectory, before: Sequence[Mapping[str, float]]
 ) -> UnreachedThreshold:
-    """Return the watch over the reward of a right response."""
+    """Return the check that warns when no reward reaches the threshold `eval.solved_at`.
+
+    Args:
+        config: The run's settings.
+        directory: The run directory, whose metrics hold the rewards of earlier evaluations.
+        before: Metrics of the steps before this start.
+    """
     counts = bool(config.eval_sets() or config.task.difficulty.pools)
     evaluated = read_metrics(directory.metrics_file, kind="eval") if before else []
     largest = [n for line in evaluated for name, n in line.items() if name.endswith("reward_max")]
@@ -123,7 +135,10 @@ def _threshold(
 def _export(
     trainer: PolicyTrainer, directory: RunDirectory, config: RunConfig, rank_zero: RankZero
 ) -> None:
-    """Export for Hugging Face; a run that was extended by --resume exports anew."""
+    """Write the model in Hugging Face format, replacing the export of an earlier end of this run.
+
+    A finished run that is extended with --resume already has an export, which is then out of date.
+    """
     rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
     version = str(trainer.version)
     save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
@@ -132,23 +147,28 @@ def _export(
 def _warnings(
     config: RunConfig, number: int, cause: str, damaged: Iterable[Checkpoint], loaded: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of each warning about this start.
+    """Yield the name and text of each warning about this start of the trainer.
 
     Args:
         config: The run's settings.
         number: Restarts of this launch so far.
         cause: Message of the failure before the newest restart; empty if unknown.
-        damaged: Checkpoints that were skipped.
+        damaged: Checkpoints that were skipped because they are damaged.
         loaded: Step of the checkpoint that was loaded.
     """
     if number:
         yield restart_warning(number, cause, loaded, config.trainer.max_restarts)
     for checkpoint in damaged:
-        message = f"{checkpoint.path} is damaged (see trainer.log); step {loaded} is loaded"
+        message = (
+            f"checkpoint {checkpoint.path} is damaged (trainer.log has the details); "
+            f"the checkpoint of step {loaded} was loaded instead"
+        )
         yield "checkpoint_damaged", message
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
+    """Return where this lineage (one start of the trainer) starts: at checkpoint `newest`, or at
+    step 0."""
     if newest is None:
         return ResumePoint(lineage)
     position = int(newest.manifest.extra["store_position"])
@@ -162,6 +182,8 @@ def _link(
     stop: StopRequest,
     stack: ExitStack,
 ) -> RolloutLink:
+    """Connect to the process backend and return the link to the rollout manager; `stack` closes
+    it."""
     backend = connect_backend(backend_address, directory.logs)
     stack.callback(backend.close)
     return RemoteLink(config, backend, stop.asked)
@@ -176,9 +198,15 @@ def writer(
     stage: str = "",
     step: int = 0,
 ) -> MetricsWriter:
-    """Return the writer of the run's metrics, which `stack` closes, with its trackers.
+    """Open the run's metrics file and experiment trackers; `stack` closes the returned writer.
 
-    `step`: number of the step that comes first.
+    Args:
+        directory: The run directory.
+        config: The run's settings, which are passed to the trackers without the API key.
+        stack: Closes the writer.
+        lineage: Number of this start of the trainer, written with every record.
+        stage: "sft" for fine-tuning; empty for reinforcement learning.
+        step: Number of the first step that will be written.
     """
     settings = config.model_dump(mode="json", exclude={"engines": {"api_key"}})
     run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage, step=step)

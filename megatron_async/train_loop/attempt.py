@@ -1,16 +1,17 @@
-"""Ends and restarts of the trainer: when one rank fails, torchrun starts all ranks again.
+"""Exit codes of trainer ranks, and restarts: when one rank fails, torchrun restarts all ranks.
 
-A start of all ranks is called an attempt. Attempts are identified by the port at which their ranks
-connect (MASTER_PORT), which torchrun chooses anew for each one. They are counted by lineages,
-because agents of several nodes do not share torchrun's own count.
+One start of all ranks is called an attempt. An attempt is identified by the port at which its ranks
+connect (MASTER_PORT), which torchrun chooses anew each time. Restarts are counted by lineages
+(every start of the trainer gets the next lineage number), because the torchrun agents of several
+nodes do not share a count.
 
 Invariants
-- A failure belongs to one attempt: an earlier attempt's failure is never reported as the cause of a
-  later end.
-- A failure with a sentence is left in the run directory; a disk that takes no more changes neither
-  the exit code nor what the rank failed of.
-- Each restart adds a warning with its cause and its checkpoint to the console, metrics.jsonl, the
-  report and the trackers.
+- A failure belongs to one attempt: the failure of an earlier attempt is never reported as the cause
+  of a later one's end.
+- A failure with a message for the user is written to the run directory. If the disk is full, the
+  exit code and the reported failure stay the same.
+- Each restart adds a warning with its cause and the checkpoint that was loaded to the console,
+  metrics.jsonl, the report and the trackers.
 """
 
 import contextlib
@@ -31,17 +32,19 @@ FIRST_LINEAGE_VARIABLE: Final = "MEGATRON_ASYNC_FIRST_LINEAGE"
 
 
 def current_attempt() -> str:
-    """Return the identity of this attempt, equal on all its ranks."""
+    """Return the identity of this attempt (one start of all ranks), which is equal on all its
+    ranks."""
     return os.environ.get("MASTER_PORT", "")
 
 
 def begin_attempt(directory: RunDirectory) -> str:
-    """Write `ATTEMPT_LINE` to the log, and remove an earlier attempt's failure on rank 0.
+    """Mark the start of an attempt in the log; on rank 0, remove and return the earlier attempt's
+    failure.
 
-    Call this before anything that can fail, so that no rank of this attempt has failed yet.
+    Call this before anything that can fail, so that no rank of this attempt can have failed yet.
 
     Returns:
-        The message of the earlier failure; empty on other ranks and if no message was left.
+        The message of the earlier failure; empty on other ranks and if no message was stored.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(ATTEMPT_LINE, flush=True)
@@ -52,42 +55,47 @@ def begin_attempt(directory: RunDirectory) -> str:
 
 
 def restarts(lineage: int) -> int:
-    """Return how many times torchrun has restarted the ranks of this launch.
+    """Return how many times torchrun has restarted the ranks since the run was launched.
 
-    An attempt that failed before it had a lineage is only in the count of torchrun's own agent.
+    An attempt that failed before it had a lineage is counted only by this node's torchrun agent.
     """
     own = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return max(own, lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage)))
 
 
-def restart_warning(number: int, cause: str, step: int, most: int) -> tuple[str, str]:
+def restart_warning(number: int, cause: str, step: int, limit: int) -> tuple[str, str]:
     """Return the name and the text of the warning about a restart, and log the text.
 
     Args:
-        number: Restarts so far, this one included.
-        cause: Message of the failure; empty to search the log of this node for the cause.
+        number: Restarts so far, including this one.
+        cause: Message of the failure; empty to search this node's log for the cause.
         step: Step of the checkpoint that was loaded; 0 if there was none.
-        most: `trainer.max_restarts`.
+        limit: The setting `trainer.max_restarts`.
     """
     cause = cause or _cause_in_own_log() or "its log shows no reason"
-    where = f"the checkpoint of step {step}" if step else "the beginning"
+    where = f"the checkpoint of step {step}" if step else "step 0"
     text = (
-        f"a trainer rank failed ({cause}); all ranks have started again from {where}; "
-        f"{max(0, most - number)} of {most} restarts are left (trainer.max_restarts)"
+        f"a trainer rank failed ({cause}); all ranks have restarted from {where}; "
+        f"{max(0, limit - number)} of {limit} restarts remain (trainer.max_restarts)"
     )
     logger.warning("%s", text)
     return f"trainer_restart_{number}", text
 
 
 def _cause_in_own_log() -> str | None:
-    """Search the previous attempt's part of the log file that this process writes to."""
+    """Search the previous attempt's section of this process's log file for the error that ended
+    it."""
     log = Path("/proc/self/fd/1").resolve()
     text = log.read_text(errors="replace") if log.is_file() else ""
     return cause_in_log(text.rpartition(ATTEMPT_LINE)[0])
 
 
 def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
-    """Do a rank's `work`; return 0, 1 for a failed component, 2 for bad input."""
+    """Run a rank's `work` and return its exit code: 0, 1 if a component failed, 2 for bad input.
+
+    The message of a failure is written to the run directory, or printed if the disk accepts no
+    writes.
+    """
     try:
         with translating_disk_errors():
             work()
@@ -96,15 +104,16 @@ def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
         try:
             directory.report_failure(str(error), code, current_attempt())
         except CannotWrite:
-            with contextlib.suppress(OSError):  # its log may be on the same disk
+            with contextlib.suppress(OSError):  # the log may be on the same full disk
                 print(f"error: {error}", file=sys.stderr, flush=True)
         return code
     return 0
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once: gloo's threads of a failed collective would keep it alive."""
+    """Exit the process immediately with `code`, although gloo threads of a failed collective still
+    run."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the log's disk is full; the code is what counts
+        with contextlib.suppress(OSError):  # a full disk must not change the exit code
             stream.flush()
     os._exit(code)

@@ -1,18 +1,19 @@
-"""The trainer's loop: take a batch, train, publish the weights, checkpoint.
+"""The training loop of a rank: get a batch, train on it, publish the weights, save a checkpoint.
 
-It runs on every trainer rank in the same order; only rank 0 has a link to the rollout side, and
-what it gets is broadcast. The trainer has nothing of engines but their addresses.
+Every trainer rank runs the loop in the same order. Only rank 0 has a link to the rollout side; what
+it receives is broadcast to the other ranks. The trainer knows nothing about engines except their
+addresses.
 
 Invariants
-- Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
+- Version n is published exactly when the trainer's step is n. A skipped batch publishes unchanged
   weights under the next number.
-- A checkpoint of step n is finalized before the rollout side hears of it.
-- Where engines share the trainer's devices, it holds none of their memory while they generate, and
-  saves a checkpoint before it gives the memory away.
-- A run that is asked to stop ends between two steps, with a finalized checkpoint of the last one.
-- A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
-  that it has reached, on the same lineage, and repeats what was not answered. It passes the store's
-  position of its newest batch, so that a store that has lost a batch since is found out.
+- A checkpoint of step n is finalized before it is reported to the rollout side.
+- Where engines share the trainer's devices, the trainer has no memory there while the engines
+  generate, and it saves a checkpoint before it frees the memory.
+- A run that is asked to stop ends between two steps, with a finalized checkpoint of the last step.
+- Losing the rollout manager costs no step. The trainer attaches to the restarted manager at its
+  current step, on the same lineage, and repeats the calls that got no reply. It sends the store
+  position of its newest batch, so that the manager notices if its store has lost that batch.
 """
 
 import time
@@ -40,19 +41,24 @@ from megatron_async.weight_sync.publisher import WeightPublisher
 
 T = TypeVar("T")
 
-# Steps between two histograms. They are for a person who looks at a run, and each takes as much
+# Steps between two histograms. Histograms help a person who inspects a run, but each takes as much
 # space in a tracker's files as many scalars.
 HISTOGRAMS_EVERY = 5
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainLoop:
-    """A run as one rank sees it, from its resume point to its last step.
+    """One rank's view of a training run, from the step at which it starts or resumes to the last
+    step.
 
-    `link` and `metrics` are there on rank 0 only. `resume` is where this lineage began; `memory`
-    gives the trainer's device memory away where engines share it; `rank_zero` is how ranks wait
-    for the first one. `begin` is called once trainers and engines hold the weights, on rank 0.
-    `scored_by` describes the rewards (`scoring.identity`) and is written with each evaluation.
+    Attributes:
+        link: Calls to the rollout manager; on rank 0 only.
+        metrics: Writer of metrics and warnings; on rank 0 only.
+        resume: Step, lineage and store position at which this start of the trainer began.
+        memory: Frees the trainer's device memory where engines share the devices.
+        rank_zero: Runs a call on rank 0 while the other ranks wait for its result.
+        begin: Called on rank 0 once the engines have loaded the first published weights.
+        scored_by: Description of the reward (see `scoring.identity`), written with each evaluation.
     """
 
     config: RunConfig
@@ -81,9 +87,11 @@ class TrainLoop:
         self._evaluation_seconds = 0.0
 
     def run(self) -> bool:
-        """Train until `config.steps` batches are done: True; False when asked to stop before.
+        """Train until `config.steps` batches are done; return False if the run was asked to stop
+        earlier.
 
-        Raises ComponentFailure.
+        Raises:
+            ComponentFailure: The rollout side failed, or training cannot continue.
         """
         self._publish()
         self.rank_zero.run(self.begin)
@@ -99,19 +107,20 @@ class TrainLoop:
                 self._attach_again()
                 continue
             waited = time.monotonic() - began
-            if batch is None:  # stale engines want the current weights first
+            if batch is None:  # engines with old weights need the current weights first
                 self._publish()
                 continue
             self._step(batch, waited)
-        if self._unevaluated:  # a resume does it
+        if self._unevaluated:  # the next resume evaluates
             return self._stop()
         self.checkpoints.wait()
         self._ask(self._report_finalized)
-        self.memory.keep_on_device(DeviceContents.ALL)  # the engines' work is done
+        self.memory.keep_on_device(DeviceContents.ALL)  # engines no longer need the device
         return True
 
     def _stop(self) -> bool:
-        """Keep what was trained since the last checkpoint."""
+        """Save what was trained since the last checkpoint, wait until it is finalized, and return
+        False."""
         if self.trainer.step != self._saved_step:
             self._checkpoint()
         self.checkpoints.wait()
@@ -119,17 +128,19 @@ class TrainLoop:
         return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
-        while True:  # ends: a manager is restarted engines.max_restarts times
+        """Run `question` (a call to the rollout manager) on rank 0, repeating it if the manager is
+        lost."""
+        while True:  # ends, because a manager is restarted at most engines.max_restarts times
             try:
                 return self.rank_zero.run(question)
             except ManagerLost:
                 self._attach_again()
 
     def _attach_again(self) -> None:
-        """Attach to a manager that was started again; its engines are new and want weights."""
-        here = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
-        self.rank_zero.run(lambda: self._link.attach(here))
+        """Attach to a restarted rollout manager at the current step; its new engines still need
+        weights."""
+        current = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
+        self.rank_zero.run(lambda: self._link.attach(current))
 
     @property
     def _link(self) -> RolloutLink:
@@ -137,6 +148,13 @@ class TrainLoop:
         return self.link
 
     def _step(self, batch: TokenBatch, waited: float) -> None:
+        """Train on one batch, publish the new weights, save a checkpoint if one is due, write the
+        metrics.
+
+        Args:
+            batch: The batch.
+            waited: Seconds for which the trainer waited for the batch.
+        """
         self._store_position = batch.store_position
         began = time.monotonic()
         self.memory.keep_on_device(DeviceContents.ALL)
@@ -145,7 +163,9 @@ class TrainLoop:
         if report.skipped:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
         saved = 0.0
-        if self._colocated:  # after the update there is nothing on the device to save
+        if (
+            self._colocated
+        ):  # the update moves the trainer off the device, after which it cannot save
             saved = self._save_if_due()
         began = time.monotonic()
         update = self._publish()
@@ -165,14 +185,20 @@ class TrainLoop:
     # ------------------------------------------------------------ weights
 
     def _publish(self) -> UpdateReport:
-        """Send the current weights to the engines that must have them, verified."""
-        while True:  # as in `_ask`; the engines of a lost manager are gone too, so all of it
+        """Send the current weights to the engines and verify them; start over if the manager is
+        lost."""
+        while True:  # ends as in `_ask`; a lost manager loses its engines too, so repeat everything
             try:
                 return self._publish_once()
             except ManagerLost:
                 self._attach_again()
 
     def _publish_once(self) -> UpdateReport:
+        """Send the current weights to the engines, verify them if due, and evaluate if due.
+
+        Raises:
+            ManagerLost: The rollout manager died during the update.
+        """
         number, began = self.trainer.step, time.monotonic()
         self._evaluation_seconds = 0.0
         self.memory.keep_on_device(DeviceContents.WEIGHTS)
@@ -180,8 +206,8 @@ class TrainLoop:
         ready = time.monotonic()
         reached = self.publisher.publish(engines, self.trainer.version)
         sent = time.monotonic()
-        wanted = self.config.weights.verify
-        verify = wanted == "every" or (wanted == "first" and not self._verified_once)
+        policy = self.config.weights.verify
+        verify = policy == "every" or (policy == "first" and not self._verified_once)
         self._offload()
         samples = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
@@ -203,7 +229,7 @@ class TrainLoop:
         if update.passed:
             self.publisher.settle()
         if self.metrics is not None:
-            for name, message in update.warnings:  # of the step that made this version
+            for name, message in update.warnings:  # belong to the step that produced this version
                 self.metrics.warn(max(0, number - 1), name, message)
             self._write_evaluations(update.evaluations)
         if update.evaluation_due:
@@ -213,13 +239,18 @@ class TrainLoop:
         return update
 
     def _offload(self) -> None:
-        """Free every rank's device for the engines."""
+        """Move this rank's tensors off its device, and wait until all ranks that share devices have
+        done so."""
         self.memory.keep_on_device(DeviceContents.NOTHING)
         if self._colocated:
             self.rank_zero.barrier()
 
     def _evaluate(self, number: int) -> None:
-        """An evaluation may take longer than whoever asks the run to stop will wait."""
+        """Evaluate version `number` and write the results; a request to stop leaves it to the next
+        resume.
+
+        An evaluation may take longer than the process that asked the run to stop will wait.
+        """
         try:
             found = self.rank_zero.run(lambda: self._link.evaluate(number))
         except StopAsked:
@@ -228,7 +259,8 @@ class TrainLoop:
         self._write_evaluations(found)
 
     def _write_evaluations(self, found: Iterable[Evaluation]) -> None:
-        """Each under the number of the version that it began with."""
+        """Write the metrics, samples and warnings of each evaluation under the version that it
+        started with."""
         if self.metrics is None:
             return
         for evaluation in found:
@@ -236,27 +268,29 @@ class TrainLoop:
             self.metrics.write(evaluation.number, numbers, kind="eval", scored_by=self.scored_by)
             for name, message in self.threshold.evaluated(evaluation.reward_max):
                 self.metrics.warn(evaluation.number, name, message)
-            for one in evaluation.results:
-                self.metrics.samples(evaluation.number, one.name, one.samples)
-                if one.score_failures >= max(1.0, FAILED_SHARES[0] * one.responses):
+            for result in evaluation.results:
+                self.metrics.samples(evaluation.number, result.name, result.samples)
+                if result.score_failures >= max(1.0, FAILED_SHARES[0] * result.responses):
                     message = (
-                        f"{one.score_failures} of {one.responses} answers to set {one.name} have "
-                        "no score and count as wrong: logs/scorer-*.log has why; try the reward on "
-                        "its rows (`megatron-async reward`)"
+                        f"{result.score_failures} of {result.responses} responses to evaluation "
+                        f"set {result.name} could not be scored and count as wrong. "
+                        "logs/scorer-*.log has the errors; test the reward on the rows of the set "
+                        "(`megatron-async reward`)"
                     )
                     self.metrics.warn(evaluation.number, "unscored_answers", message)
-                if one.refused:
+                if result.refused:
                     message = (
-                        f"{one.refused} of {one.responses} responses to set {one.name} are missing "
-                        "and count as wrong: no engine takes their prompts, which are too long "
-                        "(task.long_prompts: drop)"
+                        f"{result.refused} of {result.responses} responses to evaluation set "
+                        f"{result.name} are missing and count as wrong, because every engine "
+                        "refused their prompts as too long (task.long_prompts: drop)"
                     )
                     self.metrics.warn(evaluation.number, "refused_eval_prompts", message)
 
     # ------------------------------------------------------------ checkpoints and records
 
     def _save_if_due(self) -> float:
-        """Seconds that it took."""
+        """Save a checkpoint if one is due, report finalized checkpoints, and return the seconds
+        that took."""
         began, step = time.monotonic(), self.trainer.step
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
             self._checkpoint()
@@ -264,15 +298,17 @@ class TrainLoop:
         return time.monotonic() - began
 
     def _checkpoint(self) -> None:
+        """Start saving a checkpoint of the current step, together with the rollout side's
+        position."""
         extra = self._ask(lambda: self._link.position())
-        self.memory.keep_on_device(
-            DeviceContents.ALL
-        )  # engines that share the memory are offloaded by now
+        # Engines that share the device have been offloaded by `position`.
+        self.memory.keep_on_device(DeviceContents.ALL)
         self.checkpoints.save(self.trainer, extra)
         self._saved_step = self.trainer.step
 
     def _report_finalized(self) -> None:
-        """Report manifests that exist by now from rank 0 to the rollout side."""
+        """Report checkpoints finalized since the last call to the rollout manager and the metrics;
+        rank 0 only."""
         if self.link is not None:
             self._unreported += self.checkpoints.take_finalized()
             while self._unreported:
@@ -286,6 +322,8 @@ class TrainLoop:
     def _write(
         self, batch: TokenBatch, report: StepReport, update: UpdateReport, times: dict[str, float]
     ) -> None:
+        """Write the metrics, warnings and histograms of one step; on ranks without a writer, do
+        nothing."""
         writer = self.metrics
         if writer is None:
             return

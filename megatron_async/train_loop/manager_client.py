@@ -1,10 +1,10 @@
-"""The trainer's connection to the rollout manager: its calls, every one with a time limit.
+"""The trainer's calls to the rollout manager, each with a time limit.
 
-`RolloutLink` has the calls and their limits, `RemoteLink` makes them to the process of the manager.
-Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
-manager's own sentence, the loss of a manager that is started again as `ManagerLost`, after which
-the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
-refuses one that is superseded.
+`RolloutLink` defines the calls and their limits; `RemoteLink` sends them to the manager's process.
+Only trainer rank 0 has a link. A failure of the rollout side arrives as `ComponentFailure` with the
+manager's own message. The loss of a manager that will be restarted arrives as `ManagerLost`; the
+trainer then attaches to the new manager and continues. Every call carries the trainer's lineage, so
+that the manager can refuse calls of a trainer that has been superseded by a newer start.
 """
 
 import time
@@ -39,11 +39,11 @@ _RETRY_SECONDS = 0.2
 
 
 class ManagerLost(ComponentFailure):
-    """The rollout manager died, and with it all that it knew of its trainer; `attach` again."""
+    """Raised when the rollout manager died and forgot its trainer; call `attach` again."""
 
 
 class RolloutLink(ABC):
-    """Calls of the trainer's loop to the rollout side; each has a time limit."""
+    """Calls of the training loop to the rollout manager; each call has a time limit."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -51,24 +51,29 @@ class RolloutLink(ABC):
 
     @abstractmethod
     def attach(self, resume: ResumePoint) -> None:
-        """This trainer begins at `resume`; waits for the engines to have started."""
+        """Register this trainer with the rollout manager at `resume`, and wait until the engines
+        have started."""
 
     @abstractmethod
     def _call(
         self,
-        what: "Callable[[RolloutManager, int], Awaitable[R]]",
+        call: "Callable[[RolloutManager, int], Awaitable[R]]",
         limit: float,
         unless_stopped: bool = False,
     ) -> R:
-        """Make a call of the manager for the trainer of this lineage, for `limit` seconds at most.
+        """Run `call` on the rollout manager for this trainer's lineage and return its result.
 
-        `unless_stopped`: given up with StopAsked as soon as the run is asked to stop.
+        Args:
+            call: A function of the manager and the lineage.
+            limit: Seconds after which the call fails.
+            unless_stopped: Whether a request to stop the run ends the wait with StopAsked.
         """
 
     def next_batch(self) -> TokenBatch | None:
-        """The next batch, or None when stale engines want weights first.
+        """Wait for the next batch; return None if engines with old weights need an update first.
 
-        Raises StopAsked when the run was asked to stop before there was one.
+        Raises:
+            StopAsked: The run was asked to stop before a batch was ready.
         """
         limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
         return self._call(
@@ -76,21 +81,28 @@ class RolloutLink(ABC):
         )
 
     def drop_batch(self, step: int, reason: str) -> None:
-        """The batch of `step` could not be trained on."""
+        """Tell the manager that the trainer skipped the batch of `step`, so that it is recorded as
+        dropped."""
         self._call(
             lambda manager, lineage: manager.drop_batch(lineage, step, reason), _CALL_SECONDS
         )
 
     def begin_update(self, number: int) -> list[EngineAddress]:
-        """Engines that must receive version `number`, ready for it."""
+        """Prepare engines for version `number`; return the addresses of those that must receive
+        it."""
         settings = self._config
         limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
         limit += _SLACK_SECONDS
         return self._call(lambda manager, lineage: manager.begin_update(lineage, number), limit)
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        """Report engines that were sent version `number`; `verify`: return what they sampled."""
-        # What engines sample has as long as the transfer had.
+        """Report which engines were sent version `number`; with `verify`, return tokens that they
+        sample.
+
+        Returns:
+            A batch of sampled tokens whose log-probs the trainer compares; None without `verify`.
+        """
+        # The engines' sampling may take as long as the transfer.
         limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
         engines = list(engine_ids)
         return self._call(
@@ -100,7 +112,15 @@ class RolloutLink(ABC):
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
+        """Finish the update to version `number` by comparing log-probs of the tokens that engines
+        sampled.
+
+        Args:
+            number: Version that was published.
+            logprobs_T: The trainer's log-probs of the batch that `end_update` returned; None
+                without it.
+            float32: Whether the trainer computed them in float32; otherwise in half precision.
+        """
         limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
         return self._call(
             lambda manager, lineage: manager.verify_update(lineage, number, logprobs_T, float32),
@@ -108,12 +128,16 @@ class RolloutLink(ABC):
         )
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
-        """The evaluation of the version that has just been published, after those under way.
+        """Evaluate the published version `number`; return its results and those of evaluations
+        still running.
 
-        Raises StopAsked when the run was asked to stop meanwhile.
+        Raises:
+            StopAsked: The run was asked to stop during the evaluation.
         """
-        limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS  # one may be under way
-        # Colocated engines must have come to rest before the trainer has their memory.
+        limit = (
+            2 * self._config.eval.timeout_seconds + _SLACK_SECONDS
+        )  # an earlier evaluation may still run
+        # Colocated engines must be idle before the trainer uses the memory they share.
         colocated = self._config.engines.placement == "colocated"
         return self._call(
             lambda manager, lineage: manager.evaluate(lineage, number),
@@ -122,11 +146,12 @@ class RolloutLink(ABC):
         )
 
     def position(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the rollout side."""
+        """Return the rollout side's position in its store and data, to be saved in a checkpoint."""
         return self._call(lambda manager, lineage: manager.position(lineage), _CALL_SECONDS)
 
     def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """The manifest of `step` exists now."""
+        """Tell the manager that the checkpoint of `step` is finalized, and which versions are still
+        saved."""
         self._call(
             lambda manager, lineage: manager.checkpoint_finalized(lineage, step, kept),
             _CALL_SECONDS,
@@ -134,7 +159,7 @@ class RolloutLink(ABC):
 
 
 class RemoteLink(RolloutLink):
-    """Synchronous calls to the manager in its process."""
+    """Makes blocking calls to the rollout manager in its own process."""
 
     def __init__(
         self,
@@ -142,55 +167,74 @@ class RemoteLink(RolloutLink):
         backend: ProcessBackend,
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stop_asked` is looked at during waits for batches and evaluations."""
+        """Find the rollout manager through `backend`.
+
+        Args:
+            config: The run's settings, from which the time limits come.
+            backend: Process backend that runs the manager.
+            stop_asked: Polled during waits for batches and evaluations; True ends the wait.
+        """
         super().__init__(config)
         self._manager = backend.find(MANAGER_NAME, ManagerHost)
         self._stop_asked = stop_asked
 
     def attach(self, resume: ResumePoint) -> None:
+        """Attach to the rollout manager, retrying while the manager is being restarted.
+
+        Raises:
+            ComponentFailure: The manager is dead for good, or was not reached within the time
+                limit.
+        """
         self._lineage = resume.lineage
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
         began = time.monotonic()
         while True:
-            left = began + limit - time.monotonic()
+            remaining = began + limit - time.monotonic()
             try:
-                self._ask(lambda manager: manager.attach(resume), max(left, _RETRY_SECONDS))
+                self._ask(lambda manager: manager.attach(resume), max(remaining, _RETRY_SECONDS))
                 return
-            except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
-                if left <= 0 or isinstance(lost.__cause__, RemoteObjectDead):
+            except ManagerLost as lost:  # an interrupted attach is simply repeated
+                if remaining <= 0 or isinstance(lost.__cause__, RemoteObjectDead):
                     raise ComponentFailure(
-                        "the rollout manager did not come back within "
-                        f"{time.monotonic() - began:.0f} s: {lost}; the log of the rollout side "
-                        "has the reason"
+                        "the rollout manager did not restart within "
+                        f"{time.monotonic() - began:.0f} s: {lost}. The log of the rollout side "
+                        "has the reason."
                     ) from lost
             time.sleep(_RETRY_SECONDS)
 
     def _call(
         self,
-        what: "Callable[[RolloutManager, int], Awaitable[R]]",
+        call: "Callable[[RolloutManager, int], Awaitable[R]]",
         limit: float,
         unless_stopped: bool = False,
     ) -> R:
-        return self._ask(lambda manager: what(manager, self._lineage), limit, unless_stopped)
+        return self._ask(lambda manager: call(manager, self._lineage), limit, unless_stopped)
 
     def _ask(
         self,
-        what: "Callable[[RolloutManager], Awaitable[R]]",
+        call: "Callable[[RolloutManager], Awaitable[R]]",
         limit: float,
         unless_stopped: bool = False,
     ) -> R:
-        """The answer, for which this process waits `limit` seconds of its life at most."""
+        """Run `call` in the manager's process and return its result; block for at most `limit`
+        seconds.
+
+        Raises:
+            ManagerLost: The manager died or does not know this trainer.
+            ComponentFailure: An engine failed, or the time limit passed.
+            StopAsked: The run was asked to stop, with `unless_stopped`.
+        """
 
         def while_waiting() -> None:
             if unless_stopped and self._stop_asked():
                 raise StopAsked
 
         try:
-            call = recorded(what)
-            found: R = self._manager.call_blocking(
-                lambda host: host.on_manager(call), limit=limit, while_waiting=while_waiting
+            recording = recorded(call)
+            result: R = self._manager.call_blocking(
+                lambda host: host.on_manager(recording), limit=limit, while_waiting=while_waiting
             )
-            return found
+            return result
         except (NotAttached, RemoteObjectLost) as error:
             raise ManagerLost(str(error)) from error
         except EngineError as error:

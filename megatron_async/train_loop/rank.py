@@ -1,8 +1,9 @@
-"""Entry of one trainer rank under torchrun: `-m megatron_async.train_loop.rank RUN_DIR`.
+"""Entry point of one trainer rank under torchrun: `-m megatron_async.train_loop.rank RUN_DIR`.
 
-Where the rollout side is comes from the environment (`MEGATRON_ASYNC_BACKEND`), set by whoever
-started both. A failure with a sentence is left in the run directory for the supervisor, and so is
-how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `train_loop/stop.py`).
+The environment variable `MEGATRON_ASYNC_BACKEND` holds the address of the process backend that runs
+the rollout side; the launcher sets it. The rank writes to the run directory how the run ended, for
+the supervisor: complete, stopped on request (SIGUSR2, see `train_loop/stop.py`), or the message of
+a failure.
 """
 
 import os
@@ -15,14 +16,14 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 from megatron_async.train_loop.attempt import begin_attempt, exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
-# Set by whoever starts both sides.
+# Set by the launcher, which starts both sides.
 BACKEND_VARIABLE = "MEGATRON_ASYNC_BACKEND"
 
 
 def train(
     directory: RunDirectory, config: RunConfig, backend_address: str, stop: StopRequest
 ) -> None:
-    """Run one rank, from the newest checkpoint to the export."""
+    """Run one trainer rank from the newest checkpoint to the export of the model."""
     cause = begin_attempt(directory)
     with gc_disabled(frozen=True):
         from megatron_async.trainer.device import import_megatron
@@ -34,7 +35,8 @@ def train(
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop/attempt.py`)."""
+    """Run the rank for the run directory in `arguments`; return its exit code
+    (`train_loop/attempt.py`)."""
     follow_parent()
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.launched(arguments[0])

@@ -1,12 +1,12 @@
-"""Work of rank 0 for all ranks while the others wait: calls to the rollout side, small files.
+"""Work that rank 0 does for all ranks while they wait: calls to the rollout side, small files.
 
-Rank 0 may wait for a batch, or for engines to start, for much longer than a collective may take
-(`trainer.collective_timeout_seconds` shows a stuck rank). So the others wait for it in a
-group of their own.
+Rank 0 may wait for a batch, or for engines to start, much longer than a collective may take
+(`trainer.collective_timeout_seconds` exists to reveal a stuck rank). So the other ranks wait for it
+in a separate process group.
 
 Invariants
-- That group's limit is longer than any limit that rank 0 itself observes: it is rank 0 that gives
-  up first, with a sentence of what it waited for, and every rank raises that.
+- The time limit of that group is longer than any limit that rank 0 observes itself. So rank 0 gives
+  up first, with a message that names what it waited for, and every rank raises that error.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _SLACK_SECONDS = 120.0
 
 
 def patience_seconds(config: RunConfig) -> float:
-    """Longer than whatever rank 0, or one rank's disk, may take while the others wait."""
+    """Return the time limit for waiting on rank 0: longer than any limit that rank 0 has itself."""
     return _SLACK_SECONDS + max(
         config.trainer.wait_for_batch_seconds,
         config.engines.start_timeout_seconds,
@@ -35,21 +35,25 @@ def patience_seconds(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class RankZero:
-    """`group` None: the default group with its own limit."""
+    """Runs functions on rank 0 and gives every rank the result.
+
+    `group` is the process group in which ranks wait; None for the default group with its own limit.
+    """
 
     group: dist.ProcessGroup | None = None
 
     @classmethod
     def with_timeout(cls, seconds: float) -> "RankZero":
-        """Collective: over a group whose operations may take this long."""
+        """Create a `RankZero` whose waits may take up to `seconds`. Collective."""
         return cls(dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo"))
 
     def barrier(self) -> None:
-        """Collective: returns once every rank has called it."""
+        """Wait until every rank has called this method. Collective."""
         dist.barrier(group=self.group)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it on rank 0 and give every rank the result; an error there is raised everywhere."""
+        """Run `work` on rank 0 and return its result on every rank; raise its error on every rank.
+        Collective."""
         box: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:

@@ -1,12 +1,14 @@
-"""Entry of one rank of `megatron-async score` under torchrun: `-m ... RUN_DIR ROWS OUT`.
+"""Entry point of one rank of `megatron-async score` under torchrun: `-m ... RUN_DIR ROWS OUT`.
 
-Rows of `input_ids` and `loss_mask` in, log-probs of the tokens with mask 1 out: those that the
-trainer computes, from the same model at the same layout, without optimizer or gradients.
+Reads rows of `input_ids` and `loss_mask` and writes the log-probs of all tokens whose mask is 1.
+The log-probs are those that the trainer computes, by the same model at the same parallel layout,
+without optimizer and gradients.
 
 Invariants
-- Every rank reads the same rows in the same order; rank 0 writes, all of the file or nothing.
-- `logprobs` has a value for each token, 0 where none was asked for and at each first token, which
-  nothing precedes.
+- Every rank reads the same rows in the same order. Rank 0 writes the output file, completely or not
+  at all.
+- The array `logprobs` has one value for each token: 0 where the mask is 0, and 0 for the first
+  token of each row, which no token precedes.
 """
 
 import sys
@@ -28,11 +30,19 @@ from megatron_async.train_loop.attempt import exit_code, leave
 from megatron_async.train_loop.sft_rank import example_batch
 
 _MICROBATCHES = 4
-"""For each rank at once: enough to keep all pipeline stages busy."""
+"""Microbatches computed at once on each rank: enough to keep all pipeline stages busy."""
 
 
 def read_sequences(path: Path | str, vocabulary: int) -> Iterator[WorkedExample]:
-    """The sequence of each row. Raises UserError that names a bad row by file and line."""
+    """Yield the token sequence of each row in the file at `path`.
+
+    Args:
+        path: A JSON Lines or Parquet file with the columns `input_ids` and `loss_mask`.
+        vocabulary: Number of tokens that the model knows.
+
+    Raises:
+        UserError: A row is not valid; the message names its file and line.
+    """
     rows = open_rows(str(path), "", "--data")
     for number, row in enumerate(rows):
         if isinstance(row, UserError):
@@ -41,21 +51,21 @@ def read_sequences(path: Path | str, vocabulary: int) -> Iterator[WorkedExample]
 
 
 def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample:
+    """Check one row and return it as a worked example without a prompt; `where` names the row in
+    errors."""
     ids, mask = row.get("input_ids"), row.get("loss_mask")
     ids_L, mask_L = _vector(ids), _vector(mask)
     if ids_L.dtype.kind != "i":
+        raise UserError(f"{where}: input_ids is {short_repr(ids)}; it must be a list of integers")
+    for position in np.flatnonzero((ids_L < 0) | (ids_L >= vocabulary)):
         raise UserError(
-            f"{where}: input_ids is {short_repr(ids)}; it must be a list of whole numbers"
-        )
-    for place in np.flatnonzero((ids_L < 0) | (ids_L >= vocabulary)):
-        raise UserError(
-            f"{where}: input_ids has {ids_L[place]} at place {place}; the model has the tokens 0 "
-            f"to {vocabulary - 1}"
+            f"{where}: input_ids has {ids_L[position]} at position {position}; the model's token "
+            f"IDs are 0 to {vocabulary - 1}"
         )
     if len(mask_L) != len(ids_L) or not np.isin(mask_L, (0, 1)).all():
         raise UserError(
             f"{where}: loss_mask is {short_repr(mask)}; it must be a list of {len(ids_L)} numbers, "
-            "as many as input_ids, each 0 or 1"
+            "one for each of input_ids, each 0 or 1"
         )
     scored_L = mask_L.astype(np.bool_)
     scored_L[0] = False
@@ -63,17 +73,18 @@ def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample
 
 
 def _vector(values: object) -> np.ndarray[Any, Any]:
-    """A list of numbers as an array; anything else as an empty one of no number."""
+    """Return a list of numbers as a 1-d array; for any other value, an empty array of strings."""
     try:
         array = np.array(values)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # nested lists of different lengths
         array = np.array(None)
     numbers = array.ndim == 1 and len(array) and array.dtype.kind in "bif"
     return array if numbers else np.zeros(0, np.str_)
 
 
 def score(config: RunConfig, rows: Path | str, out: Path) -> None:
-    """Run a rank: the log-probs of all rows, at `sampling.temperature`, to `out`."""
+    """Compute the log-probs of all rows at `sampling.temperature` on this rank; rank 0 writes
+    `out`."""
     from megatron_async.trainer.device import import_megatron
 
     import_megatron()
@@ -92,12 +103,12 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
         )
         sequences = read_sequences(rows, model.architecture.vocab_size)
         parallel = config.parallel
-        wanted = (
+        min_tokens = (
             _MICROBATCHES * parallel.data * parallel.pipeline * config.trainer.microbatch_tokens
         )
         found, lengths = [], []
-        for part in _parts(sequences, wanted):
-            batch = replace(example_batch(part, 0), temperature=config.sampling.temperature)
+        for chunk in _chunks(sequences, min_tokens):
+            batch = replace(example_batch(chunk, 0), temperature=config.sampling.temperature)
             found.append(to_host(runner.logprobs(DeviceBatch.of(batch, layout.device))))
             lengths.append(batch.lengths_S())
         if layout.rank == 0:
@@ -107,22 +118,23 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
                 save_file(arrays, temporary)
 
 
-def _parts(sequences: Iterator[WorkedExample], wanted: int) -> Iterator[list[WorkedExample]]:
-    """Neighbors of at least `wanted` tokens together; the last part may have fewer."""
-    part: list[WorkedExample] = []
+def _chunks(sequences: Iterator[WorkedExample], min_tokens: int) -> Iterator[list[WorkedExample]]:
+    """Group neighboring sequences into lists of at least `min_tokens` tokens; the last may have
+    fewer."""
+    chunk: list[WorkedExample] = []
     tokens = 0
     for sequence in sequences:
-        part.append(sequence)
+        chunk.append(sequence)
         tokens += len(sequence.response_ids)
-        if tokens >= wanted:
-            yield part
-            part, tokens = [], 0
-    if part:
-        yield part
+        if tokens >= min_tokens:
+            yield chunk
+            chunk, tokens = [], 0
+    if chunk:
+        yield chunk
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop/attempt.py`)."""
+    """Run one rank of `score` and return its exit code (`train_loop/attempt.py`)."""
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: score(config, arguments[1], Path(arguments[2])))
 

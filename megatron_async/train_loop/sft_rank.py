@@ -1,6 +1,6 @@
-"""Entry of one rank of a fine-tuning under torchrun: `-m ... RUN_DIR DESTINATION`.
+"""Entry point of one rank of supervised fine-tuning under torchrun: `-m ... RUN_DIR DESTINATION`.
 
-Every rank makes the same batches from the same seed; nothing is sent between them but gradients.
+Every rank builds the same batches from the same seed, so ranks exchange only gradients.
 """
 
 import sys
@@ -20,14 +20,22 @@ from megatron_async.train_loop.attempt import exit_code, leave
 from megatron_async.trainer.step import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
-# Steps between two progress lines. A line for every step would fill the terminal, since steps of
-# small models are short.
+# Steps between two progress lines. Steps of small models are so short that a line for every step
+# would fill the terminal.
 _LOG_EVERY = 10
 
 
 def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[np.int64]]:
-    """Examples of each step: epoch by epoch in a new order, so that none is learned once more than
-    another before all were. With `epochs`, the last batch may be smaller."""
+    """Return the indices of the examples of each training step.
+
+    The order is drawn anew for each epoch, and every example is used once per epoch. With the
+    setting `epochs`, the last batch may be smaller than the others.
+
+    Args:
+        count: Number of examples.
+        settings: Number of steps or epochs, and the batch size.
+        seed: Seed of the order.
+    """
     size = settings.batch_sequences
     wanted = settings.epochs * count if settings.epochs else settings.batches * size
     order = np.random.default_rng(seed)
@@ -36,12 +44,13 @@ def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[n
 
 
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
-    """Pack worked examples; the response (end of text included) is what is trained."""
+    """Pack worked examples into one batch that trains on their responses, end-of-text token
+    included."""
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
     cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained = [np.ones(len(e.response_ids)) if e.trained is None else e.trained for e in examples]
     untrained = [np.zeros(len(e.prompt_ids)) for e in examples]
-    mask = [part for pair in zip(untrained, trained, strict=True) for part in pair]
+    mask = [side for pair in zip(untrained, trained, strict=True) for side in pair]
     count, total = len(examples), int(cu_S1[-1])
     tokens = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
     return TokenBatch(
@@ -62,7 +71,7 @@ def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
 
 
 def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
-    """Run a rank: all steps, then the export."""
+    """Run one rank of fine-tuning: all steps, then the export of the model to `destination`."""
     from megatron_async.trainer.device import import_megatron
 
     import_megatron()
@@ -90,6 +99,7 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
 
 
 def _sft_metrics(report: StepReport) -> dict[str, float]:
+    """Return the scalars of a fine-tuning step under their metric names."""
     return {
         "train/loss": report.loss,
         "train/grad_norm": report.grad_norm,
@@ -100,7 +110,7 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank (`train_loop/attempt.py`)."""
+    """Run one rank of fine-tuning and return its exit code (`train_loop/attempt.py`)."""
     follow_parent()
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))

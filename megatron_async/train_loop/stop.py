@@ -1,12 +1,12 @@
-"""Asking a run to stop soon and cleanly: at the end of its step, with a checkpoint.
+"""The request that a run stop soon and cleanly: at the end of its current step, with a checkpoint.
 
-Two ways lead to the same flag: SIGUSR2 to the trainer ranks, and a file whose name is in
-`MEGATRON_ASYNC_STOP_FILE` (what `launch/` uses: it reaches a process that has not started yet,
-and cannot hit a process that does not expect it).
+A run can be asked to stop in two ways: by SIGUSR2 to the trainer ranks, or by creating the file
+whose path is in `MEGATRON_ASYNC_STOP_FILE`. The scripts in `launch/` use the file: it also reaches
+a process that has not started yet, and it cannot kill a process that has no handler for the signal.
 
 Invariants
-- A request is only a flag; the loop looks at it between steps and while it waits for a batch.
-- Ranks decide together (`asked_anywhere`): a signal that reached one of them counts for all.
+- A request only sets a flag. The loop checks the flag between steps and while it waits for a batch.
+- Ranks decide together (`asked_anywhere`): a signal that reached one rank counts for all ranks.
 """
 
 import os
@@ -18,11 +18,11 @@ STOP_FILE_VARIABLE = "MEGATRON_ASYNC_STOP_FILE"
 
 
 class StopAsked(Exception):
-    """The run was asked to stop while the trainer waited."""
+    """Raised when the run is asked to stop while the trainer waits for the rollout side."""
 
 
 class StopRequest:
-    """A request, by a signal or a file, that this process stop."""
+    """A request that this process stop, made by a signal or by creating a file."""
 
     def __init__(self, flag_file: Path | None = None) -> None:
         self._flag_file = flag_file
@@ -30,7 +30,8 @@ class StopRequest:
 
     @classmethod
     def from_environment(cls) -> "StopRequest":
-        """Make it with the flag file of `launch/`, if any, and the signal handler in place."""
+        """Create the request with the stop file of the environment, if any, and install the signal
+        handler."""
         name = os.environ.get(STOP_FILE_VARIABLE, "")
         request = cls(Path(name) if name else None)
         signal.signal(signal.SIGUSR2, request._on_signal)
@@ -41,8 +42,8 @@ class StopRequest:
         return self._signalled or (self._flag_file is not None and self._flag_file.exists())
 
     def asked_anywhere(self) -> bool:
-        """Collective: on any rank."""
-        # Here: who only starts ranks and names the file must not wait seconds for torch.
+        """Return whether any rank was asked to stop. Collective."""
+        # Imported here, so that the launcher, which only names the file, need not load torch.
         import torch
         import torch.distributed as dist
 

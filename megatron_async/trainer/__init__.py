@@ -1,18 +1,20 @@
-"""The Megatron-core trainer; one code path on CPU and GPU.
+"""The Megatron-core trainer, which runs the same code on CPU and GPU.
 
-- step: `PolicyTrainer`: what one batch does to policy and optimizer, and its report; the weights
-  of a frozen reference policy.
-- optimizer: Adam or muon, the learning rate, clipping; an update that is not finite is skipped on
-  every rank.
-- microbatch: sequences to microbatches, balanced by cost; pure.
-- forward, packed: microbatches through Megatron's schedule, as packed token streams.
-- policy_model: GPTModel that ends in token log-probs, not logits.
-- layer_spec, hf_config: Megatron modules and configuration of an architecture.
-- modules: what Megatron lacks or has for GPUs alone: attention, norms, a router.
+- step: `PolicyTrainer` trains policy and optimizer on one batch and reports the result; it also
+  keeps the weights of a frozen reference policy.
+- optimizer, muon: Adam or Muon, the learning rate, gradient clipping. An update that is not finite
+  is skipped on every rank.
+- microbatch: groups sequences into microbatches of balanced cost; pure functions.
+- forward, packed: run microbatches, as packed token streams, through Megatron's pipeline schedule.
+- policy_model: Megatron's GPTModel, returning log-probs of tokens instead of logits.
+- layer_spec, hf_config: Megatron's modules and configuration for a model architecture.
+- modules: attention, norms and a router that Megatron lacks or has only for GPUs.
 - rotary: rotary embeddings, computed and applied in float32.
-- experts: the linear layers of all experts of a rank in one product.
-- attention_kernels: attention over a packed stream.
-- parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
-- device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.
-- offload: device memory given away while engines generate, and taken back.
+- experts: computes the linear layers of all experts of a rank in one matrix product.
+- attention_kernels: attention over a packed token stream.
+- parallel: sets up torch.distributed and Megatron's parallel state.
+- replicas: checks that copies of weights are equal on all ranks.
+- device: the device adapter, which contains everything that running on a CPU requires.
+- capabilities: detects Transformer Engine, Apex and CUDA, and chooses backends.
+- offload: moves the trainer off its device while engines generate, and back.
 """

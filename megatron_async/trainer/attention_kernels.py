@@ -1,12 +1,14 @@
-"""Attention over a packed stream, by torch alone.
+"""Causal attention over a packed token stream, by torch only.
 
 Invariants
-- A query attends only to keys of its own sequence, at or before it, and within the window where
-  there is one.
-- Grouped key/value heads are not expanded in memory, but where torch's kernel takes none.
+- A query attends only to keys of its own sequence, at or before its position, and within the
+  sliding window if there is one.
+- Key/value heads that are shared by several query heads are not copied, except where torch's kernel
+  does not support sharing.
 
-On a GPU in half precision it is torch's variable-length flash attention. On the CPU, and in float32
-on a GPU (flash attention has no float32), it is one `scaled_dot_product_attention` per sequence.
+On a GPU in half precision, this is torch's variable-length flash attention. On the CPU, and in
+float32 on a GPU (flash attention has no float32), each sequence is one call of
+`scaled_dot_product_attention`.
 """
 
 from collections.abc import Callable
@@ -20,9 +22,15 @@ from torch import Tensor
 
 
 class Stream(NamedTuple):
-    """Queries, [T, H, D], of packed sequences, and their G key/value heads.
+    """Inputs of attention over packed sequences: queries [T, H, D], and keys and values of G heads
+    [T, G, D].
 
-    `window` is the number of keys that a query sees, itself included; None for all before it.
+    Attributes:
+        cu_seqlens_S1: Position of each sequence's first token, and T at the end.
+        max_seqlen: Length of the longest sequence.
+        scale: Factor of the attention scores.
+        window: Number of keys that a query sees, its own position included; None for all earlier
+            keys.
     """
 
     query_THD: Tensor
@@ -35,12 +43,12 @@ class Stream(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.query_THD.shape[1] // self.key_TGD.shape[1]
 
 
 def packed_attention(stream: Stream) -> Tensor:
-    """softmax(scale · QKᵀ) V within each sequence, causal."""
+    """Return softmax(scale · QKᵀ) V, [T, H, D], computed causally within each sequence."""
     query_THD = stream.query_THD
     if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
         return _per_sequence(stream)
@@ -55,7 +63,10 @@ def _takes_grouped_heads(attend: Callable[..., Any]) -> bool:
 
 
 def varlen_call(attend: Callable[..., Any], stream: Stream) -> Tensor:
-    """Call torch's `varlen_attn`; torch 2.11 takes no grouped heads, so they are repeated."""
+    """Call torch's `varlen_attn` (passed as `attend`) on `stream`.
+
+    torch 2.11's version does not support shared key/value heads, so they are repeated for it.
+    """
     query, key, value, borders, longest, scale, window = stream
     arguments: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if stream.group > 1 and _takes_grouped_heads(attend):
@@ -75,7 +86,8 @@ def _per_sequence(stream: Stream) -> Tensor:
     if not stream.query_THD.is_cuda and stream.query_THD.dtype.itemsize == 2:
         # torch's backward pass on a CPU is five times slower in half precision.
         wide = tuple(x_THD.float() for x_THD in wide)
-    # Transposed before the split: a call in the loop is paid for by every sequence of every layer.
+    # Transpose before splitting: a call inside the loop would run for every sequence of every
+    # layer.
     split_1HLD = [x_THD.transpose(0, 1)[None].split(lengths, dim=2) for x_THD in wide]
     parts = []
     for length, query_1HLD, key_1GLD, value_1GLD in zip(lengths, *split_1HLD, strict=True):

@@ -1,9 +1,9 @@
-"""Installed libraries and the backends chosen from them, for the trainer and for `doctor`.
+"""Detects installed libraries and chooses the trainer's backends, for the trainer and for `doctor`.
 
 Invariants
-- Detection imports nothing heavy that is not there; it never fails because of a broken optional
-  package, it reports it.
-- A choice depends only on `Capabilities` and the settings, so that `doctor` shows what a run does.
+- Detection never imports a heavy package that is not installed. A broken optional package is
+  reported and never makes detection fail.
+- A choice depends only on `Capabilities` and the settings, so `doctor` shows what a run would use.
 """
 
 import importlib
@@ -25,12 +25,15 @@ LayerBackend = Literal["local", "transformer_engine"]
 ExpertBackend = Literal["sequential", "grouped", "transformer_engine"]
 _PER_SEQUENCE = "torch scaled_dot_product_attention, one call per sequence"
 _ROW_BYTES = 16
-"""torch's grouped_mm wants rows of a multiple of these."""
+"""torch's `grouped_mm` requires the rows of its matrices to be a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Versions of what is there (None: not installed; "broken: …": installed, does not import)."""
+    """Versions of the installed libraries.
+
+    None means not installed; "broken: …" means installed, but the import fails with this error.
+    """
 
     cuda: str | None
     device_name: str | None
@@ -49,7 +52,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Backends:
-    """Backends of the trainer: the layers, with the reason in one clause, decide on the others."""
+    """The backends that the trainer uses; most follow from the choice of the layers.
+
+    Attributes:
+        found: Installed libraries.
+        layers: Whose transformer layers are used.
+        layers_reason: Why, as one clause.
+        experts: How the experts of a mixture-of-experts model are computed.
+    """
 
     found: Capabilities
     layers: LayerBackend
@@ -58,17 +68,19 @@ class Backends:
 
     @property
     def transformer_engine(self) -> bool:
-        """The layers, and the rope fused into them, are Transformer Engine's."""
+        """Whether the layers, with their fused rotary embedding, are Transformer Engine's."""
         return self.layers == "transformer_engine"
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
-        """Megatron's own test for its fused weight-gradient kernel (Apex)."""
+        """Whether Apex's kernel for fused weight gradients is installed; Megatron uses the same
+        test."""
         kernel = "fused_weight_gradient_mlp_cuda"
         return self.found.cuda is not None and importlib.util.find_spec(kernel) is not None
 
     def lines(self) -> list[tuple[str, str]]:
-        """(part, what and why) rows for `doctor`."""
+        """Return a row (component, chosen backend and reason) for each component that `doctor`
+        prints."""
         found, norm = self.found, "torch rms_norm, sequence-parallel aware"
         if found.cuda is None:
             device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
@@ -101,13 +113,20 @@ def _usable(version: str | None) -> bool:
 
 
 def _version_of(module: str, distribution: str, attribute: str | None = None) -> str | None:
-    """The version of an optional package, or why it cannot be imported or is another package."""
+    """Return the version of an optional package, None if it is not installed, or "broken: …" with
+    the error.
+
+    Args:
+        module: Module to import.
+        distribution: Name of the package on PyPI.
+        attribute: Attribute that tells the intended package from another one with the same name.
+    """
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
     try:
         found = importlib.import_module(module)
         if attribute is not None and not hasattr(found, attribute):
-            return f"broken: {module} has no {attribute}: not the package that is meant"
+            return f"broken: {module} has no {attribute}; another package of this name is installed"
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return f"broken: {type(error).__name__}: {error}"
     try:
@@ -118,20 +137,20 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
 
 @cache
 def detect() -> Capabilities:
-    """Return the libraries and devices of this machine."""
+    """Return the versions of the libraries and the name of the device of this machine."""
     cuda = has_cuda()
     return Capabilities(
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
         transformer_engine=_version_of("transformer_engine.pytorch", "transformer-engine"),
-        # By its optimizers: PyPI's `apex` is a web toolkit.
+        # Recognized by its optimizers: the package `apex` on PyPI is a web toolkit.
         apex=_version_of("apex.optimizers", "apex", "FusedAdam"),
         triton=_version_of("triton", "triton"),
     )
 
 
 def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    """Return the dtype of `model.dtype`; `auto` means bfloat16 on CUDA and float32 elsewhere."""
     bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
     return torch.bfloat16 if bf16 else torch.float32
 
@@ -141,9 +160,16 @@ def choose(
     capabilities: Capabilities | None = None,
     architecture: Architecture | None = None,
 ) -> Backends:
-    """The backends of a run with these model settings (and this model, where it is known).
+    """Choose the backends of a run with these model settings.
 
-    Raises UserError when `model.attention_backend` or `model.experts` asks for what is not there.
+    Args:
+        model: The settings.
+        capabilities: Installed libraries; None to detect them.
+        architecture: Architecture of the model, if known; the experts' backend depends on it.
+
+    Raises:
+        UserError: `model.attention_backend` or `model.experts` requires a backend that is not
+            available.
     """
     found = capabilities or detect()
     layers, reason = _layers(model, found, architecture)
@@ -154,21 +180,25 @@ def choose(
 
 
 def _experts(model: ModelConfig, chosen: Backends, a: Architecture, experts: Experts) -> Any:
+    """Return the backend of the experts. Raises UserError if `model.experts` requires an
+    unsupported one."""
     dtype, cuda = parameter_dtype(model), chosen.found.cuda is not None
-    fits = dtype is torch.bfloat16 or not cuda  # float32 on a GPU: not by all versions of torch
-    fits &= (a.hidden_size | experts.ffn_size) * dtype.itemsize % _ROW_BYTES == 0
+    fits = dtype is torch.bfloat16 or not cuda  # some versions of torch lack float32 on a GPU
+    widths = (a.hidden_size, experts.ffn_size)
+    fits &= all(width * dtype.itemsize % _ROW_BYTES == 0 for width in widths)
     engine = "transformer_engine" if chosen.transformer_engine else "sequential"
     if model.experts == "auto":
         return "grouped" if fits else engine
     if model.experts == "grouped" and not fits:
         raise UserError(
-            "model.experts is grouped, which takes bfloat16 (on a CPU float32 too) and widths of "
-            f"whole {_ROW_BYTES} bytes: model.dtype is {model.dtype}, the model's hidden_size "
-            f"{a.hidden_size}, the width of its experts {experts.ffn_size}"
+            "model.experts is grouped, which requires bfloat16 (or float32 on a CPU) and layer "
+            f"widths of a multiple of {_ROW_BYTES} bytes; model.dtype is {model.dtype}, the "
+            f"model's hidden_size is {a.hidden_size}, and the width of its experts is "
+            f"{experts.ffn_size}"
         )
     if model.experts == "transformer_engine" != engine:
         raise UserError(
-            f"model.experts is transformer_engine, but its layers are not: {chosen.layers_reason}"
+            f"model.experts is transformer_engine, but the layers are local: {chosen.layers_reason}"
         )
     return model.experts
 
@@ -176,14 +206,14 @@ def _experts(model: ModelConfig, chosen: Backends, a: Architecture, experts: Exp
 def _layers(
     model: ModelConfig, found: Capabilities, architecture: Architecture | None
 ) -> tuple[LayerBackend, str]:
-    """The layers, and why."""
-    wanted = model.attention_backend
-    if wanted == "sdpa":
+    """Return whose transformer layers are used, and the reason as one clause."""
+    requested = model.attention_backend
+    if requested == "sdpa":
         return "local", "model.attention_backend is sdpa"
     if architecture is not None and architecture.post_norms:
-        reason = f"{architecture.family} has layers of its own"
+        reason = f"Transformer Engine has no layers for {architecture.family}"
     elif found.usable_transformer_engine:
-        reason = f"Transformer Engine {found.transformer_engine} and a GPU"
+        reason = f"Transformer Engine {found.transformer_engine} and a GPU are available"
         return "transformer_engine", reason
     elif found.cuda is None:
         reason = "no CUDA device"
@@ -191,6 +221,6 @@ def _layers(
         reason = "Transformer Engine is not installed"
     else:
         reason = f"Transformer Engine is {found.transformer_engine}"
-    if wanted == "transformer_engine":
+    if requested == "transformer_engine":
         raise UserError(f"model.attention_backend is transformer_engine, but {reason}")
     return "local", reason

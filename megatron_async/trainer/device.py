@@ -1,25 +1,29 @@
-"""The device adapter: the whole of what running Megatron-core on a CPU means.
+"""The device adapter, which contains everything that running Megatron-core on a CPU requires.
 
-Megatron-core names CUDA in its factory calls, streams, random states and type checks. On a
-machine without CUDA, `device_adapter()` answers those names with the CPU for as long as it is
-entered, and restores everything on the way out. With CUDA it does nothing at all.
+Megatron-core names CUDA in calls that create tensors, in streams, random states and type checks. On
+a machine without CUDA, the context `device_adapter()` redirects those names to the CPU and restores
+everything at its end. With CUDA, it does nothing.
 
 Invariants
-- The redirection of torch calls holds in the thread that entered the context (and in the backward
-  passes that it starts); another thread that calls Megatron enters it too, within the first.
+- Calls of torch are redirected in the thread that entered the context, and in the backward passes
+  that the thread starts. Another thread that calls Megatron must enter the context too, while the
+  first thread is still inside.
 - This is the only module that patches anything: inside the context, and in `import_megatron` at the
   start of a process. With CUDA nothing is patched.
-- Numbers change by rounding at most: what is redirected is where tensors live, which generator is
-  used, and in `import_megatron` which library multiplies matrices.
+- Results change by rounding at most. Redirected are the device of tensors, the random generator,
+  and (in `import_megatron`) the library that multiplies matrices.
 
-What is redirected
-- `torch.cuda.current_device/set_device/synchronize/empty_cache`, streams: the CPU, and nothing.
+Redirected names
+- `torch.cuda.current_device/set_device/synchronize/empty_cache` and streams refer to the CPU or do
+  nothing.
 - `torch.cuda.manual_seed/get_rng_state/set_rng_state` and the generator calls of Megatron's RNG
-  tracker: the CPU generator.
-- `device="cuda"` in any torch call and `Tensor.cuda()`: the CPU.
-- `Tensor.type()`: the name it would have on CUDA, which the optimizer and the clipping compare.
-- The expert dispatcher's copies to the host: the tensors that are there already.
-- `torch.compile`: Megatron's small fused helpers run eagerly, so that no C++ compiler is needed.
+  tracker use the CPU generator.
+- `device="cuda"` in any torch call, and `Tensor.cuda()`, mean the CPU.
+- `Tensor.type()` returns the name that the type would have on CUDA, because the optimizer and
+  gradient clipping compare that name.
+- The expert dispatcher's copies to the host return the tensors unchanged.
+- `torch.compile` has no effect: Megatron's small fused helpers run eagerly, so that no C++ compiler
+  is needed.
 """
 
 import importlib
@@ -35,26 +39,27 @@ from torch.overrides import TorchFunctionMode
 
 
 def has_cuda() -> bool:
-    """Return whether the trainer runs on CUDA; everything else is CPU."""
+    """Return whether the trainer runs on CUDA; otherwise it runs on the CPU."""
     return torch.cuda.is_available()
 
 
 def local_device(local_rank: int = 0) -> torch.device:
-    """The device of this process: CUDA device `local_rank`, or the CPU."""
+    """Return the device of the rank with this number on its node: its GPU, or the CPU without
+    CUDA."""
     return torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
 
 
 def current_device() -> torch.device:
-    """The device that this process was set to."""
+    """Return the device that this process has been set to."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def import_megatron() -> None:
-    """Import Megatron-core in a process that starts, so that it is quick on a CPU.
+    """Import Megatron-core at the start of a process, without torch's compiler on a CPU.
 
-    Megatron asks for torch's compiler while it is imported, which takes over a second, and nothing
-    would be compiled (see above); where Megatron is imported already, this changes nothing. On AMD
-    processors matrix products go to oneDNN.
+    Importing Megatron loads torch's compiler, which takes over a second, although nothing is
+    compiled on a CPU. If Megatron is already imported, this changes nothing. On AMD processors,
+    matrix products are directed to oneDNN.
     """
     if has_cuda():
         importlib.import_module("megatron.core")
@@ -65,12 +70,13 @@ def import_megatron() -> None:
 
 
 def _not_compiled(function: Any = None, **_options: Any) -> Any:
+    """Replacement for `torch.compile` that returns the function unchanged."""
     return (lambda decorated: decorated) if function is None else function
 
 
 @contextmanager
 def device_adapter() -> Iterator[None]:
-    """Run Megatron-core on the CPU inside this context; nothing where CUDA is there, or nested."""
+    """Run Megatron-core on the CPU inside this context; do nothing with CUDA or when nested."""
     if has_cuda() or _CpuDeviceMode.threads.entered:
         yield
         return
@@ -78,7 +84,7 @@ def device_adapter() -> Iterator[None]:
         with _CpuDeviceMode():
             yield
         return
-    # Imported here: reading what a module patches must not cost an import of Megatron.
+    # Imported here, so that importing this module does not import Megatron.
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -97,13 +103,13 @@ def device_adapter() -> Iterator[None]:
 
 
 class _ThreadState(threading.local):
-    """Flag of a thread that has entered the mode."""
+    """Per-thread flag: whether the thread is inside `_CpuDeviceMode`."""
 
     entered = False
 
 
 class _CpuDeviceMode(TorchFunctionMode):
-    """Sends torch calls that name CUDA to the CPU."""
+    """Torch function mode that redirects calls which name CUDA to the CPU."""
 
     threads: ClassVar[_ThreadState] = _ThreadState()
     patched: ClassVar[bool] = False
@@ -144,7 +150,8 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _NoStream:
-    """The one stream of a CPU: everything on it is already done."""
+    """Replacement for `torch.cuda.Stream`; a CPU has no streams, so all work on it is already
+    done."""
 
     _instance: "ClassVar[_NoStream | None]" = None
 
@@ -157,7 +164,8 @@ class _NoStream:
         return None
 
     def record_event(self, _event: Any = None) -> "_NoStream":
-        """An event on a CPU is as done as the stream itself."""
+        """Return this object as the event; on a CPU an event is complete as soon as it is
+        recorded."""
         return self
 
     def synchronize(self) -> None:
@@ -173,11 +181,11 @@ def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_options: Any) -> N
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """A tensor that is on the CPU already, as the NumPy array that was asked for."""
+    """Return a tensor that is already on the CPU; with `as_numpy`, return it as a NumPy array."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-# One function for each name: torch.compile keeps a table of these names by the object behind them.
+# Each name has its own function, because torch.compile identifies these names by their function.
 _CUDA_ON_CPU: Mapping[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "set_device": lambda _device: None,

@@ -1,14 +1,14 @@
-"""Linear layers of all experts of a rank in one product: torch's `grouped_mm`.
+"""Computes the linear layers of all experts of a rank in one product, by torch's `grouped_mm`.
 
-Megatron's grouped experts (`TEGroupedMLP`) are made of two of these in place of Transformer
-Engine's, with the same names of parameters; routing and activation are Megatron's.
+Megatron's grouped experts (`TEGroupedMLP`) contain two of these layers in place of Transformer
+Engine's, with the same parameter names. Routing and activation are Megatron's.
 
 Invariants
-- Results and gradients are those of one product for each expert.
-- An expert without tokens has a gradient of zero, and so have all where a rank has no token: torch
-  writes nothing there, or garbage on some GPUs (pytorch#172439).
-- The weights are parameters of their own, stacked for each product: between forward and backward
-  no copy of them is kept.
+- Results and gradients equal those of a separate product for each expert.
+- An expert without tokens has a zero gradient. So have all experts of a rank without tokens: torch
+  leaves their gradients unwritten, or writes garbage on some GPUs (pytorch#172439).
+- Each expert's weight is a separate parameter. The weights are stacked anew for every product, so
+  that no stacked copy is kept between forward and backward pass.
 """
 
 from collections.abc import Callable
@@ -24,25 +24,30 @@ from torch import Tensor
 
 from megatron_async.algorithms.device_batch import to_device
 
-# Each is read in the forward pass alone, and in its repetition with `recompute: feed_forward`.
+# Read only in the forward pass, and in its repetition with `recompute: feed_forward`.
 _ROUTING: Final = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
-    """Drop the routing that Megatron's dispatcher keeps after a layer's forward pass.
+    """Delete the routing that Megatron's dispatcher of `layer` keeps after a forward pass, to free
+    memory.
 
-    A hook after the forward pass, and after the backward pass, in which `recompute: feed_forward`
-    repeats the modules inside the layer.
+    This is a hook. It runs after the forward pass, and after the backward pass, in which
+    `recompute: feed_forward` repeats the modules inside the layer.
 
-    Probabilities keep their graph, and that keeps the layer's input and its gradient: for 48 layers
-    of 20,480 tokens of Qwen3-30B-A3B 9.7 GB, until the layer's next forward pass.
+    The routing probabilities keep their autograd graph alive, and the graph keeps the layer's input
+    and its gradient. Without this hook, 48 layers of Qwen3-30B-A3B with 20,480 tokens keep 9.7 GB
+    until the layer's next forward pass.
     """
     for name in _ROUTING:
         setattr(layer.token_dispatcher, name, None)
 
 
 class GroupedLinear(torch.nn.Module):
-    """`weight0` to `weightE-1`, [out, in] each, for rows that are sorted by expert."""
+    """Linear layers of E experts, applied to rows that are sorted by expert.
+
+    Its parameters are `weight0` to `weight{E-1}`, each [out, in].
+    """
 
     def __init__(
         self,
@@ -61,17 +66,23 @@ class GroupedLinear(torch.nn.Module):
                 torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
             )
             init_method(weight)
-            # No tensor rank has a copy: the gradient norm counts it on each.
+            # Tensor ranks have different experts, so the gradient norm must count each rank's.
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self, rows_PI: Tensor, rows_of_expert: list[int]) -> tuple[Tensor, None]:
-        """[P, out], and no bias."""
+        """Multiply each row by its expert's weight; return the result [P, out], and None for the
+        bias.
+
+        Args:
+            rows_PI: Inputs, sorted by expert.
+            rows_of_expert: Number of rows of each expert.
+        """
         return _GroupedProduct.apply(rows_PI, rows_of_expert, *self.parameters()), None
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows · weightᵀ, each row with the weight of its expert."""
+    """Autograd function that computes row · weightᵀ, with the weight of each row's expert."""
 
     @staticmethod
     def forward(ctx: Any, rows_PI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Microbatches through Megatron's schedule: scoring (forward only) and gradients.
+"""Runs microbatches through Megatron's pipeline schedule, to compute log-probs or gradients.
 
 Invariants
-- Only tokens with `loss_mask_T` != 0 are scored, and sequences without any are not run at all.
-- The loss of a microbatch is its share of a sum that is already divided by global counts; shares
-  are added over microbatches and data-parallel ranks. A share that is not finite contributes no
-  gradient and is reported, so that every rank still takes part in every collective.
-- Between two microbatches the host waits for no result of the device: whether the shares were
-  finite is read once, after the last.
-- Whatever is returned is the same on every rank. One pipeline stage computes it (the last), one
-  tensor rank counts it (the first), an all-reduce over all ranks spreads it.
+- Only tokens with `loss_mask_T` != 0 are scored. Sequences without such tokens are not run.
+- The loss of a microbatch is its share of a sum that has already been divided by global counts.
+  Shares are added over microbatches and data-parallel ranks. A share that is not finite contributes
+  no gradient and is reported, so that every rank still takes part in every collective.
+- Between two microbatches the host waits for no result from the device: whether the shares were
+  finite is read once, after the last microbatch.
+- Results are the same on every rank: the last pipeline stage computes them, its first tensor rank
+  contributes them, and an all-reduce over all ranks distributes them.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,10 +39,15 @@ from megatron_async.trainer.parallel import RankLayout
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """A microbatch of this rank: model inputs and where its rows belong.
+    """A microbatch of this rank: the model's inputs, and the positions of its trained tokens in the
+    batch.
 
-    `rows` holds its trained tokens alone, all that a loss sees; `index_R` are their positions in
-    the batch's stream. A dummy (without rows) has two tokens that count for nothing.
+    Attributes:
+        packed: Inputs of the model.
+        rows: The trained tokens only, which are all that a loss needs.
+        index_R: Positions of the trained tokens in the batch's stream.
+
+    A dummy microbatch has no rows; the model runs on two tokens that do not affect the result.
     """
 
     packed: PackedInputs
@@ -56,9 +61,13 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class GradientResult:
-    """Sums over all ranks. `reason`: why this rank's loss is not finite; None where it is.
+    """Result of a gradient computation.
 
-    `logprobs_T` are those that the loss saw, 0 where nothing is trained.
+    Attributes:
+        metrics: Sums over all ranks.
+        logprobs_T: Log-probs of the trained tokens that the loss was computed from; 0 elsewhere.
+        reason: Why the loss of this rank is not finite; None if it is.
+        num_microbatches: Microbatches that each rank ran.
     """
 
     metrics: LossMetrics
@@ -68,9 +77,10 @@ class GradientResult:
 
 
 class PolicyRunner:
-    """Runs the model of this rank; holds no state of its own between calls.
+    """Computes log-probs and gradients with this rank's part of the model; keeps no state between
+    calls.
 
-    `model` is in Megatron's data-parallel wrapper where gradients are asked for.
+    `model` must be wrapped in Megatron's DistributedDataParallel if gradients are computed.
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class PolicyRunner:
         self._counts = layout.is_last_stage and layout.tensor_rank == 0
 
     def _microbatches(self, batch: DeviceBatch) -> list[Microbatch]:
-        """This rank's; as many as any other rank's."""
+        """Return this rank's microbatches of the batch; every rank gets the same number."""
         lengths_S, trained_S = batch.sizes()
         used_S = np.flatnonzero(trained_S)
         plan = plan_microbatches(
@@ -99,18 +109,19 @@ class PolicyRunner:
         )
         mine = [used_S[chosen] for chosen in plan[self._layout.data_rank]]
         order_S = to_device(np.concatenate(mine), self._layout.device)
-        parts = order_S.split([len(chosen) for chosen in mine])
-        return [build_microbatch(batch, sequences) for sequences in parts]
+        chunks = order_S.split([len(chosen) for chosen in mine])
+        return [build_microbatch(batch, sequences) for sequences in chunks]
 
     @torch.no_grad()
     def logprobs(self, batch: DeviceBatch) -> Tensor:
-        """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
+        """Return log pi(token) at the batch's temperature, [T], where the loss mask is set; 0
+        elsewhere."""
 
-        def nothing(_output: TokenLogprobs, _micro: Microbatch) -> Tensor:
+        def no_loss(_output: TokenLogprobs, _micro: Microbatch) -> Tensor:
             return self._zero()
 
         microbatches = self._microbatches(batch)
-        return self._run(microbatches, batch, nothing, forward_only=True, entropy=False)
+        return self._run(microbatches, batch, no_loss, forward_only=True, entropy=False)
 
     def gradients(
         self,
@@ -120,9 +131,16 @@ class PolicyRunner:
         *,
         entropy: bool,
     ) -> GradientResult:
-        """Add the gradient of a prepared minibatch's loss to the gradient buffers, reduced.
+        """Compute the gradient of a minibatch's loss, add it to the gradient buffers, and reduce
+        them.
 
-        The loss is computed on the last stage, for every microbatch that is not a dummy.
+        The loss is computed on the last pipeline stage, for every microbatch that is not a dummy.
+
+        Args:
+            batch: Minibatch that the algorithm has prepared.
+            algorithm: Computes the loss.
+            denominators: Global counts by which the loss is divided.
+            entropy: Whether the entropy of each token's distribution is computed too.
         """
         microbatches = self._microbatches(batch)
         metrics = LossMetrics.empty(self._layout.device)
@@ -138,7 +156,7 @@ class PolicyRunner:
             seen.append(inputs)
             finite.append(found.finite)
             metrics = metrics.merge(found.metrics)
-            found = _if(found.finite, found)
+            found = _zero_gradient_unless(found.finite, found)
             return attach_gradient(found, output.logprobs_R, output.entropy_R)
 
         logprobs_T = self._run(microbatches, batch, share, forward_only=False, entropy=entropy)
@@ -165,10 +183,18 @@ class PolicyRunner:
         forward_only: bool,
         entropy: bool,
     ) -> Tensor:
-        """Megatron's schedule (1F1B where there are pipeline stages).
+        """Run the microbatches through Megatron's schedule (1F1B with several pipeline stages).
 
-        `share` is a microbatch's part of the loss. Returns the log-probs of all ranks, in the order
-        of the batch, 0 where nothing is trained.
+        Args:
+            microbatches: This rank's microbatches.
+            batch: The batch that they were taken from.
+            share: Returns a microbatch's share of the loss.
+            forward_only: Whether to skip the backward pass.
+            entropy: Whether the model returns entropies.
+
+        Returns:
+            The log-probs of all ranks' tokens in the order of the batch; 0 for tokens not trained
+            on.
         """
         logprobs_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
 
@@ -179,7 +205,8 @@ class PolicyRunner:
             output = model(micro.packed, temperature=batch.temperature, return_entropy=entropy)
 
             def finish(found: TokenLogprobs) -> tuple[Tensor, Tensor, None]:
-                """Value, a token count (unused here) and things to report, as Megatron wants."""
+                """Return the loss, a token count (unused) and data to report (none), as Megatron
+                requires."""
                 if self._counts and not micro.is_dummy:
                     logprobs_T[micro.index_R] = found.logprobs_R.detach().float()
                 return share(found, micro), self._zero(torch.int), None
@@ -191,16 +218,16 @@ class PolicyRunner:
             data_iterator=iter(microbatches),
             model=[self._model],
             num_microbatches=len(microbatches),
-            seq_length=self._token_budget,  # Not read: the stages send each other the shapes.
+            seq_length=self._token_budget,  # Not read, because stages send each other the shapes.
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        dist.all_reduce(logprobs_T)  # one rank counts each token
+        dist.all_reduce(logprobs_T)  # exactly one rank has each token's value
         return logprobs_T
 
 
-def _if(finite: Tensor, found: LossOutput) -> LossOutput:
-    """The same loss, with a gradient of zero if it is not finite."""
+def _zero_gradient_unless(finite: Tensor, found: LossOutput) -> LossOutput:
+    """Return the loss `found`, with a zero gradient if the tensor `finite` is False."""
 
     def gated(gradient_R: Tensor) -> Tensor:
         return torch.where(finite, gradient_R, torch.zeros_like(gradient_R))
@@ -210,7 +237,8 @@ def _if(finite: Tensor, found: LossOutput) -> LossOutput:
 
 
 def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators) -> str:
-    """Explain why the loss of these is not finite. Waits for the device."""
+    """Return why the loss of `inputs` is not finite, by computing it again with checks. Waits for
+    the device."""
     try:
         algorithm.loss(inputs, denominators)
     except NonFiniteError as error:
@@ -219,16 +247,17 @@ def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators
 
 
 def build_microbatch(batch: DeviceBatch, sequences: Tensor) -> Microbatch:
-    """Pack these sequences of the batch end to end; a dummy for none."""
-    part, index_T = batch.select(sequences), batch.tokens_of(sequences)
+    """Pack these sequences of the batch end to end; return a dummy microbatch if `sequences` is
+    empty."""
+    selected, index_T = batch.select(sequences), batch.tokens_of(sequences)
     if not len(index_T):
-        return Microbatch(_dummy(batch.loss_mask_T.device), part, index_T)
-    packed = pack_inputs(part.token_ids_T, part.cu_seqlens_S1, part.loss_mask_T)
-    return Microbatch(packed, part.trained(), index_T[packed.response_index_R])
+        return Microbatch(_dummy(batch.loss_mask_T.device), selected, index_T)
+    packed = pack_inputs(selected.token_ids_T, selected.cu_seqlens_S1, selected.loss_mask_T)
+    return Microbatch(packed, selected.trained(), index_T[packed.response_index_R])
 
 
 def _dummy(device: torch.device) -> PackedInputs:
-    """Two tokens, of which the second is asked for."""
+    """Return the inputs of a dummy microbatch: two tokens, of which the second is scored."""
     position_ids_T = torch.arange(2, device=device)
     borders_S1 = 2 * position_ids_T
     return pack_inputs(torch.zeros_like(position_ids_T), borders_S1, position_ids_T)

@@ -1,8 +1,8 @@
-"""From an `Architecture` and the parallel settings to Megatron's TransformerConfig.
+"""Builds Megatron's TransformerConfig from an `Architecture` and the parallel settings.
 
 Invariants
-- Nothing in the TransformerConfig depends on the device except precision and the fused pieces
-  that `capabilities.choose` reports.
+- The TransformerConfig depends on the device only in its precision and in the fused kernels that
+  `capabilities.choose` reports.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from megatron_async.trainer.device import has_cuda
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks and Gimpel, 2016, section 2)."""
+    """Return GELU of `x` in its tanh form (Hendrycks and Gimpel, 2016, section 2)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -39,21 +39,22 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
         "expert_tensor_parallel_size": 1,
         # Microbatches differ in length, so pipeline stages send each other the shapes.
         "variable_seq_lengths": True,
-        # Checked even without experts: the other dispatcher cannot vary the length.
+        # Megatron checks this even without experts; the other dispatcher needs a fixed length.
         "moe_token_dispatcher_type": "alltoall",
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # The gradient is the sum over tokens; dividing by the global count is the step's business.
+        # Gradients are summed over tokens; the loss has already been divided by the global count.
         "calculate_per_token_loss": True,
     }
 )
-"""Settings that do not depend on the model, its layout or the device."""
+"""Megatron settings that do not depend on the model, its parallel layout or the device."""
 
 
 def softmax_scale(a: Architecture) -> float | None:
-    """Scale of attention scores; None: Megatron's own, 1 / sqrt(head_dim).
+    """Return the scale of attention scores; None for Megatron's default, 1 / sqrt(head_dim).
 
-    YaRN's is in here and not in the angles: Megatron's fused rope drops it from packed sequences.
+    YaRN's attention factor is included here instead of in the rotary angles, because Megatron's
+    fused rotary embedding ignores it for packed sequences.
     """
     if a.rope.score_scale == 1:
         return a.attention_scale
@@ -67,10 +68,11 @@ def transformer_config(
     trainer: TrainerConfig,
     backends: Backends,
 ) -> TransformerConfig:
-    """Megatron's settings for this model.
+    """Return Megatron's TransformerConfig for this model and layout.
 
-    Parameters start as zeros and are meant to be loaded: Megatron's own initialization path runs,
-    because it is what marks a parameter as split over tensor ranks (the gradient norm needs that).
+    Parameters start as zeros and are loaded later. Megatron's own initialization still has to run,
+    because it marks which parameters are split over tensor ranks; the gradient norm needs the
+    marks.
     """
     a = architecture
     dtype = parameter_dtype(model)
@@ -97,7 +99,7 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
         "bias_activation_fusion": has_cuda() and a.activation == "silu",
-        # Without bias and dropout it is one addition, of which torch would compile 8 variants.
+        # Without bias and dropout, fusing one addition would only make torch compile 8 variants.
         "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
@@ -110,7 +112,7 @@ def transformer_config(
             num_moe_experts=a.experts.num,
             moe_router_topk=a.experts.top_k,
             moe_ffn_hidden_size=a.experts.ffn_size,
-            # Softmax over the chosen experts equals softmax over all, renormalized.
+            # Softmax over the chosen experts equals softmax over all experts, renormalized.
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
@@ -121,11 +123,11 @@ def transformer_config(
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:
-    """Return Megatron's settings for `trainer.recompute`."""
+    """Return Megatron's settings for `trainer.recompute` (activation recomputation)."""
     if recompute == "none":
         return {}
     if recompute == "feed_forward":
-        # Each layer has one of the two.
+        # Each layer has one of these two modules.
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
     settings = {"recompute_granularity": "full", "recompute_method": "block"}
     if recompute == "all":

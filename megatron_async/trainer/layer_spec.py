@@ -1,7 +1,8 @@
-"""Modules of a transformer layer: local Megatron layers, or Transformer Engine's.
+"""Specifies the modules of a transformer layer: local Megatron layers, or Transformer Engine's.
 
-Local layers run everywhere: Megatron's tensor-parallel linear layers, our packed attention and
-our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
+Local layers run everywhere. They consist of Megatron's tensor-parallel linear layers and this
+project's packed attention and RMSNorm. Transformer Engine's layers are used where
+`capabilities.choose` finds it usable.
 """
 
 from functools import partial
@@ -46,7 +47,7 @@ GROUPED_EXPERTS: Final = ModuleSpec(
 def block_spec(
     architecture: Architecture, config: TransformerConfig, backends: Backends
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+    """Return the spec of this pipeline stage's layers and of the final norm."""
     layer, norm = _local_layer_spec(architecture), RMSNorm
     if backends.transformer_engine:
         layer, norm = _transformer_engine_layer_spec(architecture, backends)
@@ -58,12 +59,12 @@ def block_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Return the submodules of a spec, which newer versions of Megatron bind to a partial."""
+    """Return the submodules of a spec; newer versions of Megatron store them in a partial."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
-    """Return the spec of a layer of Megatron's own modules, with packed attention and RMSNorm."""
+    """Return the spec of a local layer: Megatron's modules with packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
     return ModuleSpec(
@@ -90,6 +91,7 @@ def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleSpec:
+    """Return the spec of a local layer's feed-forward part: an MLP, or a mixture of experts."""
     if architecture.experts is not None:
         return ModuleSpec(
             module=MoELayer,
@@ -112,7 +114,8 @@ def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleS
 def _transformer_engine_layer_spec(
     architecture: Architecture, backends: Backends
 ) -> tuple[ModuleSpec, Any]:
-    """Return its layer (packed `thd` attention, norms in the linear layers) and its norm."""
+    """Return Transformer Engine's layer (packed attention, norms fused into linear layers) and its
+    norm."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(

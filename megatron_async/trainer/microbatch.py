@@ -1,13 +1,14 @@
-"""From a batch of sequences to microbatches of every data-parallel rank: pure and deterministic.
+"""Groups a batch's sequences into microbatches for every data-parallel rank; pure and
+deterministic.
 
 Invariants
-- Every sequence is in exactly one microbatch of one data-parallel rank, whole.
+- Every sequence is in exactly one microbatch of one data-parallel rank, and is never split.
 - All data-parallel ranks get the same number of microbatches, at least one, because Megatron's
-  schedules and collectives run in step; a rank that has less to do gets smaller ones or empty
-  ones (no sequences, replaced by two dummy tokens with a zero gradient when it is run).
-- A microbatch never exceeds the token budget, but for a single sequence that is longer.
-- No padding. The plan depends on lengths, budget and rank count only, so every rank computes the
-  same plan from the same batch and nothing needs to be communicated.
+  schedules and collectives run in step. A rank with less work gets smaller or empty microbatches
+  (an empty one is run as two dummy tokens with a zero gradient).
+- A microbatch exceeds the token budget only if it is a single sequence that is longer.
+- There is no padding. The plan depends only on lengths, budget and number of ranks, so every rank
+  computes the same plan from the same batch without communication.
 """
 
 import heapq
@@ -35,12 +36,16 @@ def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostA
 def plan_microbatches(
     lengths_S: npt.NDArray[np.integer], *, data_parallel: int, token_budget: int, hidden_size: int
 ) -> list[list[IndexArray]]:
-    """Balance sequences over ranks by cost, then fill microbatches to the token budget.
+    """Balance sequences over data-parallel ranks by cost, then fill microbatches to the token
+    budget.
 
-    Returns the indices into the batch, ascending, of each microbatch of each data-parallel rank.
-    Ranks are filled greedily, costliest sequence first (longest processing time rule: at most
-    4/3 of the optimum, Graham 1969). The number of microbatches is what the fullest rank needs by
-    first-fit decreasing; the others spread their sequences over as many.
+    Ranks are filled greedily, costliest sequence first (longest processing time rule: at most 4/3
+    of the optimum, Graham 1969). The number of microbatches is what the fullest rank needs by
+    first-fit decreasing; the other ranks spread their sequences over as many.
+
+    Returns:
+        For each data-parallel rank, the batch indices of the sequences of each microbatch,
+        ascending.
     """
     lengths = lengths_S.astype(np.int64)
     cost_S = sequence_cost(lengths, hidden_size)
@@ -53,37 +58,45 @@ def plan_microbatches(
     ]
 
 
-def balance(cost_S: CostArray, parts: int) -> list[IndexArray]:
-    """Indices of each of `parts` shards, ascending, with total costs as even as greedy gets."""
-    heap = [(0.0, part) for part in range(parts)]
-    members: list[list[int]] = [[] for _ in range(parts)]
+def balance(cost_S: CostArray, shards: int) -> list[IndexArray]:
+    """Split the items 0 to len(cost_S) - 1 greedily into `parts` shards with nearly equal total
+    costs.
+
+    Returns:
+        The indices of each shard, ascending.
+    """
+    heap = [(0.0, shard) for shard in range(shards)]
+    members: list[list[int]] = [[] for _ in range(shards)]
     for index in _descending(cost_S, np.arange(len(cost_S))):
-        load, part = heapq.heappop(heap)
-        members[part].append(index)
-        heapq.heappush(heap, (load + float(cost_S[index]), part))
-    return [np.array(sorted(part), dtype=np.int64) for part in members]
+        load, shard = heapq.heappop(heap)
+        members[shard].append(index)
+        heapq.heappush(heap, (load + float(cost_S[index]), shard))
+    return [np.array(sorted(indices), dtype=np.int64) for indices in members]
 
 
 def _descending(cost_S: CostArray, indices: npt.NDArray[np.integer]) -> list[int]:
-    """Indices by falling cost; equal costs by rising index, so that plans are reproducible."""
+    """Sort indices by falling cost; equal costs by rising index, so that plans are reproducible."""
     return sorted((int(index) for index in indices), key=lambda index: (-cost_S[index], index))
 
 
 def _first_fit(
     lengths: npt.NDArray[np.integer], cost_S: CostArray, shard: IndexArray, budget: int
 ) -> list[list[int]]:
-    """First-fit decreasing: bins of at most `budget` tokens, longer sequences alone."""
+    """Pack a shard's sequences by first-fit decreasing into bins of at most `budget` tokens.
+
+    A sequence longer than `budget` gets its own bin.
+    """
     bins: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for index in _descending(cost_S, shard):
         length = int(lengths[index])
-        slot = next((slot for slot, free in enumerate(room) if free >= length), None)
-        if slot is None:
+        fit = next((index for index, tokens in enumerate(free) if tokens >= length), None)
+        if fit is None:
             bins.append([index])
-            room.append(budget - length)
+            free.append(budget - length)
         else:
-            bins[slot].append(index)
-            room[slot] -= length
+            bins[fit].append(index)
+            free[fit] -= length
     return bins
 
 
@@ -95,21 +108,22 @@ def _spread(
     count: int,
     budget: int,
 ) -> list[IndexArray]:
-    """Exactly `count` microbatches of even cost; the first-fit bins where evenness breaks it."""
+    """Spread a shard's sequences over exactly `count` microbatches of nearly equal cost.
+
+    If that would exceed the token budget, return the bins of first-fit (`packed`) and empty bins.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     load = [0.0] * count
     for index in _descending(cost_S, shard):
         length = int(lengths[index])
-        fitting = [
-            slot for slot in range(count) if not bins[slot] or tokens[slot] + length <= budget
-        ]
+        fitting = [n for n in range(count) if not bins[n] or tokens[n] + length <= budget]
         if not fitting:
             bins = [list(packed_bin) for packed_bin in packed]
             bins += [[] for _ in range(count - len(packed))]
             break
-        slot = min(fitting, key=lambda slot: (load[slot], slot))
-        bins[slot].append(index)
-        tokens[slot] += length
-        load[slot] += float(cost_S[index])
+        best = min(fitting, key=lambda n: (load[n], n))
+        bins[best].append(index)
+        tokens[best] += length
+        load[best] += float(cost_S[index])
     return [np.array(sorted(indices), dtype=np.int64) for indices in bins]

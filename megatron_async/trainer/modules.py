@@ -1,4 +1,4 @@
-"""Modules of a layer that Megatron lacks, or has for GPUs or with Transformer Engine alone."""
+"""Layer modules that Megatron lacks, or has only for GPUs or with Transformer Engine."""
 
 import math
 from typing import Any
@@ -17,11 +17,11 @@ from megatron_async.trainer.rotary import RotaryStream, rotate
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4).
+    """Root mean square norm: x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4).
 
-    It is (1 + w) when the config's `layernorm_zero_centered_gamma` is set. The weight carries
-    `sequence_parallel`, by which Megatron sums its gradient over the tensor ranks that each saw a
-    part of the tokens.
+    The factor is (1 + w) if the config's `layernorm_zero_centered_gamma` is set. The weight has the
+    attribute `sequence_parallel`, which tells Megatron to sum its gradient over the tensor ranks,
+    each of which saw only some of the tokens.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalizes the last dimension; the result has the input's dtype."""
+        """Normalize the last dimension; the result has the dtype of `hidden`."""
         if self.zero_centered:
-            # Gemma multiplies in float32, before rounding to the storage type.
+            # Gemma multiplies in float32 before it rounds to the storage type.
             weight = 1.0 + self.weight.float()
             return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).type_as(hidden)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class PackedAttention(MegatronModule):
-    """Core attention over a packed stream: causal, within each sequence only.
+    """Causal core attention over a packed stream, within each sequence only.
 
-    It takes [T, 1, heads, head_dim] and returns [T, 1, heads * head_dim], as Megatron's
-    SelfAttention expects of a core attention. It rotates queries and keys itself, because Megatron
-    would round sines and cosines to the precision of the model first.
+    It takes tensors of [T, 1, heads, head_dim] and returns [T, 1, heads * head_dim], as Megatron's
+    SelfAttention expects. It also applies the rotary embedding to queries and keys, because
+    Megatron would first round sines and cosines to the model's precision.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PackedAttention(MegatronModule):
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
-            # Megatron counts the keys to the left of a query, without the query itself.
+            # Megatron counts the keys before a query, without the query's own position.
             self.window = config.window_size[0] + 1
 
     def forward(
@@ -82,7 +82,8 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: RotaryStream | None = None,
     ) -> Tensor:
-        """Rotate, then attend within each sequence."""
+        """Apply the rotary embedding to query and key, then attend within each sequence of the
+        stream."""
         assert packed_seq_params is not None
         rotation = packed_seq_params.rotation(sliding_window=self.window is not None)
         out_THD = packed_attention(
@@ -100,19 +101,20 @@ class PackedAttention(MegatronModule):
 
 
 class TorchRouter(TopKRouter):
-    """Megatron's top-k router with its gating product in plain torch.
+    """Megatron's top-k router, with the gating product in plain torch.
 
-    Megatron 0.16.1 computes it with a Transformer Engine kernel whose name does not exist when
-    Transformer Engine is not installed.
+    Without Transformer Engine, Megatron 0.16.1 calls a kernel of it by a name that is then
+    undefined.
     """
 
     def gating(self, input: Tensor) -> Tensor:
-        """Router logits [T, 1, experts] in float32, as `moe_router_dtype` asks."""
+        """Return router logits [T, 1, experts] in float32, which `moe_router_dtype` requires."""
         return F.linear(input.to(torch.float32), self.weight.to(torch.float32))
 
 
 class RowParallelLinearNorm(RowParallelLinear):
-    """A row-parallel linear layer whose reduced output is normalized before the residual."""
+    """Row-parallel linear layer whose output is reduced and then normalized, before the residual is
+    added."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
@@ -120,6 +122,6 @@ class RowParallelLinearNorm(RowParallelLinear):
         self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The normalized output; there is no bias to add later (Gemma 3 has none)."""
+        """Return the normalized output, and the bias, which is None (Gemma 3 has none)."""
         output, bias = super().forward(input_)
         return self.post_layernorm(output), bias

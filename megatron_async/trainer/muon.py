@@ -1,15 +1,19 @@
-"""Muon for the matrices of the layers and AdamW for every other parameter, as one torch optimizer.
+"""An optimizer that updates the layers' matrices by Muon and all other parameters by AdamW.
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix along its momentum with
-all singular values made about equal. The update is scaled as by Liu et al. (2025, arXiv 2502.16982,
-section 2.2) to the root mean square of Adam's: one learning rate and weight decay serve both.
+all singular values made about equal. The update is scaled to the root mean square of Adam's, as by
+Liu et al. (2025, arXiv 2502.16982, section 2.2), so that one learning rate and one weight decay
+serve both.
 
 Invariants
-- Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalized whole.
-- A matrix is a weight as Megatron fuses it (query, key and value; gate and up), an expert's alone.
-- Data-parallel ranks hold the same and compute the same; nothing is sharded over them.
-- Every matrix has a momentum from the start, zero at first, in the optimizer's precision; it is
-  orthogonalized in the model's, which is enough.
+- Tensor parallelism changes nothing: the shards of a matrix are gathered, and the whole matrix is
+  orthogonalized.
+- A matrix is a weight as Megatron fuses it (query, key and value; gate and up); each expert's
+  weight is a separate matrix.
+- Data-parallel ranks hold the same state and compute the same updates; nothing is sharded over
+  them.
+- Every matrix has a momentum from the start, at first zero, in the optimizer's precision. The
+  matrix is orthogonalized in the model's precision, which is accurate enough.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,14 +29,19 @@ from megatron_async.models.parameters import placed_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.policy_model import PolicyModel
 
-# The quintic of Jordan et al.; five rounds bring singular values into about 0.7 to 1.2.
+# Polynomial of degree 5 by Jordan et al.; five rounds bring singular values to about 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
 
 
 def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
-    """The weights that Muon updates, as the optimizer holds them, and the dimension along which
-    each is cut over tensor ranks; None where every rank has it whole."""
+    """Return the weights that Muon updates, and the dimension along which each is split over tensor
+    ranks.
+
+    Returns:
+        A mapping from the optimizer's copy of each weight to the dimension; None if every rank has
+        the whole weight.
+    """
     found: dict[Tensor, int | None] = {}
     for placed in placed_parameters([model], model.architecture):
         if placed.rule.is_matrix:
@@ -43,7 +52,8 @@ def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW that leaves the `matrices` among its parameters to Muon."""
+    """AdamW optimizer that updates those of its parameters that are in `matrices` by Muon
+    instead."""
 
     def __init__(
         self,
@@ -63,7 +73,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; a matrix's is dropped."""
+        """Update all parameters that have a gradient; delete the gradients of matrices."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is not None and matrix in self._matrices:
@@ -72,17 +82,21 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _update(self, matrix: Tensor, rate: float, weight_decay: float) -> None:
+        """Update the momentum and then the values of one matrix, with Nesterov momentum and
+        decoupled decay."""
         momentum = self.state[matrix][MOMENTUM].lerp_(matrix.grad, 1 - self._momentum)
-        ahead = matrix.grad.lerp(momentum, self._momentum)  # Nesterov's
+        ahead = matrix.grad.lerp(momentum, self._momentum)  # Nesterov momentum
         direction, shape = orthogonalized(ahead.to(self._precision), self._matrices[matrix])
         matrix.mul_(1 - rate * weight_decay)
         matrix.add_(direction.to(matrix), alpha=-0.2 * rate * max(shape) ** 0.5)
 
 
 def orthogonalized(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
-    """This rank's shard of the matrix with singular values of about 1, and the matrix's shape.
+    """Orthogonalize a matrix of which this rank has a shard; return its shard and the matrix's
+    shape.
 
-    Collective over the tensor ranks where it is cut along `dim`.
+    The result has singular values of about 1. If the matrix is split along `dim`, this is
+    collective over the tensor ranks; with `dim` None, the shard is the whole matrix.
     """
     if dim is None:
         return newton_schulz(shard), shard.shape
@@ -94,7 +108,8 @@ def orthogonalized(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """U Vᵀ of the matrix U S Vᵀ, roughly: S becomes about 0.7 to 1.2; zero stays zero."""
+    """Return about U Vᵀ of the matrix U S Vᵀ: singular values become 0.7 to 1.2, and zero stays
+    zero."""
     a, b, c = _COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / wide.norm().clamp(min=1e-7)

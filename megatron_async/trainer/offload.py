@@ -1,15 +1,15 @@
-"""A trainer's device memory, given away while engines on the same devices generate, and back.
+"""Moves a trainer off its device while engines on the same device generate, and back.
 
-`engines.placement: colocated` alternates: weights and optimizer state are in host memory while
-engines generate; only the weights are on the device while they are sent; all of it is while the
-trainer trains.
+With `engines.placement: colocated`, trainer and engines alternate. While engines generate, weights
+and optimizer state are in host memory. While weights are sent, only the weights are on the device.
+While the trainer trains, all of its tensors are.
 
 Invariants
 - A tensor's values survive bit for bit, and so do all views of it: its storage is emptied and
   filled again, never replaced (Megatron's parameters, buckets and shards are views of buffers).
 - Gradients are the exception: every update zeroes them first, so their memory is only freed.
-- While a part is away nothing may read it: an emptied storage has no bytes.
-- What is in host memory anyway (on a CPU: everything) is left where it is.
+- Nothing may read a tensor while it is off the device: an emptied storage has no bytes.
+- Tensors that are in host memory anyway (on a CPU, all of them) are not moved.
 """
 
 import enum
@@ -25,7 +25,7 @@ from megatron_async.trainer.optimizer import optimizer_parts
 
 
 class DeviceContents(enum.Enum):
-    """Part of a trainer that is on its device."""
+    """Which of a trainer's tensors are on its device."""
 
     ALL = "all"
     WEIGHTS = "weights"
@@ -33,68 +33,76 @@ class DeviceContents(enum.Enum):
 
 
 class NoOffload:
-    """`engines.placement: disaggregated`: the trainer has its devices for itself."""
+    """No-op memory manager for `engines.placement: disaggregated`, where the trainer has its own
+    devices."""
 
-    def keep_on_device(self, residence: DeviceContents) -> None:
-        """Leave all of it on the device."""
+    def keep_on_device(self, contents: DeviceContents) -> None:
+        """Do nothing: all of the trainer stays on the device."""
 
 
 class FreedStorages:
-    """Storages whose values may be lost; each has its memory on the device, or none."""
+    """Frees and reallocates tensor memory whose values need not be kept."""
 
     def __init__(self, moves: Callable[[Tensor], bool]) -> None:
-        """`moves(tensor)`: whether a tensor is on a device that must be cleared."""
+        """Start with no memory freed; `moves(tensor)` returns whether a tensor is on a device to be
+        cleared."""
         self._moves = moves
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
 
     def free(self, tensors: Iterable[Tensor]) -> None:
-        """Free the memory of these tensors."""
+        """Free the device memory of these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if self._moves(tensor) and storage.nbytes():
-                self._away.append((storage, storage.nbytes()))
+                self._freed.append((storage, storage.nbytes()))
                 storage.resize_(0)
 
     def allocate(self) -> None:
-        """Give them memory of the same size again, whose values are undefined."""
-        for storage, size in self._away:
+        """Allocate the freed memory again; the values of the tensors are then undefined."""
+        for storage, size in self._freed:
             storage.resize_(size)
-        self._away = []
+        self._freed = []
 
 
 class HostCopies:
-    """Storages of one part of the trainer, which are on the device or in host memory."""
+    """Moves tensors to host memory and back, keeping their values."""
 
     def __init__(self, moves: Callable[[Tensor], bool]) -> None:
-        """`moves(tensor)`: whether a tensor is on a device that must be cleared."""
+        """Start with nothing moved; `moves(tensor)` returns whether a tensor is on a device to be
+        cleared."""
         self._moves = moves
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._host = HostBuffers()
 
     @property
     def offloaded(self) -> bool:
-        return bool(self._away)
+        """Whether any tensor is in host memory at present."""
+        return bool(self._moved)
 
-    def offload(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
-        """Copy to host memory and empty; storages of `but` stay. Returns the bytes that moved."""
-        kept = {tensor.untyped_storage().data_ptr() for tensor in but}
+    def offload(self, tensors: Iterable[Tensor], excluded: Iterable[Tensor] = ()) -> int:
+        """Copy `tensors` to host memory and free their device memory; return the number of bytes
+        moved.
+
+        Tensors that share memory with one of `excluded` stay on the device.
+        """
+        kept = {tensor.untyped_storage().data_ptr() for tensor in excluded}
         moved = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not self._moves(tensor) or not storage.nbytes() or storage.data_ptr() in kept:
                 continue
-            copy = self._host.copy(len(self._away), _bytes_of(storage))
-            self._away.append((storage, copy))
+            copy = self._host.copy(len(self._moved), _bytes_of(storage))
+            self._moved.append((storage, copy))
             moved += copy.nbytes
             storage.resize_(0)
         return moved
 
     def onload(self) -> None:
-        """Fill the storages again."""
-        for storage, copy in self._away:
+        """Copy all moved tensors back to the device."""
+        for storage, copy in self._moved:
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy)
-        self._away = []
+        self._moved = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -106,19 +114,26 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 class TrainerOffloader:
-    """The memory of one rank's trainer."""
+    """Moves one rank's weights, gradients and optimizer state between its device and host
+    memory."""
 
     def __init__(self, trainer: Any, moves: Callable[[Tensor], bool] = _on_gpu) -> None:
-        """`trainer` has `wrapped` (Megatron's DDP) and `optimizer` (Megatron's)."""
+        """Manage `trainer`, which is on its device at first.
+
+        Args:
+            trainer: Object with `wrapped` (Megatron's DistributedDataParallel) and `optimizer`
+                (Megatron's).
+            moves: Whether a tensor is on a device that must be cleared.
+        """
         self._trainer = trainer
         self._weights = HostCopies(moves)
         self._optimizer = HostCopies(moves)
         self._gradients = FreedStorages(moves)
-        self.residence = DeviceContents.ALL
+        self.contents = DeviceContents.ALL
 
-    def keep_on_device(self, residence: DeviceContents) -> None:
-        """Move what must move so that exactly this is on the device."""
-        if residence is DeviceContents.ALL:
+    def keep_on_device(self, contents: DeviceContents) -> None:
+        """Move tensors so that exactly `contents` is on the device."""
+        if contents is DeviceContents.ALL:
             self._weights.onload()
             self._optimizer.onload()
             self._gradients.allocate()
@@ -126,40 +141,40 @@ class TrainerOffloader:
             self._gradients.free(gradient_tensors(self._trainer))
             if not self._optimizer.offloaded:
                 weights = [] if self._weights.offloaded else list(weight_tensors(self._trainer))
-                self._optimizer.offload(optimizer_tensors(self._trainer), but=weights)
-            if residence is DeviceContents.WEIGHTS:
+                self._optimizer.offload(optimizer_tensors(self._trainer), excluded=weights)
+            if contents is DeviceContents.WEIGHTS:
                 self._weights.onload()
             elif not self._weights.offloaded:
                 self._weights.offload(weight_tensors(self._trainer))
             if torch.cuda.is_available():
-                torch.cuda.ipc_collect()  # buckets that engines have opened and let go
-                torch.cuda.empty_cache()  # else the caching allocator keeps what was freed
-        self.residence = residence
+                torch.cuda.ipc_collect()  # frees buckets that engines no longer have open
+                torch.cuda.empty_cache()  # makes the caching allocator return the freed memory
+        self.contents = contents
 
 
 TrainerMemory = NoOffload | TrainerOffloader
 
 
 def trainer_memory(config: RunConfig, trainer: Any) -> TrainerMemory:
-    """Return the memory manager that `engines.placement` asks for."""
+    """Return the memory manager for the setting `engines.placement`."""
     return TrainerOffloader(trainer) if config.engines.placement == "colocated" else NoOffload()
 
 
 def weight_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Parameters and buffers of the model."""
+    """Yield the parameters and buffers of the trainer's model."""
     yield from (parameter.data for parameter in trainer.wrapped.parameters())
     yield from trainer.wrapped.module.buffers()
 
 
 def gradient_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Buffers in which an update adds up its gradients."""
+    """Yield the buffers in which an update accumulates gradients."""
     wrapped = trainer.wrapped
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         yield buffer.grad_data
 
 
 def optimizer_tensors(trainer: Any) -> Iterator[Tensor]:
-    """The optimizer's own copies of the weights, and its moments."""
+    """Yield the optimizer's copies of the weights, and its moments."""
     for part in optimizer_parts(trainer.optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

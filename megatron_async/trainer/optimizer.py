@@ -1,14 +1,15 @@
-"""Adam or Muon in Megatron's optimizers: data-parallel wrapping, schedule, clipping, guarded steps.
+"""Builds Megatron's optimizer with Adam or Muon, and applies updates unless they are not finite.
 
 Invariants
-- Gradients are summed over data-parallel ranks and microbatches, never averaged: the loss is
-  already divided by global counts (`calculate_per_token_loss` turns Megatron's averaging off, and
-  `finalize` below leaves out its division by token counts).
-- The learning rate is a pure function of the number of updates made: nothing to save or restore.
-- A step with a non-finite loss or gradient norm on any rank is applied on no rank.
+- Gradients are summed over data-parallel ranks and microbatches, never averaged: the loss has
+  already been divided by global counts (`calculate_per_token_loss` turns Megatron's averaging off,
+  and `finalize` below leaves out Megatron's division by token counts).
+- The learning rate is a pure function of the number of updates made, so it is neither saved nor
+  restored.
+- An update with a non-finite loss or gradient norm on any rank is applied on no rank.
 
-Megatron chooses Transformer Engine's or Apex's fused Adam, norm and scaling where they are
-installed and torch's AdamW otherwise; the log names it.
+Megatron uses Transformer Engine's or Apex's fused Adam, norm and scaling where they are installed,
+and torch's AdamW otherwise. The log names the one in use.
 """
 
 import math
@@ -32,11 +33,12 @@ from megatron_async.trainer.muon import Muon, matrices
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Rate of update number `update` (0-based): linear warm-up, then constant or cosine.
+    """Return the learning rate of update number `update` (from 0): linear warm-up, then constant or
+    cosine.
 
     Warm-up gives lr (u + 1) / (warmup + 1) at u < warmup, so that no update has rate 0. The cosine
     (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, one period) goes from lr to min_lr over
-    the updates that are left and stays at min_lr.
+    the remaining updates and stays at min_lr.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -50,10 +52,12 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 def wrap_data_parallel(
     model: MegatronModule, config: OptimizerConfig, *, bf16: bool
 ) -> DistributedDataParallel:
-    """Megatron's DDP around the model: contiguous gradient buffers (fp32), summed over ranks.
+    """Wrap the model in Megatron's DistributedDataParallel, which sums gradients over data-parallel
+    ranks.
 
-    Also installs the schedules' hooks in the model's config. Gradient reduction overlaps the
-    backward pass on GPUs; on a CPU there is nothing to overlap with.
+    Gradients are accumulated in contiguous float32 buffers. The hooks that Megatron's schedules
+    call are installed in the model's config. Gradient reduction overlaps the backward pass on GPUs;
+    a CPU has nothing to overlap.
     """
     transformer_config = model.config
     wrapped = DistributedDataParallel(
@@ -73,9 +77,10 @@ def wrap_data_parallel(
 def finalize(
     models: list[MegatronModule], _num_tokens: torch.Tensor | None = None, **groups: Any
 ) -> None:
-    """Reduce gradients over data, tensor (norms) and pipeline (tied embedding) ranks.
+    """Reduce gradients over data ranks, tensor ranks (norms) and pipeline ranks (tied embedding).
 
-    Megatron would divide by the token count afterwards; the loss has done that already.
+    Megatron would then divide by the token count; that is left out, because the loss is already
+    divided.
     """
     finalize_model_grads(models, None, **groups)
 
@@ -83,7 +88,10 @@ def finalize(
 def build_optimizer(
     model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool
 ) -> ChainedOptimizer:
-    """Weight decay is decoupled, with none on norms and biases; state is allocated."""
+    """Build Megatron's optimizer, with its state allocated.
+
+    Weight decay is decoupled; norms and biases have none.
+    """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -103,7 +111,7 @@ def build_optimizer(
     by_muon = matrices(unwrap(model)) if config.name == "muon" else {}
     for part in optimizer_parts(optimizer):
         groups = part.optimizer.param_groups
-        for group in groups:  # Megatron leaves it to its own scheduler, which is not used
+        for group in groups:  # Megatron sets this in its own scheduler, which is not used here
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if config.name == "muon":
             precision = torch.bfloat16 if bf16 else torch.float32
@@ -113,14 +121,16 @@ def build_optimizer(
 
 
 def optimizer_parts(optimizer: ChainedOptimizer) -> list[Any]:
-    """Megatron's optimizers of dense and of expert weights, of those of which this rank has any."""
+    """Return Megatron's optimizers for dense and expert weights, without those that have no weights
+    here."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _allocate_state(part: Any) -> None:
-    """Zero moments before the first step, so that a checkpoint of step 0 is like any other.
+    """Allocate zero moments before the first step, so that a checkpoint of step 0 is like any
+    other.
 
-    torch's AdamW wants a `step` beside them, which Megatron's own initializer leaves out.
+    torch's AdamW also needs a `step` for each parameter, which Megatron's initializer leaves out.
     """
     inner = part.optimizer
     if not isinstance(inner, torch.optim.AdamW):
@@ -128,15 +138,17 @@ def _allocate_state(part: Any) -> None:
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if parameter not in inner.state:  # Muon has allocated its own
+            if parameter not in inner.state:  # Muon has allocated the state of its matrices
                 moments = {moment: torch.zeros_like(parameter) for moment in ADAM}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
-    """Adam's count of updates, by which it corrects the bias of its moments (Muon has none).
+    """Set Adam's count of updates, from which Adam corrects the bias of its moments (Muon has
+    none).
 
-    torch keeps one for each parameter, the fused ones one for each group (absent at 0).
+    torch keeps one count for each parameter; the fused optimizers keep one for each group (absent
+    at 0).
     """
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -153,16 +165,19 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
 def guarded_step(
     optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bool
 ) -> tuple[bool, float]:
-    """Clip and apply the gradients in the buffers, unless any rank saw something non-finite.
+    """Clip and apply the gradients in the buffers, unless a loss or gradient is not finite on any
+    rank.
 
-    Returns whether they were applied, the same on every rank, and their norm before clipping.
-    Megatron's own `step` applies a NaN gradient norm (a comparison with NaN is false), hence the
-    same public parts with a check in between. One scalar collective.
+    Megatron's own `step` would apply a NaN gradient norm (a comparison with NaN is false), so this
+    calls the same public methods with a check in between. It needs one collective of a scalar.
+
+    Returns:
+        Whether the gradients were applied, the same on every rank, and their norm before clipping.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = gradient_norm(optimizer)
-    bad = found_inf or not loss_is_finite or not math.isfinite(grad_norm)
-    flag = torch.tensor([float(bad)], device=current_device())
+    nonfinite = found_inf or not loss_is_finite or not math.isfinite(grad_norm)
+    flag = torch.tensor([float(nonfinite)], device=current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if flag.item() > 0:
         return False, grad_norm
@@ -183,15 +198,16 @@ def guarded_step(
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
     """Return the Euclidean norm of the whole model's gradient. Collective.
 
-    On a CPU the squares are summed in float64. Megatron uses `torch.norm` in float32 there, whose
-    result is 1.4 % too small for `torch.randn(136_000_000)`.
+    On a CPU the squares are summed in float64. Megatron would call `torch.norm` in float32 there,
+    whose result is 1.4 % too small for `torch.randn(136_000_000)`.
     """
     if has_cuda():
         return float(optimizer.get_grad_norm())
     square = 0.0
     for part in optimizer.chained_optimizers:
         norms = [
-            torch.linalg.vector_norm(piece, dtype=torch.float64)  # copies a piece, not all
+            # A piece at a time, because the norm copies its argument to float64.
+            torch.linalg.vector_norm(piece, dtype=torch.float64)
             for gradient in _gradients_of(part)
             for piece in gradient.flatten().split(1 << 20)
         ]
@@ -202,13 +218,14 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _gradients_of(part: Any) -> list[torch.Tensor]:
-    """Return this rank's share of the gradients that count toward the norm, each element once."""
-    if hasattr(part, "get_grads_for_grad_norm"):  # the name in newer versions of Megatron
+    """Return this rank's share of the gradients in the norm, so that each element counts once
+    overall."""
+    if hasattr(part, "get_grads_for_grad_norm"):  # its name in newer versions of Megatron
         return list(part.get_grads_for_grad_norm())
     return list(part.get_main_grads_for_grad_norm())
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:
-    """Zero the gradients, before the first microbatch of an update."""
+    """Set all gradients to zero; call this before the first microbatch of an update."""
     model.zero_grad_buffer()
     optimizer.zero_grad()

@@ -1,11 +1,12 @@
-"""`PackedInputs`: what one microbatch is to the model, as a packed token stream.
+"""Inputs and outputs of the model for one microbatch, as a packed token stream.
 
 Invariants
-- T tokens of S sequences end to end, no padding; `cu_seqlens_S1` starts with 0 and ends with T.
-- RoPE positions restart at every sequence; attention never crosses a sequence border.
-- Only the R response rows reach the vocabulary: row r is the token at position
-  `response_index_R[r]`, its log-prob is read from the hidden state one position earlier, and
-  that position belongs to the same sequence (the first token of a sequence has no log-prob).
+- T tokens of S sequences follow each other without padding; `cu_seqlens_S1` starts with 0 and ends
+  with T.
+- Rotary positions restart at every sequence; attention never crosses a border between sequences.
+- Only the R response rows reach the vocabulary projection. Row r is the token at position
+  `response_index_R[r]`; its log-prob comes from the hidden state one position earlier, in the same
+  sequence (the first token of a sequence has no log-prob).
 """
 
 from dataclasses import dataclass
@@ -18,10 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedInputs:
-    """A packed microbatch: `token_ids_T`, `position_ids_T` int64, `cu_seqlens_S1` int32.
+    """The model's inputs for one packed microbatch.
 
-    `max_seqlen` is the longest sequence in tokens. `response_index_R` (int64) holds the positions
-    of the tokens whose log-prob is asked for.
+    Attributes:
+        token_ids_T: Tokens of all sequences, int64.
+        position_ids_T: Position of each token in its sequence, int64.
+        cu_seqlens_S1: Position of each sequence's first token, and T at the end, int32.
+        max_seqlen: Length of the longest sequence in tokens.
+        response_index_R: Positions of the tokens whose log-probs are computed, int64.
     """
 
     token_ids_T: Tensor
@@ -39,8 +44,8 @@ class PackedInputs:
 class TokenLogprobs:
     """Log-probs of the response tokens at the sampling temperature, [R], float32.
 
-    `entropy_R` is the entropy in nats of the distribution that each token was drawn from, where
-    it was asked for.
+    `entropy_R` is the entropy, in nats, of the distribution from which each token was drawn; None
+    if it was not requested.
     """
 
     logprobs_R: Tensor
@@ -48,17 +53,23 @@ class TokenLogprobs:
 
     @property
     def device(self) -> torch.device:
-        """Megatron's schedule asks a last stage's output where it lives (for expert models)."""
+        """Device of the log-probs; Megatron's schedule reads this attribute of a last stage's
+        output."""
         return self.logprobs_R.device
 
 
 def pack_inputs(
     token_ids_T: Tensor, cu_seqlens_S1: Tensor, response_mask_T: Tensor
 ) -> PackedInputs:
-    """Positions and response rows from a stream and a mask of the tokens to score.
+    """Build the model's inputs from a packed stream and a mask of the tokens to score.
 
-    `response_mask_T` is nonzero on tokens whose log-prob is wanted, never on the first of a
-    sequence (nothing precedes it). Waits for the device.
+    Waits for the device.
+
+    Args:
+        token_ids_T: Tokens of all sequences.
+        cu_seqlens_S1: Position of each sequence's first token, and T at the end.
+        response_mask_T: Nonzero at tokens whose log-probs are wanted; never at a sequence's first
+            token, which no token precedes.
     """
     num_tokens, borders = len(token_ids_T), cu_seqlens_S1.tolist()
     starts_T = spread(cu_seqlens_S1[:-1], cu_seqlens_S1, tokens=num_tokens)

@@ -1,13 +1,14 @@
-"""torch.distributed and Megatron's parallel state from `ParallelConfig`, and their clean end.
+"""Sets up torch.distributed and Megatron's parallel state from `ParallelConfig`, and closes them.
 
 Invariants
 - Every collective has the time limit `trainer.collective_timeout_seconds`, or a longer one where a
-  rank may be held up outside of them for longer (`max_stall_seconds`).
-- Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbors, pipeline stages furthest.
-- Experts are not split over tensor ranks (expert tensor parallel size 1): expert parallelism
+  rank may stall for longer outside of collectives (`max_stall_seconds`).
+- Ranks are ordered as in Megatron (`tp-cp-ep-dp-pp`): tensor ranks are adjacent, pipeline stages
+  farthest apart.
+- Experts are not split over tensor ranks (expert tensor parallel size 1). Expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
-- Seeds: the data order and the model are the same on all ranks of a replica; the RNG tracker's
-  tensor-parallel state differs by tensor rank, as Megatron wants it.
+- Data order and model are seeded equally on all ranks of a replica. The tensor-parallel state of
+  the RNG tracker differs by tensor rank, as Megatron requires.
 """
 
 import math
@@ -29,14 +30,15 @@ from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
-# To notice a limit, to leave the engine alone, and to come back.
+# Time for a stalled rank to notice its own limit, disconnect from the engine, and rejoin the
+# others.
 _MARGIN_SECONDS = 60.0
 _PORT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Position of this process in the layout."""
+    """Position of this process in the parallel layout, and its device."""
 
     rank: int
     tensor_rank: int
@@ -47,9 +49,10 @@ class RankLayout:
 
 
 def collective_limit(trainer: TrainerConfig, max_stall_seconds: float) -> timedelta:
-    """Time limit of a collective in which ranks wait for one that may be held up that long.
+    """Return the time limit of collectives in which ranks wait for one rank that may stall.
 
-    That one must be the first to give up: it can name what it waited for.
+    The limit exceeds `max_stall_seconds`, so that the stalled rank gives up first: only that rank
+    can name what it waited for.
     """
     return timedelta(
         seconds=max(trainer.collective_timeout_seconds, max_stall_seconds + _MARGIN_SECONDS)
@@ -59,11 +62,15 @@ def collective_limit(trainer: TrainerConfig, max_stall_seconds: float) -> timede
 def start_process_group(
     parallel: ParallelConfig, trainer: TrainerConfig, max_stall_seconds: float = 0.0
 ) -> torch.device:
-    """Join the process group of torchrun's environment; returns this rank's device.
+    """Join the process group described by torchrun's environment variables; return this rank's
+    device.
 
-    Without torchrun's variables and with `parallel.ranks` 1 the process is a group of its own.
-    Raises UserError when the number of processes is not `parallel.ranks`, ComponentFailure when
-    the others do not come within the time limit, or the port stays taken.
+    Without those variables and with `parallel.ranks` 1, the process forms a group by itself.
+
+    Raises:
+        UserError: The number of processes is not `parallel.ranks`.
+        ComponentFailure: The other ranks did not join within the time limit, or the port stayed in
+            use.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.ranks:
@@ -79,7 +86,7 @@ def start_process_group(
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
         if folder := os.environ.get(RENDEZVOUS_VARIABLE):
-            # One for each attempt: in that of dead ranks are their addresses.
+            # Each attempt has its own file, because the old file holds the addresses of dead ranks.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             rank, store = int(os.environ["RANK"]), dist.FileStore(f"{folder}/{attempt}")
             dist.init_process_group(
@@ -102,10 +109,10 @@ def start_process_group(
 
 
 def _join_process_group(backend: str, timeout: timedelta) -> None:
-    """Join the group at the address that torchrun has chosen.
+    """Join the process group at the address that torchrun chose, retrying while the port is in use.
 
-    It chose a port that was free before this process had imported torch. Meanwhile a connection of
-    any process may have been given the same one, mostly for a moment.
+    torchrun chose a port that was free before this process had imported torch. A connection of
+    another process may have been given the same port since, usually only briefly.
     """
     deadline = time.monotonic() + _PORT_SECONDS
     while True:
@@ -118,8 +125,8 @@ def _join_process_group(backend: str, timeout: timedelta) -> None:
             if time.monotonic() >= deadline:
                 where = "port {MASTER_PORT} of {MASTER_ADDR}".format_map(os.environ)
                 raise ComponentFailure(
-                    f"{where}, where the trainer ranks were to meet, was used by another process "
-                    f"for {_PORT_SECONDS:g} s; another start takes another port"
+                    f"{where}, the rendezvous of the trainer ranks, was in use by another process "
+                    f"for {_PORT_SECONDS:g} s. Start the run again; it will use another port."
                 ) from error
         time.sleep(0.5)
 
@@ -127,9 +134,10 @@ def _join_process_group(backend: str, timeout: timedelta) -> None:
 def init_parallel(
     parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> RankLayout:
-    """Process group, Megatron's groups and seeds. Call inside `device_adapter()`.
+    """Create the process group and Megatron's groups, and seed all generators; return this rank's
+    layout.
 
-    An earlier model-parallel state of this process is replaced.
+    Call this inside `device_adapter()`. Earlier model-parallel state of this process is replaced.
     """
     device = start_process_group(parallel, trainer, max_stall_seconds)
     limit = collective_limit(trainer, max_stall_seconds)
@@ -148,7 +156,7 @@ def init_parallel(
 
 
 def rank_layout(device: torch.device) -> RankLayout:
-    """Reads Megatron's parallel state."""
+    """Read this rank's position from Megatron's parallel state."""
     return RankLayout(
         rank=dist.get_rank(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -160,7 +168,8 @@ def rank_layout(device: torch.device) -> RankLayout:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's RNG tracker; stages differ as in Megatron-LM."""
+    """Seed Python, NumPy, torch and Megatron's RNG tracker; as in Megatron-LM, pipeline stages
+    differ."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed % 2**32)
@@ -169,7 +178,7 @@ def seed_everything(seed: int) -> None:
 
 
 def destroy_parallel() -> None:
-    """Ends Megatron's state and the process group; safe to call twice."""
+    """Destroy Megatron's parallel state and the process group; calling it twice is harmless."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -180,10 +189,15 @@ def destroy_parallel() -> None:
 def parallel_session(
     parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> Iterator[RankLayout]:
-    """The device adapter and the parallel state around a rank's whole life.
+    """Enter the device adapter and set up parallelism for as long as this rank runs; yield its
+    layout.
 
-    `max_stall_seconds`: how long one rank may be busy elsewhere, with an engine that takes weights,
-    while others wait for it in a collective.
+    Args:
+        parallel: Sizes of the parallel dimensions.
+        trainer: Holds the time limit of collectives.
+        seed: Seed of all generators.
+        max_stall_seconds: How long one rank may be busy outside of collectives (with an engine that
+            receives weights) while the others wait for it.
     """
     with ExitStack() as stack:
         stack.enter_context(device_adapter())

@@ -1,12 +1,12 @@
-"""`PolicyModel`: Megatron's GPTModel over packed streams, ending in token log-probs, not logits.
+"""`PolicyModel`: Megatron's GPTModel on packed streams, returning log-probs of tokens, not logits.
 
 Invariants
-- No [tokens × vocabulary] tensor, forward or backward: the last stage hands hidden states and the
-  vocabulary-parallel head to `token_logprob`, which works in chunks.
+- No [tokens × vocabulary] tensor exists in forward or backward pass: the last stage passes hidden
+  states and the vocabulary-parallel head to `token_logprob`, which works in chunks.
 - Only response rows reach the head.
-- Hidden states keep Megatron's layout [T, 1, D] ([T / tp, 1, D] under sequence parallelism, where
-  the stream is lengthened to a multiple of tp by one dummy sequence that nothing attends to and
-  no response row reads).
+- Hidden states keep Megatron's layout [T, 1, D]. Under sequence parallelism it is [T / tp, 1, D],
+  and the stream is padded to a multiple of tp by one dummy sequence, which no token attends to and
+  no response row reads.
 """
 
 import logging
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyModel(GPTModel):
-    """A pipeline stage of the policy."""
+    """One pipeline stage of the policy, as a Megatron GPTModel."""
 
     def __init__(
         self,
@@ -74,14 +74,15 @@ class PolicyModel(GPTModel):
             if isinstance(module, MoELayer):
                 module.register_forward_hook(forget_routing)
                 module.register_full_backward_hook(forget_routing)
-        # Plain attributes: no state to save, and float32 whatever the model's precision.
+        # Plain attributes, so that they are not saved and stay in float32 in every precision.
         ropes = [rope for rope in (architecture.rope, architecture.local_rope) if rope is not None]
         self._inv_freqs = [inverse_frequencies(rope, architecture.head_dim) for rope in ropes]
 
     def forward(
         self, packed: PackedInputs, *, temperature: float = 1.0, return_entropy: bool = False
     ) -> TokenLogprobs | Tensor:
-        """Log-probs of the response tokens on the last stage, hidden states before it.
+        """Return the log-probs of the response tokens on the last stage, hidden states on earlier
+        stages.
 
         `temperature` divides the logits, as it did when the tokens were sampled.
         """
@@ -108,17 +109,21 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def _mark_experts(self) -> None:
-        """Have the gradients of experts summed over the ranks that hold the same experts.
+        """Mark expert parameters, so that their gradients are summed over the ranks with the same
+        experts.
 
-        No expert is split over tensor ranks, so each tensor rank runs its own tokens through whole
-        experts. Megatron marks them so (`allreduce` false: the expert data-parallel group) only
-        where `parallel.expert` is above 1; elsewhere tensor ranks would keep their own shares.
+        No expert is split over tensor ranks, so each tensor rank sends its own tokens through whole
+        experts. Megatron marks parameters so (`allreduce` False selects the expert data-parallel
+        group) only if `parallel.expert` is above 1. Otherwise every tensor rank would keep only its
+        own share of the gradient.
         """
         for placed in placed_parameters([self], self.architecture):
             if placed.rule.expert:
                 placed.parameter.allreduce = False  # type: ignore[attr-defined]
 
     def _pad_for_sequence_parallel(self, packed: PackedInputs) -> PackedInputs:
+        """Return the stream, padded by a dummy sequence to a multiple of tp under sequence
+        parallelism."""
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         missing = -packed.num_tokens % multiple
         if not missing:
@@ -133,6 +138,8 @@ class PolicyModel(GPTModel):
         )
 
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
+        """Return the borders of the packed sequences (and rotations for local layers) as attention
+        needs them."""
         borders = {
             "cu_seqlens_q": stream.cu_seqlens_S1,
             "cu_seqlens_kv": stream.cu_seqlens_S1,
@@ -141,7 +148,7 @@ class PolicyModel(GPTModel):
         }
         if self.backends.transformer_engine:
             return PackedSeqParams(qkv_format="thd", **borders)
-        # With `thd` Megatron would squeeze the batch axis; PackedAttention takes
+        # With `thd`, Megatron would remove the batch axis; PackedAttention expects
         # [T, 1, heads, head_dim].
         rotations = tuple(
             Rotation.of(inv_freq, stream.position_ids_T)
@@ -150,9 +157,10 @@ class PolicyModel(GPTModel):
         return RotaryStream(qkv_format="sbhd", rotations=rotations, **borders)
 
     def _angles_of_the_longest(self, stream: PackedInputs) -> Tensor | None:
-        """Return the angles from which Transformer Engine rotates; None for local layers.
+        """Return the rotary angles for Transformer Engine's layers; None for local layers.
 
-        Its fused kernel restarts positions at each sequence, and reads one table for the longest.
+        Transformer Engine's fused kernel restarts positions at each sequence, so one table for the
+        longest sequence is enough.
         """
         if not self.backends.transformer_engine:
             return None
@@ -161,22 +169,25 @@ class PolicyModel(GPTModel):
         return rotary_angles(inv_freq, torch.arange(stream.max_seqlen, device=device))
 
     def _inverse_frequencies(self, device: torch.device) -> list[Tensor]:
+        """Return the inverse rotary frequencies on `device`, moving them there once."""
         self._inv_freqs = [inv_freq.to(device) for inv_freq in self._inv_freqs]
         return self._inv_freqs
 
     def _embedding_scale(self, dtype: torch.dtype) -> float:
-        """sqrt(D), rounded to the model's precision as Gemma's published code does."""
+        """Return sqrt(D), rounded to the model's precision as Gemma's published code does."""
         return float(torch.tensor(self.config.hidden_size**0.5, dtype=dtype))
 
     def _token_logprobs(
         self, hidden: Tensor, stream: PackedInputs, temperature: float, return_entropy: bool
     ) -> TokenLogprobs:
+        """Return the log-probs (and entropies) of the response tokens from the last hidden
+        states."""
         rows_R = stream.response_index_R - 1
-        # Row t-1 predicts token t; rows that predict nothing wanted are skipped.
+        # Row t-1 predicts token t; rows whose prediction is not requested are skipped.
         targets_T = stream.token_ids_T.roll(-1)
         weight = self.head_weight()
-        # The head's gradient is as large as the head: it goes to the main gradient at once, in its
-        # precision. Megatron's layers need Apex for that, our kernel does not.
+        # The head's gradient is as large as the head, so the kernel adds it directly to the main
+        # gradient, in that precision. Megatron's own layers need Apex for this.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         result = token_logprob(
             hidden.squeeze(1),
@@ -200,10 +211,13 @@ class PolicyModel(GPTModel):
 def build_policy(
     model_config: ModelConfig, parallel: ParallelConfig, *, trainer: TrainerConfig, seed: int
 ) -> list[PolicyModel]:
-    """The model chunks of this rank (one), zero until `load_hf_weights` fills them.
+    """Build this rank's part of the model; its weights are zero until `load_hf_weights` fills them.
 
-    Call after `init_parallel`, inside `device_adapter()`. Raises UserError for an unsupported
-    model directory, backend or layout.
+    Call this after `init_parallel`, inside `device_adapter()`. The result is a list with one model
+    chunk, as Megatron's functions expect.
+
+    Raises:
+        UserError: The model directory, backend or layout is not supported.
     """
     architecture = read_architecture(model_config.path, model_config.family)
     check_layout(architecture, parallel)
@@ -213,6 +227,6 @@ def build_policy(
     seed_everything(seed)
     spec = block_spec(architecture, config, backends)
     model = PolicyModel(architecture, config, spec, backends, trainer.logprob_chunk_tokens)
-    for parameter in model.parameters():  # Megatron leaves a router's weight on the host
+    for parameter in model.parameters():  # Megatron creates a router's weight on the host
         parameter.data = parameter.data.to(device=current_device())
     return [model]

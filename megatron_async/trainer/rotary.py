@@ -1,12 +1,12 @@
 """Rotary position embeddings (RoPE) of a packed stream.
 
 Invariants
-- Frequencies are computed in float32 in the order of operations that the engines and the published
+- Frequencies are computed in float32, in the order of operations that the engines and the published
   models use: at position 4,000 one unit in the last place of a frequency is already an angle of
   1e-4.
-- Angles are gathered by each token's own position, so no loop over sequences is needed.
-- Queries and keys are rotated in float32 and then rounded once, as SGLang does on a GPU. In
-  bfloat16 the rounded sines and cosines would add an error that grows with the context.
+- Angles are looked up by each token's own position, so no loop over sequences is needed.
+- Queries and keys are rotated in float32 and then rounded once, as SGLang does on a GPU. Sines and
+  cosines rounded to bfloat16 would add an error that grows with the context.
 """
 
 import math
@@ -22,36 +22,38 @@ from megatron_async.models.architecture import Rope
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Cosine and sine of each token's angles, float32 [T, 1, head_dim / 2]."""
+    """Cosine and sine of the rotary angles of each token, float32 [T, 1, head_dim / 2]."""
 
     cos_T1F: Tensor
     sin_T1F: Tensor
 
     @classmethod
     def of(cls, inv_freq_F: Tensor, position_ids_T: Tensor) -> "Rotation":
-        """Compute the rotation of tokens at `position_ids_T`."""
+        """Compute the rotation of tokens at `position_ids_T` with the inverse frequencies
+        `inv_freq_F`."""
         angles_T1F = torch.outer(position_ids_T.to(torch.float32), inv_freq_F)[:, None]
         return cls(angles_T1F.cos(), angles_T1F.sin())
 
 
 @dataclass
 class RotaryStream(PackedSeqParams):
-    """Borders of packed sequences, with the rotations that the layers' attention applies.
+    """Borders of packed sequences, together with the rotations that attention applies.
 
-    Megatron hands this object to every layer's core attention unchanged. `rotations` has one entry,
-    or two for a model whose sliding-window layers have a RoPE of their own (Gemma 3): the second is
-    theirs.
+    Megatron passes this object to every layer's core attention unchanged. `rotations` has one
+    entry, or two for a model whose sliding-window layers have a separate RoPE (Gemma 3); the second
+    entry is for those layers.
     """
 
     rotations: tuple[Rotation, ...] = ()
 
     def rotation(self, *, sliding_window: bool) -> Rotation:
-        """Return the rotation of a layer."""
+        """Return the rotation for a layer with or without a sliding window."""
         return self.rotations[-1 if sliding_window else 0]
 
 
 def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + D/2) of each head by the token's angles (Su et al., RoFormer, eq. 34).
+    """Rotate the pairs (i, i + D/2) of each head by the token's angles (Su et al., RoFormer, eq.
+    34).
 
     Returns:
         [T, heads, D] in the dtype of `x_THD`, computed in float32.
@@ -61,37 +63,42 @@ def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """`rotate`; its backward turns back and needs only the angles, not the input."""
+    """Autograd function of `rotate`; the backward pass rotates by the negative angles and needs no
+    input."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
         ctx.save_for_backward(cos_T1F, sin_T1F)
-        return _turned(x_THD, cos_T1F, sin_T1F)
+        return _rotated(x_THD, cos_T1F, sin_T1F)
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
         cos_T1F, sin_T1F = ctx.saved_tensors
-        return _turned(grad_THD, cos_T1F, -sin_T1F), None, None
+        return _rotated(grad_THD, cos_T1F, -sin_T1F), None, None
 
 
-def _turned(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+def _rotated(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     # A product of bfloat16 and float32 is computed in float32; `copy_` rounds.
     first, second = x_THD.chunk(2, dim=-1)
-    turned_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
-    into_first, into_second = turned_THD.chunk(2, dim=-1)
+    rotated_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    into_first, into_second = rotated_THD.chunk(2, dim=-1)
     into_first.copy_(first * cos_T1F - second * sin_T1F)
     into_second.copy_(second * cos_T1F + first * sin_T1F)
-    return turned_THD
+    return rotated_THD
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled by `rope.kind`.
+    """Return θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled as `rope.kind`
+    says.
 
-    Returns float32 [head_dim / 2] on the CPU. The llama3 scaling is that of Llama 3.1's released
-    code: wavelengths beyond the original context are divided by `factor`, with a linear blend in
-    the number of rotations between `low_freq_factor` and `high_freq_factor`. YaRN's is a linear
-    blend in the dimension between those that turn `beta_fast` and `beta_slow` times (Peng et al.,
-    arXiv 2309.00071, section 3.2).
+    The llama3 scaling is that of Llama 3.1's released code: wavelengths beyond the original context
+    are divided by `factor`, with a linear blend in the number of rotations between
+    `low_freq_factor` and `high_freq_factor`. YaRN's scaling is a linear blend in the dimension,
+    between the dimensions that rotate `beta_fast` and `beta_slow` times in the original context
+    (Peng et al., arXiv 2309.00071, section 3.2).
+
+    Returns:
+        Float32 [head_dim / 2] on the CPU.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (rope.theta**exponent)
@@ -108,26 +115,28 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         scaled = torch.where(long, frequencies / rope.factor, blended)
         return torch.where(short, frequencies, scaled)
     if rope.kind == "yarn":
-        kept = 1 - _yarn_ramp(rope, head_dim)
-        return 1.0 / (rope.factor * rope.theta**exponent) * (1 - kept) + frequencies * kept
+        unscaled = 1 - _yarn_ramp(rope, head_dim)
+        scaled = 1.0 / (rope.factor * rope.theta**exponent)
+        return scaled * (1 - unscaled) + frequencies * unscaled
     return frequencies
 
 
 def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
-    """Share of each frequency that is divided, [head_dim / 2]."""
+    """Return the share of each frequency that YaRN divides by `rope.factor`, [head_dim / 2]."""
 
     def dimension(rotations: float) -> float:
-        """The dimension whose frequency turns so many times in the original context."""
+        """Return the dimension that rotates this many times in the original context."""
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low = max(math.floor(dimension(rope.beta_fast)), 0)
     high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    place = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    return ((place - low) / (high - low or 0.001)).clamp(0, 1)
+    index = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((index - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def rotary_angles(inv_freq: Tensor, position_ids_T: Tensor) -> Tensor:
-    """Angles as Megatron's attention takes them: [T, 1, 1, head_dim], float32."""
+    """Return rotary angles in the shape that Megatron's attention expects: [T, 1, 1, head_dim],
+    float32."""
     half = torch.outer(position_ids_T.to(torch.float32), inv_freq)
     return torch.cat((half, half), dim=-1)[:, None, None, :]

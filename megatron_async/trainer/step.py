@@ -1,14 +1,14 @@
-"""`PolicyTrainer`: the policy, its optimizer, and what one batch does to them.
+"""`PolicyTrainer` trains the policy and its optimizer on one batch after another.
 
 Invariants
 - Every rank calls every method with the same `TokenBatch`, in the same order.
-- Loss terms are normalized by global token counts, so the gradient does not depend on how the
-  batch is split over data-parallel ranks and microbatches.
-- Log-probs are at the batch's sampling temperature.
-- `step` counts batches, skipped ones too: it is the number of the policy version that the weights
-  are. The learning rate depends on `step` and on the number of the update within the step, so that
-  skipped updates do not delay the schedule. `applied_updates` counts the updates that were applied:
-  Adam's own count.
+- Loss terms are normalized by global token counts, so the gradient does not depend on how the batch
+  is split over data-parallel ranks and microbatches.
+- Log-probs are computed at the batch's sampling temperature.
+- `step` counts all batches, including skipped ones; it is the number of the policy version of the
+  current weights. The learning rate depends on `step` and on the number of the update within the
+  step, so skipped updates do not delay the schedule. `applied_updates` counts only applied updates,
+  as Adam does.
 """
 
 import logging
@@ -53,16 +53,16 @@ from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-# Skipped updates in a row after which the run stops. One may be a rare batch; three mean that the
-# weights or the learning rate are at fault, which no further batch repairs.
+# Number of skipped updates in a row after which the run fails. One may be due to a rare batch;
+# three mean that the weights or the learning rate are at fault, which no further batch repairs.
 MAX_NONFINITE_STEPS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """An optimizer update that was applied, or skipped for `reason`.
+    """One optimizer update, which was applied, or skipped for `reason`.
 
-    The defaults are those of one that failed before there was a gradient.
+    The defaults describe an update that failed before a gradient was computed.
     """
 
     reason: str | None
@@ -80,15 +80,26 @@ class PolicyUpdate:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Results of a batch with H optimizer updates, the same on every rank.
+    """Results of one batch, which may have several optimizer updates; the same on every rank.
 
-    `step` is the number of the batch (policy version before it); the trainer's own step is
-    `step + 1` afterwards, skipped or not. `loss` is the mean over the updates that were applied,
-    `grad_norm` is the norm of the last update before clipping. `metrics` holds the scalars of the
-    algorithm, token means over the whole batch. `skipped` is true when no update was applied:
-    the weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
-    counts single ones. `seconds` is wall time on this rank. `log_weights` are the logarithms of the
-    raw importance weights of all trained tokens, update after update.
+    Attributes:
+        step: Number of the batch (the policy version before it). The trainer's step is `step + 1`
+            afterwards, even if the batch was skipped.
+        loss: Mean over the updates that were applied.
+        grad_norm: Gradient norm of the last update, before clipping.
+        learning_rate: Rate of the last update.
+        updates: Number of updates that were applied.
+        skipped_updates: Number of updates that were skipped.
+        skipped: Whether no update was applied: the weights are unchanged, and the batch is to be
+            marked dropped(nonfinite).
+        skip_reason: Why the last skipped update was skipped; None if none was.
+        num_tokens: Tokens of the batch, prompts included.
+        num_trained_tokens: Tokens with a loss.
+        num_microbatches: Microbatches of all updates, on this rank.
+        seconds: Wall time on this rank.
+        metrics: Scalars of the algorithm, token means over the whole batch.
+        log_weights: Logarithms of the raw importance weights of all trained tokens, one update
+            after the other.
     """
 
     step: int
@@ -108,14 +119,14 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the batch (prompts included) a second of the step, on all ranks together."""
+        """Tokens of the batch (prompts included) per second of the step, on all ranks together."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class ReferencePolicy:
-    """The weights that a model had when this was made, kept in host memory.
+    """Keeps in host memory the weights that a model has when this object is created.
 
-    Log-probs of a frozen reference are computed with them.
+    Log-probs of a frozen reference policy are computed with these weights.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -125,7 +136,8 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the reference weights inside, bit-exactly its own after."""
+        """Give the model the reference weights inside this context; restore its own bit-exactly at
+        the end."""
         own = self._snapshot(self._own)
         try:
             self._install(self._frozen)
@@ -135,8 +147,8 @@ class ReferencePolicy:
 
     def _snapshot(self, buffers: HostBuffers) -> list[torch.Tensor]:
         return [
-            buffers.copy(place, parameter.detach())
-            for place, parameter in enumerate(self._model.parameters())
+            buffers.copy(index, parameter.detach())
+            for index, parameter in enumerate(self._model.parameters())
         ]
 
     @torch.no_grad()
@@ -146,9 +158,13 @@ class ReferencePolicy:
 
 
 def load_policy(config: RunConfig) -> list[PolicyModel]:
-    """The model chunks of this rank (one) with the weights of `config.model`.
+    """Build this rank's part of the model and load its weights from `config.model`.
 
-    Raises UserError for a model directory or a layout that does not fit.
+    Returns:
+        A list with one model chunk, as Megatron's functions expect.
+
+    Raises:
+        UserError: The model directory is not valid, or the parallel layout does not fit the model.
     """
     model = build_policy(config.model, config.parallel, trainer=config.trainer, seed=config.seed)
     if config.model.checkpoint:
@@ -159,16 +175,26 @@ def load_policy(config: RunConfig) -> list[PolicyModel]:
 
 
 class PolicyTrainer:
-    """Construct inside `device_adapter()` after `init_parallel`, on every rank.
+    """One rank's policy, optimizer and algorithm, trained on one batch at a time.
 
-    Loads the Hugging Face weights of `model.path`. `purpose` chooses the optimizer settings and
-    the length of the learning-rate schedule (`optimizer` for rl, `sft.optimizer` and `sft.batches`
-    for sft). Raises UserError for a model directory or a layout that does not fit.
+    Create it on every rank, inside `device_adapter()` and after `init_parallel`.
     """
 
     def __init__(
         self, config: RunConfig, *, lineage: int = 0, purpose: Literal["rl", "sft"] = "rl"
     ) -> None:
+        """Load the weights of `config.model` and build the optimizer and the algorithm.
+
+        Args:
+            config: The run's settings.
+            lineage: Number of this start of the trainer, part of the policy version.
+            purpose: "rl" uses the settings `optimizer` and `steps`; "sft" (fine-tuning) uses
+                `sft.optimizer` and `sft.batches`.
+
+        Raises:
+            UserError: The model directory is not valid, or the parallel layout does not fit the
+                model.
+        """
         self._config = config
         self._lineage = lineage
         self._settings = config.sft.optimizer if purpose == "sft" else config.optimizer
@@ -200,20 +226,20 @@ class PolicyTrainer:
             hidden_size=self.model[0].architecture.hidden_size,
         )
 
-    # ------------------------------------------------------------ what it is
+    # ------------------------------------------------------------ state
 
     @property
     def version(self) -> PolicyVersion:
-        """(lineage, step) of the current weights."""
+        """Policy version of the current weights: this trainer's lineage and its step."""
         return PolicyVersion(self._lineage, self.step)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, padding for tensor parallelism not counted."""
+        """Number of tokens in the vocabulary, without padding for tensor parallelism."""
         return self.model[0].architecture.vocab_size
 
     def progress(self) -> Mapping[str, Any]:
-        """The trainer's own counters, for a checkpoint."""
+        """Return the trainer's counters, to be saved in a checkpoint."""
         return {
             "step": self.step,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
@@ -222,33 +248,36 @@ class PolicyTrainer:
         }
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
-        """Inverse of `progress`; the lineage stays this trainer's own."""
+        """Set the counters to those that `progress` returned; the lineage does not change."""
         self.step = int(progress["step"])
         self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
         self._applied = int(progress["applied_updates"])
         set_applied_updates(self.optimizer, self._applied)
 
-    # ------------------------------------------------------------ what it does
+    # ------------------------------------------------------------ training
 
     def compute_logprobs(self, batch: TokenBatch) -> FloatArray:
-        """log pi(token) of every token with `loss_mask_T` != 0, zero elsewhere, [T], no gradient.
+        """Return log pi(token) of every token with `loss_mask_T` != 0, [T], and 0 for other tokens.
 
-        The result is the same on every rank. Used for pi_old, for the probe and for evaluation.
+        The result is the same on every rank. No gradient is computed.
         """
         return to_host(self._runner.logprobs(self._upload(batch)))
 
     def train_batch(self, batch: TokenBatch) -> StepReport:
-        """The whole of an RL step: advantages, correction, H minibatches x epochs of updates.
+        """Train on a batch: compute advantages and correction, then apply all optimizer updates.
 
-        An update that is not finite is skipped, counted and reported; where preparing the batch
-        fails for that reason, all of it is. Raises ComponentFailure after
-        `MAX_NONFINITE_STEPS` skipped updates in a row, and when copies of the weights that
-        ranks must hold equal are not.
+        There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
+        update that is not finite is skipped, counted and reported. If preparing the batch gives
+        values that are not finite, the whole batch is skipped.
+
+        Raises:
+            ComponentFailure: `MAX_NONFINITE_STEPS` updates in a row were skipped, or copies of the
+                weights that must be equal on several ranks differ.
         """
         began = time.monotonic()
         try:
             prepared, metrics = self._prepare(self._upload(batch))
-        except NonFiniteError as error:  # The same on every rank: a pure function of the batch.
+        except NonFiniteError as error:  # Raised on every rank: a pure function of the batch.
             self._nonfinite_in_a_row += 1
             return self._report(batch, [PolicyUpdate(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
@@ -269,7 +298,12 @@ class PolicyTrainer:
         return DeviceBatch.of(batch, self.layout.device)
 
     def _prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
-        """pi_old and the reference where the algorithm asks, then advantages and correction."""
+        """Compute log-probs of the old and the reference policy if needed, then advantages and
+        correction.
+
+        Returns:
+            The prepared batch, and metrics.
+        """
         if self.algorithm.needs_old_logprobs:
             batch = replace(batch, old_logprobs_T=self._runner.logprobs(batch))
         if self._reference is not None:
@@ -278,6 +312,8 @@ class PolicyTrainer:
         return self.algorithm.prepare(batch)
 
     def _policy_update(self, minibatch: DeviceBatch, number: int) -> PolicyUpdate:
+        """Prepare one minibatch and make one optimizer update; `number` is its index within the
+        step."""
         try:
             current_T = None
             if self.algorithm.needs_minibatch_pass:
@@ -286,18 +322,18 @@ class PolicyTrainer:
         except NonFiniteError as error:
             self._nonfinite_in_a_row += 1
             return PolicyUpdate(str(error))
-        # Entropy is reported even where the loss does not need it: measured, it costs little.
+        # Entropy is reported even if the loss does not use it; measurements show a small cost.
         return self._update(minibatch, self.algorithm, denominators, number, entropy=True)
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
-        """Make an optimizer update on the masked cross-entropy of the batch."""
+        """Make one optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
         sft = build_sft_algorithm()
         prepared, denominators = sft.prepare_minibatch(sft.prepare(self._upload(batch))[0])
         update = self._update(prepared, sft, denominators, 0, entropy=False)
         return self._report(batch, [update], {}, began)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ implementation
 
     def _update(
         self,
@@ -308,9 +344,14 @@ class PolicyTrainer:
         *,
         entropy: bool,
     ) -> PolicyUpdate:
-        """Gradient of the whole (mini)batch and one guarded optimizer step.
+        """Compute the gradient of a whole (mini)batch and apply it, unless it is not finite.
 
-        `number`: index of the update within this step.
+        Args:
+            batch: The prepared batch.
+            algorithm: Computes the loss.
+            denominators: Global counts by which the loss is divided.
+            number: Index of the update within this step.
+            entropy: Whether the entropy of each token's distribution is reported.
         """
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, algorithm, denominators, entropy=entropy)
@@ -335,7 +376,8 @@ class PolicyTrainer:
         )
 
     def _explain(self, mine: str | None, grad_norm: float) -> str:
-        """Collective. Return why the update was skipped: the first rank's reason, else the norm."""
+        """Return why an update was skipped: the first rank's reason, else the gradient norm.
+        Collective."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, mine)
         known = next((reason for reason in reasons if reason is not None), None)
@@ -348,15 +390,20 @@ class PolicyTrainer:
         metrics: Mapping[str, float],
         began: float,
     ) -> StepReport:
-        """Count the step; stop the run where updates keep being skipped or weights differ."""
+        """Count the step, log skipped updates, and return the report.
+
+        Raises:
+            ComponentFailure: Too many updates in a row were skipped, or copies of the weights
+                differ.
+        """
         applied = [update for update in updates if update.applied]
         skipped = [update for update in updates if not update.applied]
         for update in skipped:
-            logger.warning("batch %d: an update was skipped: %s", self.step, update.reason)
+            logger.warning("batch %d: skipped an optimizer update: %s", self.step, update.reason)
         if self._nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise ComponentFailure(
-                f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
-                f"{skipped[-1].reason})"
+                f"{self._nonfinite_in_a_row} optimizer updates in a row were not finite (the last "
+                f"one: {skipped[-1].reason})"
             )
         self._replicas.after_step(self.step + 1)
         report = StepReport(

@@ -47,9 +47,9 @@ def test_run_warns_of_each_restart_when_ranks_are_killed(run: RunUnderFire) -> N
     causes = ["a checkpoint could not be written", *["rank [01] was killed by SIGKILL"] * 2]
     for number, (message, cause) in enumerate(zip(warnings.values(), causes, strict=True)):
         assert re.match(
-            rf"a trainer rank failed \({cause}.*\); all ranks have started again from the "
-            rf"(checkpoint of step \d+|beginning); {KILLS - number - 1} of {KILLS} restarts are "
-            r"left \(trainer.max_restarts\)$",
+            rf"a trainer rank failed \({cause}.*\); all ranks have restarted from "
+            rf"(the checkpoint of step \d+|step 0); {KILLS - number - 1} of {KILLS} restarts "
+            r"remain \(trainer.max_restarts\)$",
             message,
         ), message
         wanted = f"warning trainer_restart_{number + 1}: {message}"

@@ -88,7 +88,7 @@ def test_a_manager_that_never_comes_is_named() -> None:
     with (
         mock.patch("megatron_async.train_loop.manager_client._CALL_SECONDS", 0.2),
         pytest.raises(
-            ComponentFailure, match=r"did not come back within \d s: rollout-manager is not there"
+            ComponentFailure, match=r"did not restart within \d s: rollout-manager is not there"
         ),
     ):
         link(manager, config=config).attach(ResumePoint(0))

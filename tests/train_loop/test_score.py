@@ -121,10 +121,10 @@ GOOD = '{"input_ids": [1, 2], "loss_mask": [0, 1]}'
     ("row", "message"),
     [
         ("{", "is not valid JSON"),
-        ('{"loss_mask": [1]}', "input_ids is None; it must be a list of whole numbers"),
+        ('{"loss_mask": [1]}', "input_ids is None; it must be a list of integers"),
         ('{"input_ids": [1.5, 2], "loss_mask": [0, 1]}', "input_ids is [1.5, 2]"),
         ('{"input_ids": [true, false], "loss_mask": [0, 1]}', "input_ids is [True, False]"),
-        (f'{{"input_ids": [1, {VOCAB}], "loss_mask": [0, 1]}}', f"has {VOCAB} at place 1; the"),
+        (f'{{"input_ids": [1, {VOCAB}], "loss_mask": [0, 1]}}', f"has {VOCAB} at position 1; the"),
         ('{"input_ids": [1, 2]}', "loss_mask is None; it must be a list of 2 numbers"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "loss_mask is [1]"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 0.5]}', "loss_mask is [0, 0.5]"),

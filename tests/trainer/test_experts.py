@@ -200,7 +200,7 @@ def test_experts_are_grouped_where_torch_can(
 @pytest.mark.parametrize(
     ("wanted", "found", "ffn_size", "message"),
     [
-        ("grouped", CPU_ONLY, 25, "model.experts is grouped.* width of its experts 25"),
+        ("grouped", CPU_ONLY, 25, "model.experts is grouped.* width of its experts is 25"),
         ("grouped", GPU, 24, "model.experts is grouped.* model.dtype is float32"),
         ("transformer_engine", CPU_ONLY, 24, "model.experts is transformer_engine.* no CUDA"),
     ],

@@ -34,7 +34,7 @@ def test_parts_of_one_copy_are_added_modulo_2_to_the_64() -> None:
     for last, sides in ((2, []), (3, [((0, 1), (2, 3))])):
         parts = zip((0, 0, 2, 2), (largest, largest, -4, last), strict=True)
         found = differences([[("norm", owner, part)] for owner, part in parts])
-        assert [one.sides for one in found] == sides
+        assert [one.rank_groups for one in found] == sides
 
 
 def test_the_sentence_counts_ranks_in_runs() -> None:
@@ -270,6 +270,6 @@ def test_a_run_stops_at_the_comparison_after_copies_part(
     assert steps == stops_in
     if every:
         assert message.startswith(
-            "trainer ranks that must hold equal weights do not: model.norm.weight "
+            "weights that must be equal on several trainer ranks differ: model.norm.weight "
             "(not the same on rank 0 and on rank 1); "
         )

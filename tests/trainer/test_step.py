@@ -235,7 +235,7 @@ def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
         trainer.train_batch(ragged_batch())
         trainer.train_batch(poisoned(ragged_batch()))
         trainer.train_batch(poisoned(ragged_batch()))
-        with pytest.raises(ComponentFailure, match="3 updates in a row were not finite"):
+        with pytest.raises(ComponentFailure, match="3 optimizer updates in a row were not finite"):
             trainer.train_batch(poisoned(ragged_batch()))
 
 
